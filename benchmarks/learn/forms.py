@@ -4,10 +4,9 @@ Each model is a ``megatron-deberta pretrain`` of one process on the same rows, t
 perplexity`` in each form that it was trained in, and ``evaluate blimp``. A finished part is kept
 when the program starts again.
 
-    megatron-deberta train-tokenizer --input TEXT... --vocab-size 2100 --output tokenizer
-    megatron-deberta preprocess --input TEXT... --tokenizer tokenizer --output books
-    python -m benchmarks.learn.forms --data books_text_document --text wiki.valid.tokens \
-        --blimp BLIMP --work runs/forms --output benchmarks/results/cpu/forms.json
+    python -m benchmarks.learn.forms --corpus CORPUS --work runs/forms
+
+CORPUS holds ``books-*.jsonl.gz``, ``wikitext103.valid.txt.gz`` and BLiMP in ``tasks/blimp``.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from typing import Any
 
 from benchmarks.lib.measuring import read_json, write_json
 from benchmarks.lib.provenance import ROOT, provenance
+from benchmarks.lib.shards import shards_of
 from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.observe.metrics import read_metrics
 
@@ -39,8 +39,17 @@ MODELS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }  # fmt: skip
 """Overrides and forms by model."""
-PAPER = {"MLM": "20.5 / 19.9", "MT": "19.5 / 19.5"}
-"""WikiText-103 perplexity of He et al. 2021, Table 10, validation / test."""
+PAPER = {
+    "RoBERTa": "21.6 / 21.6",
+    "DeBERTa-AP": "20.7 / 20.0",
+    "MLM": "20.5 / 19.9",
+    "MT": "19.5 / 19.5",
+    "AR": "(GPT-2: 37.5 test)",
+}
+"""WikiText-103 perplexity of He et al. 2021, Table 10, validation / test. Its DeBERTa and
+DeBERTa-MT are MLM and MT; it has no autoregressive DeBERTa."""
+RESULT = ROOT / "benchmarks" / "results" / "cpu" / "forms.json"
+VOCABULARY = 2100
 STRIDE = 31
 
 
@@ -57,14 +66,21 @@ def first_words(path: Path, num_words: int) -> str:
     return "".join(lines)
 
 
-def measure(name: str, args: argparse.Namespace, text: Path) -> dict[str, Any]:
-    """Train and evaluate one model; return its row."""
+def measure(name: str, args: argparse.Namespace, data: Path, text: Path) -> dict[str, Any]:
+    """Train and evaluate one model; return its row.
+
+    Args:
+        name: key of ``MODELS``.
+        args: options of the program.
+        data: shard prefix.
+        text: of the perplexities.
+    """
     overrides, forms = MODELS[name]
     folder = args.work / name
     if args.steps not in committed_steps(folder):
         settings = (
             f"train.run_dir={folder}", f"train.steps={args.steps}", f"train.seed={args.seed}",
-            f"train.eval_every={args.steps}", f"data.train=[{args.data}]",
+            f"train.eval_every={args.steps}", f"data.train=[{data}]",
         )  # fmt: skip
         _run("pretrain", CONFIG, *COMMON, *settings, *overrides)
     records = [r for r in read_metrics(folder / "metrics.jsonl") if r["kind"] == "validation"]
@@ -86,7 +102,15 @@ def measure(name: str, args: argparse.Namespace, text: Path) -> dict[str, Any]:
     output = folder / "blimp.json"
     if not output.exists():
         options = ("--limit", str(args.pairs), "--output", str(output))
-        _run("evaluate", "blimp", "--model", str(folder), "--data", str(args.blimp), *options)
+        _run(
+            "evaluate",
+            "blimp",
+            "--model",
+            str(folder),
+            "--data",
+            str(args.corpus / "tasks/blimp"),
+            *options,
+        )
     blimp = read_json(output, None)
     row["blimp"] = {key: blimp[key] for key in ("accuracy", "num_pairs", "fields")}
     return row
@@ -103,21 +127,24 @@ def _run(*arguments: str) -> None:
 def main() -> None:
     """Measure all models and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", required=True, metavar="PREFIX", help="shards of the text")
-    parser.add_argument("--text", type=Path, required=True, help="text in WikiText-103's format")
-    parser.add_argument("--blimp", type=Path, required=True, help="folder of BLiMP's JSON Lines")
-    parser.add_argument("--work", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--corpus", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--work", type=Path, required=True, help="folder of shards and runs")
+    parser.add_argument("--output", type=Path, default=RESULT, metavar="FILE")
     parser.add_argument("--steps", type=int, default=900, help="of 1,024 tokens each")
     parser.add_argument("--words", type=int, default=10_000, help="words of the text")
     parser.add_argument("--pairs", type=int, default=10, help="BLiMP pairs of each paradigm")
     parser.add_argument("--seed", type=int, default=1234)
     args = parser.parse_args()
-    args.work = args.work.resolve()
+    args.work, args.corpus = args.work.resolve(), args.corpus.resolve()
     args.work.mkdir(parents=True, exist_ok=True)
+    books = sorted(args.corpus.glob("books-*.jsonl.gz"))
+    if not books:
+        raise SystemExit(f"--corpus {args.corpus} has no books-*.jsonl.gz")
     text = args.work / "text.txt"
-    text.write_text(first_words(args.text, args.words), encoding="utf-8", newline="\n")
-    manifest = json.loads(Path(f"{args.data}.manifest.json").read_text())
+    words = first_words(args.corpus / "wikitext103.valid.txt.gz", args.words)
+    text.write_text(words, encoding="utf-8", newline="\n")
+    data = shards_of(args.work, books, VOCABULARY).prefix
+    manifest = json.loads(Path(f"{data}.manifest.json").read_text())
     result = {
         **provenance("cpu"),
         "config": CONFIG,
@@ -127,7 +154,7 @@ def main() -> None:
         "models": {},
     }
     for name in MODELS:
-        result["models"][name] = measure(name, args, text)
+        result["models"][name] = measure(name, args, data, text)
         write_json(args.output, result)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,13 +48,28 @@ def prepare_shards(work: Path, megabytes: float, vocabulary: int) -> Shards:
     """
     folder = work / f"shards_{megabytes:g}mb_{vocabulary}"
     folder.mkdir(parents=True, exist_ok=True)
-    text, tokenizer, output = folder / "text.jsonl", folder / "tokenizer", folder / "text"
-    shards = Shards(tokenizer, Path(f"{output}_text_document"))
+    text = folder / "text.jsonl"
     if not text.exists():
         gather = [sys.executable, str(ROOT / "tools" / "gather_machine_text.py")]
         gather += ["--output", str(text), "--max-mb", str(megabytes)]
         subprocess.run(gather, check=True)
-    source = ["--input", str(text)]
+    return shards_of(folder, [text], vocabulary)
+
+
+def shards_of(folder: Path, texts: Sequence[Path], vocabulary: int) -> Shards:
+    """Train a tokenizer on text files and preprocess them; existing files are kept.
+
+    Args:
+        folder: of the tokenizer and the shards.
+        texts: JSON Lines or plain text, also compressed.
+        vocabulary: size of the vocabulary.
+
+    Raises:
+        subprocess.CalledProcessError: a command failed.
+    """
+    tokenizer, output = folder / "tokenizer", folder / "text"
+    shards = Shards(tokenizer, Path(f"{output}_text_document"))
+    source = ["--input", *map(str, texts)]
     size = ["--vocab-size", str(vocabulary)]
     if not tokenizer.exists():
         _command("train-tokenizer", *source, *size, "--output", str(tokenizer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.learn.ablations import VARIANTS, mean_curves
+from benchmarks.learn.forms import MODELS as FORMS
 from benchmarks.learn.forms import PAPER as PAPER_FORMS
 from benchmarks.tables.common import UNMEASURED, Result, markdown
 from megatron_deberta.tasks.task import load_task
@@ -58,7 +59,8 @@ def forms(record: Result) -> str:
         "model", "validation loss: masked", "autoregressive", "perplexity per word: masked",
         "autoregressive", "BLiMP", "paper, Table 10",
     )  # fmt: skip
-    rows = []
+    rows = [(name, *[""] * 5, of_paper) for name, of_paper in PAPER_FORMS.items()
+            if name not in FORMS]  # fmt: skip
     for name, row in record["models"].items():
         validation, perplexity = row["validation"], row["perplexity"]
         losses = {"masked": validation["loss"]}

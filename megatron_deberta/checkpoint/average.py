@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_deberta.checkpoint.layout import WEIGHT, committed_steps, step_dir
+from megatron_deberta.checkpoint.layout import EMA, WEIGHT, committed_steps, step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.errors import CheckpointError, ConfigError
 
@@ -59,6 +59,42 @@ class AveragedWeights:
         for part in others:
             first += part
         return first.to(torch.float32)
+
+
+class MovingAverage:
+    """The moving average of the weights that ``optimizer.ema_decay`` keeps, read as weights.
+
+    Args:
+        reader: a checkpoint.
+
+    Attributes:
+        path: folder of the checkpoint.
+        metadata: of the checkpoint.
+        shapes: logical shape by canonical name.
+
+    Raises:
+        CheckpointError: it contains none.
+    """
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        if EMA not in reader.kinds:
+            raise CheckpointError(
+                f"{reader.path} contains no moving average; train with optimizer.ema_decay, or "
+                "average checkpoints by --average or --ema"
+            )
+        self._reader = reader
+        self.path, self.metadata, self.shapes = reader.path, reader.metadata, reader.shapes
+
+    def tensor(
+        self,
+        name: str,
+        kind: str = WEIGHT,
+        dim: int | None = None,
+        start: int | None = None,
+        stop: int | None = None,
+    ) -> Tensor:
+        """Read a parameter as `CheckpointReader.tensor`, its average for its weight."""
+        return self._reader.tensor(name, EMA if kind == WEIGHT else kind, dim, start, stop)
 
 
 def average_checkpoints(run_dir: Path, count: int, decay: float) -> AveragedWeights:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron_deberta.checkpoint import store, writer
 from megatron_deberta.checkpoint.fence import UNLOCKED, Fence
 from megatron_deberta.checkpoint.held_state import HeldCopy, StateCollector
-from megatron_deberta.checkpoint.layout import CheckpointMetadata
+from megatron_deberta.checkpoint.layout import CheckpointMetadata, state_kinds
 from megatron_deberta.checkpoint.retention import Retention, delete_expired
 from megatron_deberta.distributed.control import all_reduce_max
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
@@ -99,7 +99,8 @@ class Saver:
             group = dist.new_group(backend="gloo") if self.groups.world_size > 1 else None
             self._collector = StateCollector(self.engine, self.specs, self.groups, group)
         metadata = store.with_engine_state(metadata, self.engine, self.groups)
-        staged = writer.begin(self.run_dir, self.specs, self.groups, metadata, fence=self.fence)
+        kinds = state_kinds(metadata.config)
+        staged = writer.begin(self.run_dir, self.specs, self.groups, metadata, kinds, self.fence)
         copies = self._collector.copy()
         self._thread = _WriterThread(staged, self._collector, copies, retention, start)
 

@@ -17,30 +17,37 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_deberta.checkpoint.layout import KINDS
+from megatron_deberta.checkpoint.layout import EMA, KINDS
 from megatron_deberta.checkpoint.writer import OwnedState
 from megatron_deberta.distributed.control import gather_bytes
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import Engine
 
-STATE_BYTES = 4 * len(KINDS)
-"""Bytes per parameter of a checkpoint: weight and two moments in fp32."""
 FREE_SHARE = 0.5
 """Share of a node's free memory that copies may take with ``checkpoint.asynchronous=auto``."""
 # Messages of the same group between the same ranks may follow, with other tags.
 _TAG = 1
 
 
-def copy_bytes(num_parameters: int, dp_size: int, zero_stage: int) -> int:
+def state_bytes(ema_decay: float) -> int:
+    """Return the bytes per parameter of a checkpoint: weight, two moments and the average, fp32.
+
+    Args:
+        ema_decay: ``optimizer.ema_decay``; 0: there is no average.
+    """
+    return 4 * (len(KINDS) + (ema_decay > 0))
+
+
+def copy_bytes(num_bytes: int, dp_size: int, zero_stage: int) -> int:
     """Return the host memory of a rank's copy during a save in the background, in bytes.
 
     Args:
-        num_parameters: of this rank's tensor-parallel shard.
+        num_bytes: state of this rank's tensor-parallel shard.
         dp_size: data-parallel ranks, which divide the copy.
         zero_stage: at stage 3 every parameter is assembled from the partitions of all ranks.
     """
-    share = -(-STATE_BYTES * num_parameters // dp_size)
+    share = -(-num_bytes // dp_size)
     return 2 * share if zero_stage == 3 and dp_size > 1 else share
 
 
@@ -63,7 +70,7 @@ class _Assembly:
     sources: tuple[_Source, ...]
 
 
-# Flat fp32 tensors of one piece of a parameter, in the order of KINDS.
+# Flat fp32 tensors of one piece of a parameter, in the order of KINDS and EMA.
 _Piece = tuple[Tensor, ...]
 HeldCopy = dict[str, _Piece]
 """Copy of this rank's pieces of the parameters that some rank writes, by name."""
@@ -94,7 +101,10 @@ class StateCollector:
         self._engine = engine
         self._groups = groups
         self._group = group
-        held = [(name, start, pieces[0].numel()) for name, start, pieces in engine.held_states()]
+        states = list(engine.held_states())
+        # With the average, if the run keeps one
+        self._num_kinds = len(states[0][2]) if states else len(KINDS)
+        held = [(name, start, pieces[0].numel()) for name, start, pieces in states]
         own = json.dumps([[start, length] for _, start, length in held]).encode()
         ranges = [json.loads(content) for content in gather_bytes(own, group)]
         column = ranges[groups.tp_rank :: groups.tp_size]
@@ -141,7 +151,7 @@ class StateCollector:
                 assembly.spec,
                 {
                     kind: assembly.spec.true_part(state).contiguous()
-                    for kind, state in zip(KINDS, states, strict=True)
+                    for kind, state in zip((*KINDS, EMA), states, strict=False)
                 },
             )
 
@@ -161,15 +171,15 @@ class StateCollector:
                     incoming.setdefault(item.dp_rank, []).append((name, item.length))
         sent = {dp_rank: torch.cat(pieces) for dp_rank, pieces in outgoing.items()}
         received = {
-            dp_rank: torch.empty(len(KINDS) * sum(length for _, length in pieces))
+            dp_rank: torch.empty(self._num_kinds * sum(length for _, length in pieces))
             for dp_rank, pieces in incoming.items()
         }
         self._transfer(sent, received)
         for dp_rank, names in incoming.items():
-            lengths = [length for _, length in names for _ in KINDS]
+            lengths = [length for _, length in names for _ in range(self._num_kinds)]
             parts = iter(received[dp_rank].split(lengths))
             for name, _ in names:
-                kept[name, dp_rank] = tuple(next(parts) for _ in KINDS)
+                kept[name, dp_rank] = tuple(next(parts) for _ in range(self._num_kinds))
         return kept
 
     def _transfer(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
@@ -209,7 +219,8 @@ def _joined(pieces: Mapping[_Source, _Piece], size: int) -> _Piece:
     """Return the flat state of a parameter from its pieces."""
     if len(pieces) == 1:
         return next(iter(pieces.values()))
-    wholes = tuple(torch.empty(size) for _ in KINDS)
+    num_kinds = len(next(iter(pieces.values())))
+    wholes = tuple(torch.empty(size) for _ in range(num_kinds))
     for item, piece in pieces.items():
         for whole, part in zip(wholes, piece, strict=True):
             whole[item.start : item.start + item.length] = part

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +22,7 @@ FORMAT = "megatron_deberta checkpoint"
 FORMAT_VERSION = 1
 
 WEIGHT = "weight"
+EMA = "ema"
 # Components of a parameter's state, named as in ``engine.base.ParameterState``.
 KINDS = (WEIGHT, "exp_avg", "exp_avg_sq")
 
@@ -39,6 +40,11 @@ DELETING_PREFIX = ".deleting-"
 _STEP_NAME = re.compile(r"step_(\d{8})")
 _HIDDEN_NAME = re.compile(r"\.(staging|deleting)-step_\d{8}(\.\d+)?")
 _TENSOR_FILE = re.compile(r"part-\d{5}-\d{4}\.safetensors")
+
+
+def state_kinds(config: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the kinds of state that a run with this config, as plain JSON types, saves."""
+    return (*KINDS, EMA) if config.get("optimizer", {}).get("ema_decay") else KINDS
 
 
 EngineScalar = Annotated[int | float, Field(ge=-(1 << 53), le=1 << 53, allow_inf_nan=False)]
@@ -105,7 +111,7 @@ class CheckpointManifest:
 
     Attributes:
         metadata: state of the run.
-        kinds: a prefix of ``KINDS``; ``("weight",)`` for imported weights.
+        kinds: a prefix of ``(*KINDS, EMA)``; ``("weight",)`` for imported weights.
         parameters: logical shape, without padding, by canonical name, in the model's order.
         files: the tensor files.
         fragments: what they contain.
@@ -152,8 +158,9 @@ class CheckpointManifest:
         for name in names:
             if not _TENSOR_FILE.fullmatch(name):
                 raise CheckpointError(f"{source}: {name!r} is not the name of a tensor file")
-        if not self.kinds or self.kinds != KINDS[: len(self.kinds)]:
-            raise CheckpointError(f"{source}: kinds {self.kinds} are not a prefix of {KINDS}")
+        known = (*KINDS, EMA)
+        if not self.kinds or self.kinds != known[: len(self.kinds)]:
+            raise CheckpointError(f"{source}: kinds {self.kinds} are not a prefix of {known}")
         fragments: dict[str, list[Fragment]] = {name: [] for name in self.parameters}
         for fragment in self.fragments:
             if fragment.parameter not in fragments or fragment.file not in names:

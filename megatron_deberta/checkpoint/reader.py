@@ -59,7 +59,7 @@ class CheckpointReader:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """``("weight", "exp_avg", "exp_avg_sq")``, or ``("weight",)`` for imported weights."""
+        """``KINDS``, with ``EMA`` if the run averages, or ``("weight",)`` for imported weights."""
         return self._manifest.kinds
 
     def verify(self, *, hashes: bool = True, share: int = 0, num_shares: int = 1) -> None:

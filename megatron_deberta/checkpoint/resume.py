@@ -50,7 +50,7 @@ FREE = _keys(
 WITH_FLAG = _keys(
     optimizer="learning_rate warmup_steps warmup_fraction warmup_tokens schedule decay_steps "
     "decay_fraction decay_tokens decay_shape weight_decay beta1 beta2 eps bias_correction "
-    "layer_decay freeze clip_grad_norm",
+    "layer_decay freeze clip_grad_norm ema_decay",
     guard="non_finite spike_sigmas spike_window spike_warmup max_skips",
     precision="dtype initial_loss_scale_power loss_scale_window min_loss_scale",
     train="steps tokens",
@@ -83,7 +83,7 @@ def check_resume(
         CheckpointError: it has no optimizer state, or a change is not permitted.
     """
     saved = reader.metadata
-    if reader.kinds != KINDS:
+    if reader.kinds[: len(KINDS)] != KINDS:
         raise CheckpointError(
             f"{reader.path} holds weights only and cannot be resumed; set checkpoint.load_from to "
             "it in a run with another train.run_dir"
@@ -143,7 +143,7 @@ def check_continuation(
             have read more samples by then.
     """
     saved = reader.metadata
-    if reader.kinds != KINDS:
+    if reader.kinds[: len(KINDS)] != KINDS:
         raise CheckpointError(f"{reader.path} holds weights only; use checkpoint.load_from")
     changed = changes(saved.config, config)
     permitted = FREE | WITH_FLAG | PHASE_KEYS | {"train.phases"}

@@ -22,6 +22,7 @@ from megatron_deberta.checkpoint.layout import (
     CheckpointMetadata,
     checkpoints_dir,
     committed_steps,
+    state_kinds,
     step_dir,
 )
 from megatron_deberta.checkpoint.reader import CheckpointReader
@@ -122,8 +123,9 @@ def stage(
         CheckpointError: there is too little disk space.
     """
     metadata = with_engine_state(metadata, engine, groups)
-    staged = writer.begin(run_dir, specs, groups, metadata, fence=fence)
-    return staged, owned_states(engine, specs, groups)
+    kinds = state_kinds(metadata.config)
+    staged = writer.begin(run_dir, specs, groups, metadata, kinds, fence)
+    return staged, owned_states(engine, specs, groups, kinds)
 
 
 def with_engine_state(
@@ -135,11 +137,14 @@ def with_engine_state(
 
 
 def owned_states(
-    engine: Engine, specs: Mapping[str, ParameterSpec], groups: ProcessGroups
+    engine: Engine,
+    specs: Mapping[str, ParameterSpec],
+    groups: ProcessGroups,
+    kinds: tuple[str, ...],
 ) -> Iterator[writer.OwnedState]:
     """Gather copies of the states that this rank writes; see ``writer.owned_states``."""
     states = (
-        (name, {kind: getattr(state, kind) for kind in KINDS})
+        (name, {kind: getattr(state, kind) for kind in kinds})
         for name, state in engine.gather_states()
     )
     return writer.owned_states(states, specs, groups)
@@ -306,16 +311,13 @@ def load(
         CheckpointError: it is of another model, lacks optimizer state, or is damaged.
     """
     _check_shapes(reader, specs)
-    kinds = (WEIGHT,) if weights_only else KINDS
+    kinds = (WEIGHT,) if weights_only else state_kinds(reader.metadata.config)
 
     def fetch(name: str) -> ParameterState:
+        spec = specs[name]
+        moments = {kind: torch.zeros(spec.local_shape) for kind in KINDS if kind not in kinds}
         return ParameterState(
-            *(
-                _local_part(reader, specs[name], kind)
-                if kind in kinds
-                else torch.zeros(specs[name].local_shape)
-                for kind in KINDS
-            )
+            **moments, **{kind: _local_part(reader, spec, kind) for kind in kinds}
         )
 
     engine.load_states(fetch)

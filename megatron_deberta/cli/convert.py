@@ -73,6 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(of all checkpoints of the run, or of --average K)",
     )  # fmt: skip
     export.add_argument(
+        "--moving-average", action="store_true",
+        help="the average of the weights over updates that optimizer.ema_decay keeps",
+    )  # fmt: skip
+    export.add_argument(
         "--data", default="", metavar="DIR",
         help="onnx: the task's files, to measure accuracy on dev (default with int8: the run's)",
     )  # fmt: skip
@@ -169,7 +173,6 @@ def _export_revisions(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from megatron_deberta.checkpoint.average import average_checkpoints
     from megatron_deberta.cli.convert_onnx import check_options, onnx_extension
     from megatron_deberta.hf.export_model import GENERATOR_FOLDER, export_model
     from megatron_deberta.hf.loading import open_trained_model
@@ -178,10 +181,7 @@ def _export(args: argparse.Namespace) -> int:
 
     check_options(args)
     trained = open_trained_model(Path(args.checkpoint), args.tokenizer)
-    if args.average or args.ema != 1:
-        averaged = average_checkpoints(Path(args.checkpoint), args.average, args.ema)
-        trained = replace(trained, reader=averaged)
-        print(f"average of the checkpoints of steps {', '.join(map(str, averaged.steps))}")
+    trained = _averaged(trained, args)
     config, weights = trained.open("discriminator")
     config = _in_form(config, trained.run, args.form)
     if args.to == "onnx":
@@ -224,6 +224,29 @@ def _export(args: argparse.Namespace) -> int:
         return 0
     print(f'Or fill masks here: megatron-deberta fill-mask {args.output} "A [MASK] text."')
     return 0
+
+
+def _averaged(trained: TrainedModel, args: argparse.Namespace) -> TrainedModel:
+    """Return the model with the averaged weights that the options choose, if any.
+
+    Raises:
+        ConfigError: they contradict each other.
+        CheckpointError: there are too few checkpoints, or no moving average.
+    """
+    from megatron_deberta.checkpoint.average import MovingAverage, average_checkpoints
+    from megatron_deberta.checkpoint.reader import CheckpointReader
+
+    averages_checkpoints = args.average or args.ema != 1
+    if args.moving_average:
+        if averages_checkpoints:
+            raise ConfigError("--moving-average excludes --average and --ema; omit one of them")
+        print("moving average of the weights over updates")
+        return replace(trained, reader=MovingAverage(CheckpointReader(trained.reader.path)))
+    if not averages_checkpoints:
+        return trained
+    averaged = average_checkpoints(Path(args.checkpoint), args.average, args.ema)
+    print(f"average of the checkpoints of steps {', '.join(map(str, averaged.steps))}")
+    return replace(trained, reader=averaged)
 
 
 def _in_form(config: ModelConfig, run: RunConfig, form: str | None) -> ModelConfig:

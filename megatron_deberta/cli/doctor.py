@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 
-from megatron_deberta.checkpoint.layout import KINDS
+from megatron_deberta.checkpoint.layout import state_kinds
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.resume import FLAG, check_resume
 from megatron_deberta.checkpoint.store import find_newest
@@ -31,7 +31,7 @@ from megatron_deberta.cluster import installation, preflight
 from megatron_deberta.cluster.profile import ClusterProfile, load_profile
 from megatron_deberta.cluster.slurm import commands as slurm
 from megatron_deberta.cluster.slurm.status import present_holder
-from megatron_deberta.config import load_config
+from megatron_deberta.config import config_to_dict, load_config
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.build import parse_prefixes, validation_prefixes
 from megatron_deberta.data.dataset.corpus import open_shard
@@ -147,8 +147,7 @@ def check_space(config: RunConfig) -> str:
         ConfigError: no.
     """
     parameters = sum(map(math.prod, parameter_shapes(config.model).values()))
-    # fp32: weight and both moments.
-    size = parameters * 4 * len(KINDS)
+    size = parameters * 4 * len(state_kinds(config_to_dict(config)))
     free = shutil.disk_usage(_existing(Path(config.train.run_dir))).free
     text = f"{free / 2**30:,.1f} GiB free, a checkpoint takes {size / 2**30:,.1f}"
     if free < 1.2 * size:

@@ -260,6 +260,9 @@ class OptimizerConfig:
     """Parameters that are not updated, by name or its beginning, as in ``embeddings``."""
     clip_grad_norm: float = 1.0
     """Maximum global gradient norm; 0: no clipping."""
+    ema_decay: float = below_one(0.0)
+    """Decay per update of a moving average of the weights, which checkpoints contain and ``convert
+    --moving-average`` exports; 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,26 +14,28 @@ from torch import Tensor, nn
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.loss_scale import DynamicLossScale
-from megatron_deberta.engine.optimizer import adam_step, rate_scales, set_adam_step
+from megatron_deberta.engine.optimizer import EMA, adam_step, rate_scales, set_adam_step
 from megatron_deberta.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterState:
-    """Master weight and Adam moments of one parameter, as checkpoints store them.
+    """Master weight, Adam moments and average of one parameter, as checkpoints store them.
 
-    All three are fp32 CPU tensors of the parameter's local shape: this rank's tensor-parallel
+    All are fp32 CPU tensors of the parameter's local shape: this rank's tensor-parallel
     shard, not partitioned over data-parallel ranks.
 
     Attributes:
         weight: master weight.
         exp_avg: Adam's first moment; zeros before the first step.
         exp_avg_sq: Adam's second moment; zeros before the first step.
+        ema: moving average of the weight; None: the run keeps none, or it starts at the weight.
     """
 
     weight: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
+    ema: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,8 @@ class ParameterPlacement(Protocol):
 # Placement by canonical parameter name
 Placements = Mapping[str, ParameterPlacement]
 
-# Name, start in the flattened shard, and flat tensors of weight and moments from there on
+# Name, start in the flattened shard, and flat tensors of weight, moments and the
+# average, if there is one, from there on
 HeldState = tuple[str, int, tuple[Tensor, ...]]
 
 # Given the gradient norm (scalar on the device, possibly times the loss scale; not finite: an
@@ -99,6 +102,7 @@ class Engine(ABC):
         self.module = module
         self._groups = groups
         self._clip_grad_norm = config.optimizer.clip_grad_norm
+        self._ema_decay = config.optimizer.ema_decay
         self._loss_scale = DynamicLossScale(config.precision)
         self._trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._rate_scales = rate_scales(list(self._trainable), config.optimizer)
@@ -175,6 +179,13 @@ class Engine(ABC):
             raise CheckpointError(
                 f"the checkpoint's engine state lacks {error}; resume from another one"
             ) from error
+
+    @torch.no_grad()
+    def _update_averages(self) -> None:
+        """Move the averages towards the weights of an update."""
+        if self._ema_decay:
+            averages = [self._adam.state[master][EMA] for master in self._masters]
+            torch._foreach_lerp_(averages, list(self._masters), 1 - self._ema_decay)
 
     @abstractmethod
     def destroy(self, *, is_last: bool = True) -> None:

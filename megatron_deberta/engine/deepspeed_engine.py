@@ -98,7 +98,7 @@ class DeepSpeedZeroEngine(Engine):
         if self._loss_scale.dynamic:
             scaler = _ExternalLossScaler(self._loss_scale, groups.device)
             self._engine.optimizer.loss_scaler = scaler
-        self._state = ShardedState(self._engine)
+        self._state = ShardedState(self._engine, has_average=self._ema_decay > 0)
         self._masters = self._state.masters
 
     def backward(self, loss: Tensor) -> None:
@@ -139,6 +139,8 @@ class DeepSpeedZeroEngine(Engine):
             skipped = bool(self._engine.optimizer.overflow)
         else:
             grad_norm, skipped = self._step_unsharded(norm_reader(norm_limit))
+        if not skipped:
+            self._update_averages()
         # After the step, which divides the gradients by the scale their loss was multiplied by.
         self._loss_scale.update(overflow=math.isinf(grad_norm))
         return StepOutcome(grad_norm, skipped, scale)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_deberta.engine.base import ParameterState
-from megatron_deberta.engine.optimizer import MOMENTS, set_adam_step
+from megatron_deberta.engine.optimizer import EMA, MOMENTS, set_adam_step
 
 # Attributes in which DeepSpeed's ZeRO optimizers keep their partitions of the master weights
 _MASTERS = (
@@ -26,17 +26,21 @@ class ShardedState:
 
     Args:
         engine: a new ``DeepSpeedEngine``.
+        has_average: keep a moving average of the weights, which starts at the weights.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, *, has_average: bool = False) -> None:
         self._adam: torch.optim.Optimizer = engine.basic_optimizer
         stage: int = engine.zero_optimization_stage()
         self._zero: Any = engine.optimizer if stage else None
         self._stage3 = stage == 3
+        self._keys = (*MOMENTS, EMA) if has_average else MOMENTS
         self.masters: list[Tensor] = self._find_masters()
         for master in self.masters:
             for key in MOMENTS:
                 self._adam.state[master][key] = torch.zeros_like(master)
+            if has_average:
+                self._adam.state[master][EMA] = master.detach().clone()
         set_adam_step(self._adam, self.masters, 0)
         if self._zero is not None and not self._stage3:
             # Links parameters to their moments, which these stages do only once.
@@ -44,11 +48,11 @@ class ShardedState:
 
     def gather(self, parameter: nn.Parameter) -> ParameterState:
         """Assemble a parameter's state; collective over data-parallel ranks."""
-        return ParameterState(*(self._get(parameter, key) for key in (None, *MOMENTS)))
+        return ParameterState(*(self._get(parameter, key) for key in (None, *self._keys)))
 
     def held(self, parameter: Any) -> tuple[int, tuple[Tensor, ...]]:
         """Return this rank's range of a parameter's state; see ``Engine.held_states``."""
-        keys = (None, *MOMENTS)
+        keys = (None, *self._keys)
         if self._zero is None:
             return 0, tuple(self._local(parameter, key).detach().flatten() for key in keys)
         if self._stage3:
@@ -67,8 +71,9 @@ class ShardedState:
     def scatter(self, parameter: nn.Parameter, state: ParameterState) -> None:
         """Set this rank's partition of a parameter's state; call :meth:`publish` after the last."""
         self._set(parameter, state.weight, None)
-        for key in MOMENTS:
-            self._set(parameter, getattr(state, key), key)
+        for key in self._keys:
+            value: Tensor | None = getattr(state, key)
+            self._set(parameter, state.weight if value is None else value, key)
 
     @torch.no_grad()
     def publish(self) -> None:

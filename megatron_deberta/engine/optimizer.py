@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 # Keys of Adam's moments in an optimizer's state, whichever implementation runs
 MOMENTS = ("exp_avg", "exp_avg_sq")
+# Key of the moving average of the weights beside them, if there is one
+EMA = "ema"
 
 
 def decays(name: str) -> bool:

@@ -26,6 +26,7 @@ from megatron_deberta.engine.base import (
 )
 from megatron_deberta.engine.grad_norm import clip_coefficient, global_grad_norm
 from megatron_deberta.engine.optimizer import (
+    EMA,
     MOMENTS,
     build_optimizer,
     parameter_groups,
@@ -53,6 +54,12 @@ class ReferenceEngine(Engine):
             config.optimizer,
             allow_apex=groups.device.type == "cuda",
         )
+        if self._ema_decay:
+            for master in self._masters:
+                # Moments as well: Adam takes a state that is not empty for complete.
+                moments = {key: torch.zeros_like(master) for key in MOMENTS}
+                self._adam.state[master].update(moments | {EMA: master.detach().clone()})
+            set_adam_step(self._adam, self._masters, 0)
         self._gradients: list[Tensor | None] = [None] * len(self._masters)
 
     def backward(self, loss: Tensor) -> None:
@@ -91,11 +98,11 @@ class ReferenceEngine(Engine):
         for name, master in zip(self._trainable, self._masters, strict=True):
             state = self._adam.state.get(master, {})
             moments = [state.get(key, torch.zeros_like(master)) for key in MOMENTS]
+            average = [state[EMA]] if self._ema_decay else []
+            tensors = (master, *moments, *average)
             yield (
                 name,
-                ParameterState(
-                    *(t.detach().to("cpu", torch.float32, copy=True) for t in (master, *moments))
-                ),
+                ParameterState(*(t.detach().to("cpu", torch.float32, copy=True) for t in tensors)),
             )
 
     def held_states(self) -> Iterator[HeldState]:
@@ -103,7 +110,9 @@ class ReferenceEngine(Engine):
         for name, master in zip(self._trainable, self._masters, strict=True):
             state = self._adam.state.get(master, {})
             moments = [state.get(key, torch.zeros_like(master)) for key in MOMENTS]
-            yield name, 0, tuple(tensor.detach().flatten() for tensor in (master, *moments))
+            average = [state[EMA]] if self._ema_decay else []
+            tensors = (master, *moments, *average)
+            yield name, 0, tuple(tensor.detach().flatten() for tensor in tensors)
 
     @torch.no_grad()
     def load_states(self, fetch: FetchState) -> None:
@@ -114,6 +123,9 @@ class ReferenceEngine(Engine):
             for key in MOMENTS:
                 moment = getattr(state, key).to(master.device, copy=True)
                 self._adam.state[master][key] = moment
+            if self._ema_decay:
+                average = state.weight if state.ema is None else state.ema
+                self._adam.state[master][EMA].copy_(average)
         set_adam_step(self._adam, self._masters, 0)
         self._copy_masters_to_model()
 
@@ -136,6 +148,7 @@ class ReferenceEngine(Engine):
             master.grad = gradient if coefficient == 1.0 else gradient.mul_(coefficient)
         self._adam.step()
         self._adam.zero_grad()
+        self._update_averages()
         self._copy_masters_to_model()
 
     @torch.no_grad()

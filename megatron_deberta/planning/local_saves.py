@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_deberta.checkpoint.held_state import STATE_BYTES, copy_bytes
+from megatron_deberta.checkpoint.held_state import copy_bytes, state_bytes
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.model import count_parameters
 from megatron_deberta.planning.machine import Machine
@@ -88,12 +88,14 @@ def plan_local_saves(
     if not checkpoint.local_every:
         return None
     nodes = max(1, world_size // machine.ranks_per_node)
-    part = STATE_BYTES * count_parameters(config.model) / nodes
+    of_parameter = state_bytes(config.optimizer.ema_decay)
+    part = of_parameter * count_parameters(config.model) / nodes
     copies = 2 if nodes > 1 else 1
     dp_size = world_size // tp_size
-    shard, stage = local_parameters(config.model, tp_size), config.precision.zero_stage
+    stage = config.precision.zero_stage
+    shard = of_parameter * local_parameters(config.model, tp_size)
     sent = part * (copies - 1) * (2 if stage == 3 else 1)
-    stall = STATE_BYTES * shard / dp_size / COPY_BYTES_PER_SECOND
+    stall = shard / dp_size / COPY_BYTES_PER_SECOND
     interval = checkpoint.save_every or total_steps
     return LocalSavePlan(
         every=checkpoint.local_every,

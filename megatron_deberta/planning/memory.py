@@ -39,7 +39,7 @@ class MemoryEstimate(NamedTuple):
     weights: int
     gradients: int
     optimizer: int
-    """Master weights and both moments, unless offloaded."""
+    """Master weights, both moments and the moving average, unless offloaded."""
     communication: int
     """Buckets of gradient reduction and, in ZeRO-3, gathered weights."""
     activations: int
@@ -296,7 +296,8 @@ def _states(config: RunConfig, dp_size: int) -> tuple[int, int, int, int]:
     weights = element * (share if stage == 3 else count)
     gradients = 4 * (share if stage >= 2 else count)
     # At stage 0 in fp32 the weights are their own masters.
-    optimizer = 0 if precision.offload_optimizer else (12 if stage else 8) * share
+    per_parameter = (12 if stage else 8) + (4 if config.optimizer.ema_decay else 0)
+    optimizer = 0 if precision.offload_optimizer else per_parameter * share
     buckets = 2 * 4 * min(REDUCE_BUCKET_ELEMENTS, count) if stage and dp_size > 1 else 0
     if stage == 3:
         # Gathered weights are kept for backward up to this number of elements.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megatron_deberta.checkpoint.held_state import FREE_SHARE, copy_bytes
+from megatron_deberta.checkpoint.held_state import FREE_SHARE, copy_bytes, state_bytes
 from megatron_deberta.cluster.profile import check_dtype
 from megatron_deberta.config.divisibility import check_tensor_parallel_divides
 from megatron_deberta.config.phases import describe_phases, segments
@@ -65,7 +65,8 @@ class RunPlan:
     def copy_bytes(self) -> int:
         """Host memory of a node for the copy of a save in the background."""
         stage = self.config.precision.zero_stage
-        of_rank = copy_bytes(self.rank_parameters, self.batch.dp_size, stage)
+        num_bytes = state_bytes(self.config.optimizer.ema_decay) * self.rank_parameters
+        of_rank = copy_bytes(num_bytes, self.batch.dp_size, stage)
         return of_rank * min(self.world_size, self.machine.ranks_per_node)
 
     @property

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import psutil
 import torch
 
-from megatron_deberta.checkpoint.held_state import FREE_SHARE, copy_bytes
+from megatron_deberta.checkpoint.held_state import FREE_SHARE, copy_bytes, state_bytes
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.control import all_reduce_any
 from megatron_deberta.distributed.environment import RankEnvironment, read_environment
@@ -89,6 +89,7 @@ def choose_background_saves(
     """
     mode, local = config.checkpoint.asynchronous, config.checkpoint.local_every > 0
     size = sum(math.prod(spec.local_shape) for spec in specs.values())
+    size *= state_bytes(config.optimizer.ema_decay)
     copy = copy_bytes(size, groups.dp_size, config.precision.zero_stage)
     copy *= read_environment().local_world_size
     free = psutil.virtual_memory().available

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,11 @@ LAYOUTS = [Layout(2, 1, True, "none"), Layout(1, 3, False, "none"), Layout(1, 0,
 class Run:
     """Training on one layout, step by step."""
 
-    def __init__(self, layout: Layout, run_dir: str) -> None:
+    def __init__(self, layout: Layout, run_dir: str, ema_decay: float = 0.0) -> None:
         deepspeed_config.PERSISTENCE_THRESHOLD = 0
         config = run_config(layout)
+        config = replace(config, optimizer=replace(config.optimizer, ema_decay=ema_decay))
+        self.config = config
         self.groups = grid(layout.tp_size)
         self.model = build_rank_model(config, self.groups)
         self.engine = build_engine(config, self.model.module, self.model.specs, self.groups)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_deberta.checkpoint.fence import UNLOCKED
-from megatron_deberta.checkpoint.layout import COMMITTED_FILE, committed_steps, step_dir
+from megatron_deberta.checkpoint.layout import COMMITTED_FILE, EMA, KINDS, committed_steps, step_dir
 from megatron_deberta.checkpoint.local import parts
 from megatron_deberta.checkpoint.local.history import History
 from megatron_deberta.checkpoint.reader import CheckpointReader
@@ -49,7 +49,7 @@ class LocalRun(Run):
     """Training with local saves."""
 
     def __init__(self, rank: int, folder: str) -> None:
-        super().__init__(LAYOUT, f"{folder}/shared")
+        super().__init__(LAYOUT, f"{folder}/shared", ema_decay=0.9)
         self.local = open_local(rank, folder)
         self.local.start_saving(0, self.engine, self.model.specs)
         assert self.local.saver is not None
@@ -57,7 +57,7 @@ class LocalRun(Run):
 
     def save(self, step: int) -> dict[str, Any]:
         """Save, and return the result once all ranks have it."""
-        assert self.saves.start(metadata(step))
+        assert self.saves.start(metadata(step, self.config))
         return self.finish()
 
     def wait_for_all(self) -> None:
@@ -78,7 +78,7 @@ def save_local_and_shared(rank: int, folder: str) -> dict[str, Any]:
     run.save(1)
     run.step()
     saved = run.save(STEP)
-    run.saver.save(metadata(STEP), Retention())
+    run.saver.save(metadata(STEP, run.config), Retention())
     run.engine.destroy()
     return saved
 
@@ -177,6 +177,7 @@ def test_newest_complete_local_save_is_taken(
         CheckpointReader(step_dir(folder / name, STEP)) for name in ("run", "shared")
     )
     actual.verify()
+    assert actual.kinds == expected.kinds == (*KINDS, EMA)
     for name in expected.shapes:
         for kind in expected.kinds:
             assert actual.tensor(name, kind).equal(expected.tensor(name, kind)), (name, kind)
@@ -251,10 +252,10 @@ def save_on_a_slow_disk(rank: int, folder: str) -> tuple[list[bool], dict[str, A
     parts.write_durably = slow
     try:
         run.step()
-        started = [run.saves.start(metadata(1))]
+        started = [run.saves.start(metadata(1, run.config))]
         run.step()
         assert run.saves.poll() is None
-        started.append(run.saves.start(metadata(2)))
+        started.append(run.saves.start(metadata(2, run.config)))
         written.set()
         saved = run.finish()
     finally:

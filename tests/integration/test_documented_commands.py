@@ -55,7 +55,7 @@ INPUTS = {
     "docs/published-models.md": ("exports/base",),
     "docs/rtd.md": ("shards/corpus_text_document", "runs/rtd"),
     "docs/report.md": ("runs/base", "runs/large"),
-    "docs/recipes.md": ("runs/stable", "shards/books"),
+    "docs/recipes.md": ("runs/stable", "runs/averaged", "shards/books"),
 }  # fmt: skip
 """Runs, shards, tokenizers, labelled data that a page's commands read and no earlier one writes."""
 LABELLED = {
@@ -69,8 +69,9 @@ LABELLED = {
 TRAINED = {
     "runs/rtd": ("model.head=rtd", "objective.name=rtd"),
     "runs/mt": ("objective.name=mlm+ar",),
+    "runs/averaged": ("optimizer.ema_decay=0.999",),
 }
-"""Runs of other objectives, and their settings."""
+"""Runs with other settings."""
 WRITERS = {
     "blimp": write_pairs,
     "wiki.valid.tokens": lambda path: path.write_text(" \n = A title = \n \n Some words . \n"),

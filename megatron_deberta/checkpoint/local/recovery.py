@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron_deberta.checkpoint import writer
 from megatron_deberta.checkpoint.fence import Fence
-from megatron_deberta.checkpoint.layout import KINDS, part_index_file, part_index_json
+from megatron_deberta.checkpoint.layout import part_index_file, part_index_json, state_kinds
 from megatron_deberta.checkpoint.local.history import History
 from megatron_deberta.checkpoint.local.limits import (
     LISTING_SECONDS,
@@ -174,8 +174,8 @@ class LocalRecovery:
         content = next(content for content in self.nodes.gather(first) if content)
         manifest = PartManifest.from_json(content, self.folder)
         staged = writer.StagedCheckpoint(
-            self.run_dir, manifest.metadata, KINDS, dict(manifest.parameters), self.groups,
-            self.fence, candidate.world_size,
+            self.run_dir, manifest.metadata, state_kinds(manifest.metadata.config),
+            dict(manifest.parameters), self.groups, self.fence, candidate.world_size,
         )  # fmt: skip
         writer.prepare(staged)
         failure: OSError | None = None

@@ -1,22 +1,37 @@
-"""Averages of checkpoints, and context extension."""
+"""Averages of checkpoints and of steps, and context extension."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_deberta.checkpoint.average import average_checkpoints
-from megatron_deberta.checkpoint.layout import step_dir
+from megatron_deberta.checkpoint import store
+from megatron_deberta.checkpoint.average import MovingAverage, average_checkpoints
+from megatron_deberta.checkpoint.layout import EMA, KINDS, step_dir
 from megatron_deberta.checkpoint.positions import ExtendedPositions, extend_table
 from megatron_deberta.checkpoint.reader import CheckpointReader
-from megatron_deberta.checkpoint.resume import check_continuation, check_same_architecture
+from megatron_deberta.checkpoint.resume import (
+    check_continuation,
+    check_resume,
+    check_same_architecture,
+)
 from megatron_deberta.checkpoint.store import save_weights
 from megatron_deberta.config import RunConfig, load_config
+from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import CheckpointError, ConfigError
-from tests.support.checkpoints import metadata, save_alone
+from tests.support.checkpoints import (
+    FakeEngine,
+    assert_holds,
+    logical_states,
+    metadata,
+    on_threads,
+    save_alone,
+    specs_of,
+)
 
 TABLE = "mask_decoder.position.weight"
 
@@ -53,6 +68,63 @@ def test_too_few_checkpoints_or_a_wrong_decay(run_dir: Path) -> None:
         average_checkpoints(run_dir, 4, 1.0)
     with pytest.raises(ConfigError, match="--ema 1.5"):
         average_checkpoints(run_dir, 2, 1.5)
+
+
+def average_config() -> RunConfig:
+    return load_config(None, ["optimizer.ema_decay=0.9"])
+
+
+@pytest.mark.parametrize(("saved_on", "loaded_on"), [((2, 2), 1), ((1, 3), 2), ((1, 1), 4)])
+def test_moving_average_is_saved_and_loaded_on_any_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved_on: tuple[int, int], loaded_on: int
+) -> None:
+    logical = logical_states()
+    saved = metadata(3, average_config())
+
+    def save_rank(groups: ProcessGroups) -> Path:
+        specs = specs_of(groups)
+        engine: Any = FakeEngine(specs, logical)
+        # Other values than those of the weights
+        engine.states = {n: replace(s, ema=s.weight + 1) for n, s in engine.states.items()}
+        return store.save(tmp_path, engine, specs, groups, saved)
+
+    def load_rank(groups: ProcessGroups) -> FakeEngine:
+        engine: Any = FakeEngine(specs_of(groups))
+        store.load(CheckpointReader(path), engine, specs_of(groups))
+        return engine  # type: ignore[no-any-return]
+
+    path = on_threads(monkeypatch, *saved_on, save_rank)[0]
+    for engine in on_threads(monkeypatch, loaded_on, 1, load_rank):
+        assert_holds(engine, logical)
+        for name, spec in engine._specs.items():
+            state = engine.states[name]
+            assert spec.true_part(state.ema).equal(spec.true_part(state.weight) + 1), name
+    reader = CheckpointReader(path)
+    assert reader.kinds == (*KINDS, EMA)
+    weights = MovingAverage(reader)
+    for name, kinds in logical.items():
+        assert weights.tensor(name).equal(kinds["weight"] + 1)
+        assert weights.tensor(name, dim=0, start=0, stop=1).equal(kinds["weight"][:1] + 1)
+
+
+def test_checkpoint_without_a_moving_average(tmp_path: Path) -> None:
+    reader = CheckpointReader(save_alone(tmp_path, 1))
+    with pytest.raises(CheckpointError, match="train with optimizer.ema_decay"):
+        MovingAverage(reader)
+    with pytest.raises(CheckpointError, match=r"optimizer.ema_decay=0.9 but .* or pass --allow"):
+        resume(reader, average_config(), allow_change=False)
+    resume(reader, average_config(), allow_change=True)
+
+
+def resume(reader: CheckpointReader, config: RunConfig, *, allow_change: bool) -> None:
+    saved = reader.metadata
+    check_resume(
+        reader,
+        config,
+        tokenizer_fingerprint=saved.tokenizer_fingerprint,
+        data_fingerprint=saved.data_fingerprint,
+        allow_change=allow_change,
+    )
 
 
 def test_tables_grow_by_the_rule() -> None:
