@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_deberta.checkpoint.layout import KINDS
 from megatron_deberta.config import config_from_dict, config_to_dict
 from megatron_deberta.config.phases import PHASE_KEYS, segment_at
-from megatron_deberta.config.schema import ClusterConfig, RunConfig
+from megatron_deberta.config.schema import LANGUAGE_MODEL_HEADS, ClusterConfig, RunConfig
 from megatron_deberta.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -187,9 +187,8 @@ def check_same_architecture(reader: CheckpointReader, config: RunConfig) -> None
         }
         if config.model.absolute_positions == "none":
             training_keys.add("model.absolute_positions")
-    forms = {"mlm", "autoregressive"}
     for key, (old, new) in changes(reader.metadata.config, config).items():
-        if key == "model.head" and {old, new} == forms:
+        if key == "model.head" and {old, new} == set(LANGUAGE_MODEL_HEADS):
             # The same weights in another form
             continue
         if key == "model.max_position_embeddings" and _extends(config, old, new):

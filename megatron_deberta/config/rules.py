@@ -12,6 +12,7 @@ from megatron_deberta.config.phases import check_durations, segments
 from megatron_deberta.config.ranges import check_ranges
 from megatron_deberta.config.schema import (
     AUTO,
+    LANGUAGE_MODEL_HEADS,
     NOTIFY_EVENTS,
     PRETRAINING_HEADS,
     CheckpointConfig,
@@ -355,7 +356,7 @@ def _check_minimal_pairs(config: RunConfig) -> None:
         raise ConfigError(
             f"train.blimp_every={every} needs train.blimp_data; set the folder of BLiMP's files"
         )
-    if every and config.model.head not in ("mlm", "autoregressive"):
+    if every and config.model.head not in LANGUAGE_MODEL_HEADS:
         raise ConfigError(
             f"train.blimp_every={every} needs a language model, but model.head="
             f"{config.model.head}; set it to 0"

@@ -31,6 +31,8 @@ Head = Literal[
 ObjectiveName = Literal[Head, "mlm+ar"]
 PRETRAINING_HEADS: tuple[Head, ...] = ("mlm", "autoregressive", "rtd")
 """Heads that are trained on text without labels."""
+LANGUAGE_MODEL_HEADS: tuple[Head, ...] = ("mlm", "autoregressive")
+"""Heads that predict tokens; their weights are the same."""
 AUTO = 0
 """Value of ``model.vocab_size: auto`` until the tokenizer is known."""
 

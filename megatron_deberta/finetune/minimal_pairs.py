@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_deberta.config.loader import config_from_layers, config_to_dict
-from megatron_deberta.config.schema import PrecisionConfig, RunConfig
+from megatron_deberta.config.objective_rules import trained_forms
+from megatron_deberta.config.schema import LANGUAGE_MODEL_HEADS, PrecisionConfig, RunConfig
 from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.finetune.models import SourceModel, open_source_model
 from megatron_deberta.finetune.predict import open_ranks
@@ -49,7 +50,7 @@ def evaluate_minimal_pairs(
     """
     source = open_source_model(model, tokenizer, "generator")
     config = language_model_config(source, overrides)
-    if config.model.head == "autoregressive" and metric != "original":
+    if "masked" not in trained_forms(config.objective) and metric != "original":
         raise ConfigError(f"--metric {metric} is for masked language models; remove it")
     pairs = read_minimal_pairs(data, limit)
     loaded = load_model_tokenizer(config.tokenizer.path)
@@ -71,7 +72,7 @@ def language_model_config(source: SourceModel, overrides: Sequence[str]) -> RunC
         CheckpointError: it has no trained head.
         ConfigError: it is fine-tuned.
     """
-    if source.config.head not in ("mlm", "autoregressive"):
+    if source.config.head not in LANGUAGE_MODEL_HEADS:
         raise ConfigError(
             f"{source.path} is fine-tuned and predicts no tokens; give the pretrained model"
         )

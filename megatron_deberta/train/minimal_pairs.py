@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import nn
 
+from megatron_deberta.config.objective_rules import trained_forms
 from megatron_deberta.config.schema import ModelConfig, RunConfig
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.distributed.topology import ProcessGroups
@@ -110,10 +111,10 @@ def build_minimal_pairs(
     sentences = [np.frombuffer(key, np.int64) for key in numbers]
     parallel, vocabulary = config.parallel, Vocabulary.of(tokenizer)
     rows: MaskedRows | WindowRows
-    if config.model.head == "autoregressive":
-        rows = WindowRows.of_sentences(sentences, vocabulary)
-    else:
+    if "masked" in trained_forms(config.objective):
         rows = MaskedRows.of(sentences, vocabulary, metric)
+    else:
+        rows = WindowRows.of_sentences(sentences, vocabulary)
     return MinimalPairTask(
         pairs,
         rows,

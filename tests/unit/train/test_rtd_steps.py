@@ -265,6 +265,32 @@ def test_bf16_trains() -> None:
     assert values == pytest.approx(losses(start()[2], range(3)), rel=0.05)
 
 
+def test_fp16_has_a_loss_scale_of_each_model() -> None:
+    """An overflow in the discriminator lowers its own scale only, and skips its update only."""
+    precision = replace(
+        RTD.precision, engine="deepspeed", dtype="fp16", zero_stage=1, initial_loss_scale_power=8
+    )
+    config = replace(ALTERNATING, precision=precision)
+    model = build_model(config, GROUPS, torch.float16)
+    engine = build_engine(config, model.module, model.specs, GROUPS)
+    take_step = TrainStep(engine, config, GROUPS)
+    values = losses(take_step, range(2))
+    assert values == pytest.approx(losses(start(ALTERNATING)[2], range(2)), rel=0.05)
+    before = weights_of(engine)
+    bias = model.module.get_parameter("discriminator.head.dense.bias")
+    handle = bias.register_hook(lambda gradient: gradient * math.inf)
+    result = take_step(2, [rows(8)])
+    handle.remove()
+    assert not math.isfinite(result.metrics["discriminator_grad_norm"])
+    changed = {n for n, weight in weights_of(engine).items() if not weight.equal(before[n])}
+    assert changed
+    assert all(name.startswith(GENERATOR) for name in changed)
+    result = take_step(3, [rows(12)])
+    assert result.outcome.loss_scale == 256
+    assert result.metrics["discriminator_loss_scale"] == 128
+    engine.destroy()
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"type_vocab_size": 2}, "model.head=rtd has no segments"),
     ({"absolute_positions": "input"}, "shares no absolute positions"),
