@@ -23,6 +23,7 @@ from megatron_deberta.config.schema import (
     Head,
     ModelConfig,
     ObjectiveConfig,
+    OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
     RTDConfig,
@@ -176,11 +177,12 @@ def test_peak_of_fine_tuning(head: Head, recompute: Any) -> None:
     assert predicted == pytest.approx(measured(config), rel=TOLERANCE)
 
 
-def states_of(dtype: str, stage: int) -> tuple[int, int]:
+def states_of(dtype: str, stage: int, ema_decay: float) -> tuple[int, int]:
     """Bytes of weights, gradients and optimizer in a DeepSpeed engine: predicted, and alive."""
     config = replace(
         run_config(WIDE, "none", dtype),
         precision=PrecisionConfig(dtype=dtype, zero_stage=stage),  # type: ignore[arg-type]
+        optimizer=OptimizerConfig(ema_decay=ema_decay),
         train=TrainConfig(micro_batch_size=8, global_batch_size=8),
     )
     gc.collect()
@@ -214,9 +216,12 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
-@pytest.mark.parametrize(("dtype", "stage"), [("fp32", 1), ("bf16", 1), ("fp16", 1), ("bf16", 2)])
-def test_states_of_deepspeed(dtype: str, stage: int) -> None:
-    predicted, alive = states_of(dtype, stage)
+@pytest.mark.parametrize(
+    ("dtype", "stage", "ema_decay"),
+    [("fp32", 1, 0.0), ("bf16", 1, 0.0), ("fp16", 1, 0.0), ("bf16", 2, 0.0), ("bf16", 1, 0.99)],
+)
+def test_states_of_deepspeed(dtype: str, stage: int, ema_decay: float) -> None:
+    predicted, alive = states_of(dtype, stage, ema_decay)
     assert predicted == pytest.approx(alive, rel=TOLERANCE)
 
 
