@@ -29,7 +29,7 @@ from megatron_deberta.observe.metrics import read_metrics
 CONFIG = "configs/runs/learn_cpu.yaml"
 COMMON = (
     "model.vocab_size=auto", "checkpoint.save_every=100", "log.level=warning",
-    "precision.engine=plain", "precision.zero_stage=0",
+    "precision.engine=plain", "precision.zero_stage=0", "optimizer.warmup_fraction=0.1",
 )  # fmt: skip
 MODELS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "MLM": ((), ("masked",)),

@@ -12,7 +12,8 @@ import megatron_deberta
 from megatron_deberta.config.schema import PRETRAINING_HEADS, ObjectiveName
 
 PACKAGE = Path(megatron_deberta.__file__).parent
-EVERY = frozenset(get_args(ObjectiveName))
+# The discriminator is a part of a model, which no objective trains alone.
+EVERY = frozenset(get_args(ObjectiveName)) - {"discriminator"}
 PRETRAINING = frozenset({*PRETRAINING_HEADS, "mlm+ar"})
 FOLDERS = {
     "train": EVERY,
