@@ -101,7 +101,7 @@ def measure(name: str, args: argparse.Namespace, data: Path, text: Path) -> dict
         row["perplexity"][form] = read_json(output, None)
     output = folder / "blimp.json"
     if not output.exists():
-        options = ("--limit", str(args.pairs), "--output", str(output))
+        limit = ("--limit", str(args.pairs), "--output", str(output))
         _run(
             "evaluate",
             "blimp",

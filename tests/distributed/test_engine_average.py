@@ -38,7 +38,7 @@ def averaged(rank: int, tp_size: int, name: str, dtype: str, stage: int) -> None
             saved, scalars = now, engine.state_dict()
     last = states(engine)
     engine.destroy()
-    moved = [n for n, state in last.items() if not torch.allclose(state.ema, state.weight)]
+    moved = [n for n, state in last.items() if not same(state.ema, state.weight)]
     assert moved
 
     engine = start(config, groups)
@@ -48,7 +48,7 @@ def averaged(rank: int, tp_size: int, name: str, dtype: str, stage: int) -> None
     assert_same_states(states(engine), last)
     # An average that the checkpoint lacks starts at the weights.
     engine.load_states(lambda n: replace(saved[n], ema=None))
-    assert all(torch.equal(state.ema, state.weight) for state in states(engine).values())
+    assert all(same(state.ema, state.weight) for state in states(engine).values())
     engine.destroy()
 
     engine = start(plain, groups)
@@ -58,6 +58,10 @@ def averaged(rank: int, tp_size: int, name: str, dtype: str, stage: int) -> None
         assert all(state.weight.equal(history[step][n]) for n, state in now.items())
         assert all(state.ema is None for state in now.values())
     engine.destroy()
+
+
+def same(average: Tensor | None, weight: Tensor) -> bool:
+    return average is not None and average.equal(weight)
 
 
 def with_average(config: RunConfig, decay: float) -> RunConfig:
