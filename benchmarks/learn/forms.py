@@ -109,7 +109,7 @@ def measure(name: str, args: argparse.Namespace, data: Path, text: Path) -> dict
             str(folder),
             "--data",
             str(args.corpus / "tasks/blimp"),
-            *options,
+            *limit,
         )
     blimp = read_json(output, None)
     row["blimp"] = {key: blimp[key] for key in ("accuracy", "num_pairs", "fields")}
