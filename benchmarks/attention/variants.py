@@ -333,11 +333,12 @@ def _flash_deberta() -> tuple[Any, Any]:
     return flash_attention_with_disentangled, flash_attention_with_disentangled_varlen
 
 
-EAGER, OURS, FLOOR = "transformers eager", ("triton", "chunked"), "flash"
+EAGER, OURS, FLOOR = "transformers eager", ("triton", "native", "chunked"), "flash"
 FLOORS = ("flash", "cudnn")
 CPU_VARIANTS: dict[str, Variant] = {
     EAGER: Eager(),
     "SDPA with bias": Variant(sdpa_with_bias),
+    "native": Ours("native"),
     "chunked": Ours("chunked"),
     "flash": Floor(SDPBackend.FLASH_ATTENTION),
 }

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from megatron_deberta.ops.arguments import AttentionArguments
 from megatron_deberta.ops.dropout_bits import drop_threshold, keep_scale, row_keys
 from megatron_deberta.ops.head_threads import for_heads
-from megatron_deberta.ops.native.build import library
+from megatron_deberta.ops.native.build import SOURCE, library
 from megatron_deberta.ops.position_terms import Table
 from megatron_deberta.ops.relative_positions import RelativePositions
 from megatron_deberta.ops.visibility import query_positions
@@ -272,6 +272,10 @@ class _Call:
         """
         loaded = library()
         assert loaded is not None
+        if loaded.call_size() != ctypes.sizeof(_Arguments):
+            raise RuntimeError(
+                f"{SOURCE} was replaced after this process had started; start it again"
+            )
         kernel = getattr(loaded, function)
         q, k, v = self.tokens
         if not len(q):

@@ -547,5 +547,7 @@ void dropout(const float* x, const float* residual, float* out, const int32_t* r
 }
 }
 
+// Size of `Call`, which the caller compares with its own definition.
+extern "C" int64_t call_size() { return sizeof(Call); }
 extern "C" void attention_forward(const Call* call) { Worker(*call).forward(); }
 extern "C" void attention_backward(const Call* call) { Worker(*call).backward(); }

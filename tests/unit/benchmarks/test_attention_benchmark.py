@@ -50,10 +50,10 @@ def test_masked_queries_are_timed():
     assert (at.diff() > 0).all()
     assert at.max() < CASE.length
     assert at.min() >= 0
-    dropped = Comparison(Case(2, 2, 40, 0.1), {"chunked": CPU_VARIANTS["chunked"]})
-    times = dropped.gathered(least=1, most=1)["chunked_gathered_ms"]
+    dropped = Comparison(Case(2, 2, 40, 0.1), {"native": CPU_VARIANTS["native"]})
+    times = dropped.gathered(least=1, most=1)["native_gathered_ms"]
     assert min(times["gathered"], times["all"]) > 0
-    assert Comparison(CASE, {"chunked": CPU_VARIANTS["chunked"]}).gathered() == {}
+    assert Comparison(CASE, {"native": CPU_VARIANTS["native"]}).gathered() == {}
 
 
 def test_dropout_is_compared_only_where_it_is_exact():

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_deberta.ops import RelativePositions, disentangled_attention
 from megatron_deberta.ops.dispatch import choose_backend
 from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale
-from megatron_deberta.ops.native import dropout
+from megatron_deberta.ops.native import backend, dropout
 from megatron_deberta.ops.packed_rows import PackedRows, packed_attention
 from tests.support.attention import (
     assert_later_tokens_do_not_matter,
@@ -156,15 +156,27 @@ def test_packed_rows(lengths: tuple[int, ...], dropout_p: float) -> None:
     made += [torch.randn(3, 2 * BUCKETS.span, 16) for _ in range(2)]
     d_out = torch.randn(tokens, 3, 16)
     results = []
-    for backend in ("native", "chunked"):
+    for name in ("native", "chunked"):
         x = [one.clone().requires_grad_() for one in made]
         out = packed_attention(
-            *x, BUCKETS, rows, dropout_p=dropout_p, seed=seed, scale=0.2, backend=backend
+            *x, BUCKETS, rows, dropout_p=dropout_p, seed=seed, scale=0.2, backend=name
         )
         results.append([out, *torch.autograd.grad(out, x, d_out)])
     assert not results[0][0][sum(lengths) :].any()
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
+
+
+def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other:
+        @staticmethod
+        def call_size() -> int:
+            return 8
+
+    q = torch.randn(1, 1, 3, 16)
+    monkeypatch.setattr(backend, "library", lambda: Other)
+    with pytest.raises(RuntimeError, match="was replaced after this process had started"):
+        disentangled_attention(q, q, q, None, None, BUCKETS, backend="native")
 
 
 def test_what_the_kernels_do_not_support_takes_the_slower_ones() -> None:
