@@ -153,6 +153,9 @@ def environment() -> Json:
     """Return the versions and hardware on which bits depend."""
     import torch
 
+    from megatron_deberta.ops.native.build import library
+
+    kernels = library()
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     keys = ("vendor_id", "cpu family", "model", "stepping")
     fields = dict(line.replace("\t", "").split(":", 1) for line in reversed(lines) if ":" in line)
@@ -160,6 +163,7 @@ def environment() -> Json:
         "processor": "/".join(fields.get(key, "").strip() for key in keys) or platform.machine(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
+        "kernels": kernels and Path(kernels._name).stem,
     }
 
 

@@ -23,6 +23,8 @@ BATCH = 8
 GUARDED = (
     "guard.max_skips=2",
     "checkpoint.save_every=2",
+    # An asynchronous save is committed, and counted, some steps later.
+    "checkpoint.asynchronous=false",
     "train.exit_step=12",
     "data.sample_log=true",
 )

@@ -149,7 +149,7 @@ def _run_rank(environment: dict[str, str], arguments: list[str], log: str) -> No
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if WITHOUT_FLOCK in environment:
         fcntl.flock = _unsupported  # type: ignore[assignment]
-    if environment.get(HUNG_LOCAL_DISK) == environment["RANK"]:
+    if HUNG_LOCAL_DISK in environment and environment[HUNG_LOCAL_DISK] == environment["RANK"]:
         from megatron_deberta.checkpoint.local import parts
 
         parts.write_durably = _hang

@@ -55,6 +55,7 @@ ALLOWED_IN_TESTS = {
     ("tests/parity/test_task_export.py", "trust_remote_code=True"): (
         "runs what it has just exported"
     ),
+    ("tests/integration/test_finetuned_exports.py", "exec"): "runs the line that convert prints",
     ("tests/support/releases.py", "torch.save"): "writes models as they are published",
     ("tests/parity/test_accelerate.py", "import pickle"): "copies a model as users do",
     ("tests/parity/test_import.py", "torch.save"): "makes a pickled release to import",

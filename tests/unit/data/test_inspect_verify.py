@@ -193,7 +193,7 @@ def test_inspect_shards_refuses_another_tokenizer(shard, tmp_path, tokenizer_fil
 
 def test_inspect_refuses(shard, tmp_path, capsys):
     assert main(["inspect", "data"]) == 2
-    assert "give a run file, or --prefix" in capsys.readouterr().err
+    assert "give a run file or a shard" in capsys.readouterr().err
     assert main(["inspect", "data", "--prefix", str(tmp_path / "absent"), "--tokenizer", "x"]) == 2
     assert main(["inspect", "data", "--prefix", shard, "--num-samples", "-1"]) == 2
     assert capsys.readouterr().err.count("\n") == 2
