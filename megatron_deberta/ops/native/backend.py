@@ -20,7 +20,6 @@ from megatron_deberta.ops.arguments import AttentionArguments
 from megatron_deberta.ops.dropout_bits import drop_threshold, keep_scale, row_keys
 from megatron_deberta.ops.head_threads import for_heads
 from megatron_deberta.ops.native.build import SOURCE, library
-from megatron_deberta.ops.position_terms import Table
 from megatron_deberta.ops.relative_positions import RelativePositions
 from megatron_deberta.ops.visibility import query_positions
 
@@ -162,12 +161,14 @@ class _NativeAttention(torch.autograd.Function):
         *tensors, lse = ctx.saved_tensors
         call = _Call(tensors, *ctx.options)
         d_q, d_k, d_v = call.vector_gradients()
-        grads = {f"d_{name}": torch.zeros_like(x) for name, x in call.linear_tables().items()}
+        d_tables = call.table_gradients()
+        grads = {f"d_{name}": x for name, x in d_tables.items()}
         call.run(
             "attention_backward", lse, d_out=_dense(d_output), d_q=d_q, d_k=d_k, d_v=d_v, **grads
         )
-        d_tables = call.fold(grads)
-        return (*(x.to(tensors[0].dtype) for x in (d_q, d_k, d_v)), *d_tables, None, None)
+        results = (d_q, d_k, d_v, d_tables.get("c2p"), d_tables.get("p2c"))
+        dtype = tensors[0].dtype
+        return (*(None if x is None else x.to(dtype) for x in results), None, None)
 
 
 class _Tokens(ctypes.Structure):
@@ -180,7 +181,7 @@ class _Tokens(ctypes.Structure):
 
 _INTEGERS = ("rows", "heads", "head_dim", "length", "all_heads")
 _POINTERS = ("positions", "first_key", "last_key", "row_keys")
-_TOKENS = ("d_out", "d_q", "d_k", "d_v")
+_TOKENS = ("d_out", "d_q", "d_k", "d_v", "d_c2p", "d_p2c")
 
 
 class _Arguments(ctypes.Structure):
@@ -195,15 +196,14 @@ class _Arguments(ctypes.Structure):
         ("threshold", ctypes.c_int32),
         ("scale", ctypes.c_float),
         ("keep_scale", ctypes.c_float),
-        *((name, _Tokens) for name in ("q", "k", "v", "out")),
-        *((name, ctypes.c_void_p) for name in ("c2p", "p2c", "lse")),
+        *((name, _Tokens) for name in ("q", "k", "v", "out", "c2p", "p2c")),
+        *((name, ctypes.c_void_p) for name in ("c2p_slots", "p2c_slots", "lse")),
         *((name, _Tokens) for name in _TOKENS),
-        *((name, ctypes.c_void_p) for name in ("d_c2p", "d_p2c")),
     )
 
 
 class _Call:
-    """Arguments of a call in float32, with the position tables in linear form.
+    """Arguments of a call in float32.
 
     Args:
         tensors: the differentiable arguments of ``attend_rows``.
@@ -218,24 +218,20 @@ class _Call:
         if rows.positions is None:
             num_queries = int(rows.lengths.sum())
         self.skips_queries = num_queries < len(self.tokens[0]) or rows.longest == 0
+        names = zip(("c2p", "p2c"), tensors[3:5], strict=True)
+        self._tables = {name: _dense(table) for name, table in names if table is not None}
         rising = torch.arange(1 - rows.longest, rows.longest)
-        sign = 1 if options.p2c_index == "released" else -1
-        slots = options.positions.slots
-        self._given = dict(zip(("c2p", "p2c"), tensors[3:5], strict=True))
-        self._tables: dict[str, Table] = {}
-        for name, index, falling, factor in (
-            ("c2p", slots(-rising), True, 1.0),
-            ("p2c", slots(sign * rising), sign < 0, options.scale),
-        ):
-            table = self._given[name]
-            if table is not None:
-                self._tables[name] = Table.lay_out(
-                    table, index, torch.float32, factor=factor, falling=falling
-                )
+        # Distances decrease along a score row and increase along a score column.
+        signs = {"c2p": -1, "p2c": 1 if options.p2c_index == "released" else -1}
+        self._slots = {name: options.positions.slots(signs[name] * rising) for name in self._tables}
 
-    def linear_tables(self) -> dict[str, Tensor]:
-        """Return ``[heads, 2 * longest - 1, head_dim]`` of each position term."""
-        return {name: table.rows for name, table in self._tables.items()}
+    def table_gradients(self) -> dict[str, Tensor]:
+        """Return zeros for the gradients of the position tables, in one buffer for both."""
+        if not self._tables:
+            return {}
+        heads, slots, size = next(iter(self._tables.values())).shape
+        buffer = torch.zeros(slots, len(self._tables), heads, size)
+        return {name: buffer[:, i].transpose(0, 1) for i, name in enumerate(self._tables)}
 
     def vector_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return where the gradients of q, k and v go: one buffer where all have the same tokens.
@@ -249,18 +245,6 @@ class _Call:
             return new(q.shape), d_k, d_v
         d_q, d_k, d_v = new(len(q), 3, *q.shape[1:]).unbind(1)
         return d_q, d_k, d_v
-
-    def fold(self, grads: dict[str, Tensor]) -> list[Tensor | None]:
-        """Return the gradients of the two position tables."""
-        folded: list[Tensor | None] = []
-        for name, factor in (("c2p", 1.0), ("p2c", self.options.scale)):
-            given, table = self._given[name], self._tables.get(name)
-            if given is None or table is None:
-                folded.append(None)
-                continue
-            table.grad = grads[f"d_{name}"]
-            folded.append(table.folded_gradient(given.shape[1], factor).to(given.dtype))
-        return folded
 
     def run(self, function: str, lse: Tensor, **more: Tensor) -> None:
         """Call a function of the kernels for all heads.
@@ -280,7 +264,7 @@ class _Call:
         q, k, v = self.tokens
         if not len(q):
             return
-        tensors = {"q": q, "k": k, "v": v, **self.linear_tables(), **more}
+        tensors = {"q": q, "k": k, "v": v, **self._tables, **more}
 
         def work(heads: slice) -> None:
             kernel(ctypes.byref(self._arguments(heads, lse, tensors)))
@@ -307,13 +291,13 @@ class _Call:
             scale=options.scale,
             keep_scale=keep_scale(options.dropout_p),
             lse=_pointer(lse, heads.start),
+            **{f"{name}_slots": slots.data_ptr() for name, slots in self._slots.items()},
         )
         for name, x in tensors.items():
-            if name in ("c2p", "p2c", "d_c2p", "d_p2c"):
-                setattr(arguments, name, x[heads].data_ptr())
-            else:
-                at = x[:, heads]
-                setattr(arguments, name, _Tokens(at.data_ptr(), at.stride(0), at.stride(1)))
+            # [heads, slots, size] of the tables, [tokens, heads, size] of the others
+            at = x.transpose(0, 1) if name.endswith(("c2p", "p2c")) else x
+            at = at[:, heads]
+            setattr(arguments, name, _Tokens(at.data_ptr(), at.stride(0), at.stride(1)))
         return arguments
 
 

@@ -8,7 +8,7 @@
 //     P = softmax(S)      o = f (P * M) v
 //     dv += f (P * M)^T do      G = f (P * M) * (do v^T)      dS = G - P rowsum(G)
 //
-// Queries and the p2c table arrive with the scale of the scores. Every product is a call of
+// Queries and the p2c table are multiplied by the scale of the scores. Every product is a call of
 // `product`, whose operands have any strides: the elements of one column c lie on a diagonal of S,
 // where the distance between rows is one element more than a row. No product of a position term is
 // wasted, and nothing is gathered or scattered. A tile of kRows rows starts up to kRows - 1 columns
@@ -46,11 +46,11 @@ struct Call {
   int32_t threshold;                      // bytes below are dropped
   float scale, keep_scale;
   Tokens q, k, v, out;
-  const float* c2p;  // [heads, 2 * length - 1, head_dim]; null: no such term
-  const float* p2c;  // the same, with the scale
+  Tokens c2p, p2c;  // position tables, a token being a slot; null: no such term
+  const int64_t *c2p_slots, *p2c_slots;  // [2 * length - 1], slot of each column
   float* lse;        // [rows, all_heads, queries]; written by forward, read by backward
   Tokens d_out, d_q, d_k, d_v;
-  float *d_c2p, *d_p2c;  // like the tables, zeros at first
+  Tokens d_c2p, d_p2c;  // zeros at first
 };
 }
 
@@ -65,15 +65,19 @@ struct HeadTable {
   float* gradient = nullptr;
   int64_t width = 0;
 
-  void lay_out(const float* table, int64_t count, int64_t dim) {
-    if (!table) return;
+  void lay_out(const Tokens& table, const int64_t* slots, int64_t head, float factor,
+               int64_t count, int64_t dim) {
+    if (!table.data) return;
     const int64_t margin = kPad * dim;
     float* to = rows_.get(count * dim + 2 * margin) + margin;
-    std::memcpy(to, table, count * dim * 4);
+    for (int64_t c = 0; c < count; ++c) {
+      const float* from = table.data + slots[c] * table.token + head * table.head;
+      for (int64_t d = 0; d < dim; ++d) to[c * dim + d] = from[d] * factor;
+    }
     rows = to;
     width = count + 2 * kPad;
     float* transposed = columns_.get(dim * width) + kPad;
-    transposed_copy(table, count, dim, dim, transposed, width);
+    transposed_copy(rows, count, dim, dim, transposed, width);
     columns = transposed;
   }
 
@@ -90,6 +94,16 @@ struct HeadTable {
     const int64_t margin = kPad * dim;
     gradient = gradient_.get(count * dim + 2 * margin) + margin;
     std::memset(gradient - margin, 0, (count * dim + 2 * margin) * 4);
+  }
+
+  // Add the columns' gradients to those of their slots.
+  void add_gradient(const Tokens& to, const int64_t* slots, int64_t head, float factor,
+                    int64_t count, int64_t dim) const {
+    if (!to.data) return;
+    for (int64_t c = 0; c < count; ++c) {
+      float* slot = to.data + slots[c] * to.token + head * to.head;
+      for (int64_t d = 0; d < dim; ++d) slot[d] += gradient[c * dim + d] * factor;
+    }
   }
 };
 
@@ -128,9 +142,8 @@ class Worker {
   void for_rows(F&& f, bool gradients) {
     const int64_t count = 2 * call_.length - 1;
     for (int64_t head = 0; head < call_.heads; ++head) {
-      const int64_t at = head * count * dim_;
-      c2p_.lay_out(call_.c2p ? call_.c2p + at : nullptr, count, dim_);
-      p2c_.lay_out(call_.p2c ? call_.p2c + at : nullptr, count, dim_);
+      c2p_.lay_out(call_.c2p, call_.c2p_slots, head, 1.0f, count, dim_);
+      p2c_.lay_out(call_.p2c, call_.p2c_slots, head, call_.scale, count, dim_);
       if (call_.positions) p2c_.reverse(count, dim_);
       if (gradients) {
         c2p_.clear_gradient(count, dim_);
@@ -146,8 +159,8 @@ class Worker {
         f(row, head);
       }
       if (!gradients) continue;
-      if (call_.d_c2p) std::memcpy(call_.d_c2p + at, c2p_.gradient, count * dim_ * 4);
-      if (call_.d_p2c) std::memcpy(call_.d_p2c + at, p2c_.gradient, count * dim_ * 4);
+      c2p_.add_gradient(call_.d_c2p, call_.c2p_slots, head, 1.0f, count, dim_);
+      p2c_.add_gradient(call_.d_p2c, call_.p2c_slots, head, call_.scale, count, dim_);
     }
   }
 
