@@ -92,12 +92,18 @@ def forms(record: Result) -> str:
     )
 
 
-def replaced_tokens(record: Result, plain: Result | None = None) -> str:
-    """Replaced-token detection after the last step, with and without the convolution."""
+def replaced_tokens(
+    record: Result, joint: Result | None = None, plain: Result | None = None
+) -> str:
+    """Replaced-token detection after the last step, and in two other recipes."""
     header = ("model", "generator's loss", "below the unigram", "precision", "recall", "F1",
               "F1 / F1 of all replaced", "replaced")  # fmt: skip
     rows = []
-    for name, run in (("with convolution", record), ("without", plain)):
+    for name, run in (
+        ("slow generator, 1,000 pieces", record),
+        ("one learning rate, 2,048 pieces", joint),
+        ("the same without convolution", plain),
+    ):
         if run is None:
             continue
         last = run["validation"][-1]

@@ -85,7 +85,9 @@ TABLES: dict[str, Callable[[str], str]] = {
     "learn": _of(learn.learn, "learn"),
     "attention-maps": _of(learn.attention_maps, "attention_maps"),
     "forms": _of(learn.forms, "forms"),
-    "replaced-tokens": _of(learn.replaced_tokens, "learn_rtd", "learn_rtd_no_convolution"),
+    "replaced-tokens": _of(
+        learn.replaced_tokens, "learn_rtd", "learn_rtd_joint", "learn_rtd_no_convolution"
+    ),
     "finetune-study": _of(learn.finetune_study, "finetune_study"),
     "quickstart-recipes": _of(learn.quickstart_recipes, "quickstart_recipes"),
     "attention": _of(attention.operator, "attention"),
