@@ -30,7 +30,7 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         return ctypes.CDLL(str(compile_library(compiler, cache_folder())))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
         reason = next((line for line in lines if "error" in line), lines[0] if lines else error)
         _log.warning("the CPU kernels cannot be compiled, slower ones are used: %s", reason)
