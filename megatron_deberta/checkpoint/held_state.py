@@ -31,7 +31,7 @@ _TAG = 1
 
 
 def state_bytes(ema_decay: float) -> int:
-    """Return the bytes per parameter of a checkpoint: weight, two moments and the average, fp32.
+    """Return the bytes per parameter of a checkpoint: fp32 weight, moments and moving average.
 
     Args:
         ema_decay: ``optimizer.ema_decay``; 0: there is no average.

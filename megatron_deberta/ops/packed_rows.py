@@ -201,8 +201,9 @@ def _native_attention(
     longest = max(rows.lengths)
     keys = None
     if seed is not None:
-        keys = row_keys(seed, torch.arange(longest)[None], q.shape[1], 0)
-    native_rows = native.Rows(torch.tensor(rows.starts[:-1]), torch.tensor(rows.lengths), longest)
+        keys = row_keys(seed, torch.arange(longest, device="cpu")[None], q.shape[1], 0)
+    starts, lengths = (torch.tensor(x, device="cpu") for x in (rows.starts[:-1], rows.lengths))
+    native_rows = native.Rows(starts, lengths, longest)
     options = native.Options(positions, "released", scale, dropout_p, keys)
     return native.attend_rows(q, k, v, *tables, native_rows, options)[0]
 

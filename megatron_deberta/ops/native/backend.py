@@ -147,8 +147,8 @@ class _NativeAttention(torch.autograd.Function):
         tensors, (rows, options) = args[:5], args[5:]
         call = _Call(tensors, rows, options)
         q = call.tokens[0]
-        output = torch.zeros(q.shape) if call.skips_queries else torch.empty(q.shape)
-        lse = torch.empty(len(rows.starts), q.shape[1], rows.num_queries)
+        output = call.new_like_queries(*q.shape)
+        lse = q.new_empty(len(rows.starts), q.shape[1], rows.num_queries)
         call.run("attention_forward", lse, out=output)
         ctx.save_for_backward(*tensors, lse)
         ctx.options = (rows, options)
@@ -220,7 +220,7 @@ class _Call:
         self.skips_queries = num_queries < len(self.tokens[0]) or rows.longest == 0
         names = zip(("c2p", "p2c"), tensors[3:5], strict=True)
         self._tables = {name: _dense(table) for name, table in names if table is not None}
-        rising = torch.arange(1 - rows.longest, rows.longest)
+        rising = torch.arange(1 - rows.longest, rows.longest, device="cpu")
         # Distances decrease along a score row and increase along a score column.
         signs = {"c2p": -1, "p2c": 1 if options.p2c_index == "released" else -1}
         self._slots = {name: options.positions.slots(signs[name] * rising) for name in self._tables}
@@ -229,8 +229,9 @@ class _Call:
         """Return zeros for the gradients of the position tables, in one buffer for both."""
         if not self._tables:
             return {}
-        heads, slots, size = next(iter(self._tables.values())).shape
-        buffer = torch.zeros(slots, len(self._tables), heads, size)
+        first = next(iter(self._tables.values()))
+        heads, slots, size = first.shape
+        buffer = first.new_zeros(slots, len(self._tables), heads, size)
         return {name: buffer[:, i].transpose(0, 1) for i, name in enumerate(self._tables)}
 
     def vector_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -239,12 +240,16 @@ class _Call:
         The backward pass of a projection of all three then needs no copy.
         """
         q, k, _ = self.tokens
-        new = torch.zeros if self.skips_queries else torch.empty
         if self.rows.positions is not None:
-            d_k, d_v = torch.zeros(len(k), 2, *k.shape[1:]).unbind(1)
-            return new(q.shape), d_k, d_v
-        d_q, d_k, d_v = new(len(q), 3, *q.shape[1:]).unbind(1)
+            d_k, d_v = k.new_zeros(len(k), 2, *k.shape[1:]).unbind(1)
+            return self.new_like_queries(*q.shape), d_k, d_v
+        d_q, d_k, d_v = self.new_like_queries(len(q), 3, *q.shape[1:]).unbind(1)
         return d_q, d_k, d_v
+
+    def new_like_queries(self, *shape: int) -> Tensor:
+        """Return a float32 tensor on the CPU, zeros where some tokens belong to no row."""
+        q = self.tokens[0]
+        return q.new_zeros(shape) if self.skips_queries else q.new_empty(shape)
 
     def run(self, function: str, lse: Tensor, **more: Tensor) -> None:
         """Call a function of the kernels for all heads.
@@ -330,7 +335,8 @@ def _rows(a: AttentionArguments) -> Rows:
         last = torch.full_like(at, length) if last is None else last.gather(1, at)
         last = last.masked_fill(positions < 0, 0)
     first, last = (None if x is None else x.int().contiguous() for x in (first, last))
-    starts, lengths = torch.arange(batch) * length, torch.full((batch,), length)
+    starts = torch.arange(batch, device="cpu") * length
+    lengths = torch.full((batch,), length, device="cpu")
     return Rows(starts, lengths, length, first, last, positions)
 
 
@@ -340,8 +346,8 @@ def _visible_ranges(a: AttentionArguments) -> tuple[Tensor | None, Tensor | None
     if padding is None and documents is None and not a.causal:
         return None, None
     batch, _, length, _ = a.k.shape
-    first = torch.zeros(batch, length, dtype=torch.int64)
-    last = torch.full((batch, length), length)
+    first = torch.zeros(batch, length, dtype=torch.int64, device="cpu")
+    last = torch.full((batch, length), length, device="cpu")
     if documents is not None:
         documents = documents.long().contiguous()
         first = torch.searchsorted(documents, documents)
@@ -351,5 +357,5 @@ def _visible_ranges(a: AttentionArguments) -> tuple[Tensor | None, Tensor | None
         first = torch.maximum(first, begin)
         last = torch.minimum(last, begin + padding.sum(1, keepdim=True))
     if a.causal:
-        last = torch.minimum(last, torch.arange(1, length + 1))
+        last = torch.minimum(last, torch.arange(1, length + 1, device="cpu"))
     return first, last

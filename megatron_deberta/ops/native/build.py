@@ -90,7 +90,7 @@ def _version(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """Return what ``-march=native`` depends on."""
+    """Return the machine type and the processor's model and flags, which ``-march=native`` uses."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -167,6 +167,33 @@ def test_packed_rows(lengths: tuple[int, ...], dropout_p: float) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("queries", GATHERED)
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
+def test_torchs_default_dtype_and_device_do_not_matter(default: torch.dtype, queries: str) -> None:
+    """The kernels write float32 to memory of the CPU, whatever new tensors are by default."""
+    at, options = GATHERED[queries], {**MASKS["everything"], "dropout_p": 0.1, "seed": 2}
+    inputs = random_inputs((2, 3, LENGTH, 16), BUCKETS, gathered=None if at is None else 6)
+    expected = run_attention(
+        inputs, torch.float32, BUCKETS, backend="native", q_positions=at, **options
+    )
+    leaves = [None if x is None else x.float().requires_grad_() for x in inputs]
+    d_output = torch.randn(
+        expected[0].shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64
+    ).float()
+    # With an int, the operator makes the seeds on the device of the queries.
+    torch.set_default_dtype(default)
+    try:
+        with torch.device("meta"):
+            output = disentangled_attention(
+                *leaves, BUCKETS, backend="native", q_positions=at, **options
+            )
+            grads = torch.autograd.grad(output, [x for x in leaves if x is not None], d_output)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for actual, wanted in zip([output, *grads], [expected[0], *expected[2:]], strict=True):
+        assert torch.equal(actual.double(), wanted)
+
+
 def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Other:
         @staticmethod
