@@ -29,7 +29,7 @@ def plan_input(sources: Sequence[Source], options: ReadOptions) -> dict[str, Any
 
 
 def planned_input(plan: Mapping[str, Any]) -> tuple[list[Source], ReadOptions]:
-    """Return what ``plan_input`` was given."""
+    """Return the sources and options that a plan of ``plan_input`` records."""
     return [Source(*source) for source in plan["--input"]], ReadOptions(
         keys=tuple(plan["--keys"]),
         normalization=plan["--normalize"],
