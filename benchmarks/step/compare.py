@@ -1,17 +1,18 @@
 """Pretraining step time compared with other implementations and models, on a GPU or a CPU.
 
-Three comparisons, each with all sides in one run on one machine, with the same batch, precision
+Four comparisons, each with all sides in one run on one machine, with the same batch, precision
 and optimizer:
 
 - ``huggingface``: transformers' ``DebertaV2ForMaskedLM``, and, on a GPU with the
   disentangled-flash package, the same with that package's training path;
 - ``peers``: DeBERTa-base, ModernBERT-base, RoBERTa-base and BERT-base, each in its fastest
   settings (``benchmarks/step/peers.py``);
-- ``disentanglement``: the 1.5B model with and without position terms (plain flash attention).
+- ``disentanglement``: the 1.5B model with and without position terms (plain flash attention);
+- ``encoder``: four layers of base width without a head, against transformers' ``DebertaV2Model``.
 
-On a CPU the last two use two layers and lengths of 128 and 512 only. ``profile`` measures the parts
-of a whole training step, including loader, DeepSpeed and optimizer, with torch's profiler
-(``benchmarks/gpu/one_step.py``), and plots them.
+On a CPU ``peers`` and ``disentanglement`` use two layers and lengths of 128 and 512 only.
+``profile`` measures the parts of a whole training step, including loader, DeepSpeed and optimizer,
+with torch's profiler (``benchmarks/gpu/one_step.py``), and plots them.
 
 Losses are compared first: without dropout and mask decoder the loss must equal that of
 ``DebertaV2ForMaskedLM``, a peer's loss on masked positions that of transformers' own forward, and
@@ -49,10 +50,12 @@ from benchmarks.step.measure import Contender, Result, compete
 from benchmarks.step.parts import draw
 from benchmarks.step.peers import PEERS, Peer, variants
 from benchmarks.step.sides import (
+    OurEncoder,
     Ours,
     Setting,
     Side,
     Stock,
+    StockEncoder,
     without_mask_decoder,
     without_position_terms,
 )
@@ -61,6 +64,7 @@ from megatron_deberta.observe.throughput import measure_matmul_rate
 from megatron_deberta.train.setup import DTYPES
 
 COMPARISONS = ("huggingface", "peers", "disentanglement")
+"""Those of the GPU suite."""
 LENGTHS = (512, 128, 2048)
 PEER_VOCABULARY = 50368  # of ModernBERT
 CPU_THREADS = 2
@@ -105,6 +109,12 @@ def cases(comparison: str, device: torch.device) -> list[Case]:
             case("12 layers, 128K, N=128", model=base, length=128, dtype="fp32"),
             case("12 layers, 128K, bf16", model=base, length=512, dtype="bf16"),
         ]  # fmt: skip
+    if comparison == "encoder":
+        small = replace(base, num_layers=4, vocab_size=8192)
+        return [
+            Case(f"4 layers, N={length}", comparison, small, length, tokens, dtype, target)
+            for length, target in ((512, 2.0), (128, 1.4))
+        ]
     lengths = LENGTHS
     if not on_gpu:
         tokens, lengths = 1024, LENGTHS[:2]
@@ -137,6 +147,8 @@ def cases(comparison: str, device: torch.device) -> list[Case]:
 def sides(case: Case, device: torch.device) -> dict[str, Callable[[], Side]]:
     """Return a constructor for each side of a case; the first is this project's model."""
     setting = case.setting(device)
+    if case.comparison == "encoder":
+        return {"ours": partial(OurEncoder, setting), "huggingface": partial(StockEncoder, setting)}
     builds: dict[str, Callable[[], Side]] = {"ours": partial(Ours, setting)}
     if case.comparison == "disentanglement":
         builds["plain_attention"] = partial(Ours, setting, plain_attention=True)
@@ -177,7 +189,11 @@ def check(case: Case, device: torch.device) -> dict[str, float]:
         if isinstance(side, Peer):
             differences[name] = side.check(batch)
             continue
-        if isinstance(side, Stock):
+        ours: Ours
+        if isinstance(side, StockEncoder):
+            ours = OurEncoder(Setting(size, device, torch.float32))
+            copy_from_stock(ours.model, side.model, without_mask_decoder(size))
+        elif isinstance(side, Stock):
             ours = Ours(Setting(without_mask_decoder(size), device, torch.float32))
             copy_from_stock(ours.model, side.model, without_mask_decoder(size))
         else:
@@ -348,7 +364,7 @@ def run(
     """Measure the cases of a comparison and merge each result into ``output``.
 
     Args:
-        comparison: one of `COMPARISONS`.
+        comparison: one of `COMPARISONS`, or ``encoder``.
         device: where to measure.
         output: result file.
         names: only these cases.
@@ -419,7 +435,7 @@ def _lines(row: dict[str, Any]) -> Iterator[str]:
 def main() -> None:
     """Measure the chosen cases."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("comparison", choices=(*COMPARISONS, "profile"))
+    parser.add_argument("comparison", choices=(*COMPARISONS, "encoder", "profile"))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--output", type=Path, help="JSON file, merged by case")
     parser.add_argument("--repeats", type=int, default=5, help="timed steps per side (default 5)")

@@ -20,7 +20,11 @@ from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.model import DropoutSeeds
 from megatron_deberta.model.attention import DisentangledSelfAttention
-from megatron_deberta.model.flops import training_flops_per_token
+from megatron_deberta.model.flops import (
+    BACKWARD_FACTOR,
+    forward_flops,
+    training_flops_per_token,
+)
 
 
 class Side(Protocol):
@@ -112,6 +116,25 @@ class Ours:
         return training_flops_per_token(self._config, length, rows, MASKED_SHARE)
 
 
+class OurEncoder(Ours):
+    """The encoder of this project's model without mask decoder; the head is not computed."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(replace(setting, model=without_mask_decoder(setting.model)))
+
+    def loss(self, batch: StepBatch, step: int) -> Tensor:
+        """Return the mean size of the hidden states."""
+        seeds = DropoutSeeds(1, step, batch.samples)
+        hidden: Tensor = self.model.encode(batch.input_ids, seeds=seeds)  # type: ignore[operator]
+        return hidden.float().abs().mean()
+
+    def flops_per_token(self, batch: StepBatch) -> float:
+        """Return the FLOPs by the formula of the training log, without those of the head."""
+        rows, length = batch.input_ids.shape
+        flops = forward_flops(self._config, length, rows, MASKED_SHARE)
+        return BACKWARD_FACTOR * (flops.total - flops.head)
+
+
 def use_plain_attention(model: nn.Module) -> None:
     """Replace the attention operator of every layer by torch's attention without positions.
 
@@ -149,9 +172,7 @@ class Stock:
 
     def loss(self, batch: StepBatch, step: int) -> Tensor:
         """Return the mean loss per masked token; dropout uses torch's generator, not ``step``."""
-        mask = torch.ones_like(batch.input_ids)
-        out = self.model(batch.input_ids, mask, labels=batch.dense_labels())
-        return cast(Tensor, out.loss)
+        return self._loss(self.model, batch.input_ids, batch.dense_labels())
 
     def eager(self) -> AbstractContextManager[Any]:
         """Return an empty context: the model is never compiled."""
@@ -163,5 +184,16 @@ class Stock:
             model = DebertaV2ForMaskedLM(self._config)
         ids = torch.zeros_like(batch.input_ids, device="meta")
         with FlopCounterMode(display=False) as counter:
-            model(ids, torch.ones_like(ids), labels=ids).loss.backward()
+            self._loss(model, ids, ids).backward()
         return float(counter.get_total_flops() / ids.numel())
+
+    def _loss(self, model: DebertaV2ForMaskedLM, ids: Tensor, labels: Tensor) -> Tensor:
+        return cast(Tensor, model(ids, torch.ones_like(ids), labels=labels).loss)
+
+
+class StockEncoder(Stock):
+    """The encoder of transformers' model; the head is not computed."""
+
+    def _loss(self, model: DebertaV2ForMaskedLM, ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = model.deberta(ids, torch.ones_like(ids)).last_hidden_state
+        return cast(Tensor, hidden.float().abs().mean())

@@ -67,6 +67,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "shard-damage": _of(data.shard_damage, "shard_damage"),
     "step-summary": _of(step.summary, "step"),
     "step": _of(step.comparison, "step"),
+    "encoder": _of(step.comparison, "encoder"),
     "peers": _of(step.comparison, "peers"),
     "disentanglement": _of(step.comparison, "disentanglement"),
     "profile": _of(step.profile, "profile"),

@@ -58,6 +58,17 @@ def test_every_side_is_timed_and_broken_down(comparison: str) -> None:
         )
 
 
+def test_encoders_alone_are_timed() -> None:
+    row = step.measure(tiny_case("encoder"), CPU, repeats=1)
+
+    assert row["sides"].keys() == {"ours", "huggingface"}
+    ours, theirs = row["sides"].values()
+    assert ours["gflop_per_token"] == pytest.approx(theirs["gflop_per_token"], rel=0.01)
+    for side in (ours, theirs):
+        assert side["seconds_by_part"]["attention"] > 0
+        assert "head" not in side["seconds_by_part"] or not side["seconds_by_part"]["head"]
+
+
 def test_micro_batches_have_the_same_gradient() -> None:
     batch = make_batch(TINY, 128, 64, CPU)
     whole, halves = (Contender(Ours(Setting(TINY, CPU, torch.float32)), batch) for _ in range(2))
