@@ -30,6 +30,7 @@ CONFIG = "configs/runs/learn_cpu.yaml"
 COMMON = (
     "model.vocab_size=auto", "checkpoint.save_every=100", "log.level=warning",
     "precision.engine=plain", "precision.zero_stage=0", "optimizer.warmup_fraction=0.1",
+    "model.conv_kernel_size=3", "objective.mask_probability=0.3",
 )  # fmt: skip
 MODELS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "MLM": ((), ("masked",)),
@@ -130,7 +131,7 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True, metavar="DIR")
     parser.add_argument("--work", type=Path, required=True, help="folder of shards and runs")
     parser.add_argument("--output", type=Path, default=RESULT, metavar="FILE")
-    parser.add_argument("--steps", type=int, default=900, help="of 1,024 tokens each")
+    parser.add_argument("--steps", type=int, default=1800, help="of 1,024 tokens each")
     parser.add_argument("--words", type=int, default=10_000, help="words of the text")
     parser.add_argument("--pairs", type=int, default=10, help="BLiMP pairs of each paradigm")
     parser.add_argument("--seed", type=int, default=1234)
