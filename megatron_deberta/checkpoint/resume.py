@@ -31,8 +31,10 @@ def _keys(**sections: str) -> frozenset[str]:
 
 # Keys that may change freely: they affect rounding at most, or monitoring, retention and start-up.
 # Shards and tokenizer are compared by content; data.validation is not trained on, and the
-# fingerprint of data.train covers a split-off validation set.
+# fingerprint of data.train covers a split-off validation set. The initial convolution matters at
+# step 0 only.
 FREE = _keys(
+    model="conv_init",
     parallel="tensor_parallel_size sequence_parallel recompute fuse attention_backend",
     precision="engine zero_stage offload_optimizer",
     tokenizer="path",
@@ -173,7 +175,12 @@ def check_same_architecture(reader: CheckpointReader, config: RunConfig) -> None
     Raises:
         CheckpointError: a key of the architecture differs.
     """
-    training_keys = {"model.hidden_dropout", "model.attention_dropout", "model.initializer_range"}
+    training_keys = {
+        "model.hidden_dropout",
+        "model.attention_dropout",
+        "model.initializer_range",
+        "model.conv_init",
+    }
     if config.finetune.task:
         # Another head than the checkpoint's starts from new weights.
         training_keys |= {

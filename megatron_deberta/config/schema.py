@@ -74,10 +74,10 @@ class ModelConfig:
     """Kernel size of the convolution beside the first layer; 0: none. The 1.5B model has 3."""
     conv_activation: Literal["gelu", "tanh"] = "gelu"
     """Activation of the convolution branch."""
-    conv_init: Literal["normal", "release"] = "normal"
-    """Initial convolution: ``normal``, weights like the others and biases 0, or ``release``,
-    weights and biases uniform within 1 / sqrt(hidden_size * conv_kernel_size), torch's defaults,
-    which Microsoft's code leaves unchanged."""
+    conv_init: Literal["release", "normal"] = "release"
+    """Initial convolution: ``release``, weights and biases uniform within
+    1 / sqrt(hidden_size * conv_kernel_size), torch's defaults, which Microsoft's code leaves
+    unchanged, or ``normal``, weights like the others and biases 0."""
     mask_decoder_passes: int = 2
     """Passes of the last layer in the enhanced mask decoder; 0: a plain MLM head as in BERT."""
     absolute_positions: AbsolutePositions = "decoder"

@@ -32,9 +32,10 @@ def fill_initial(
     """Initialise a slice of parameter ``name`` in place.
 
     Weights are N(0, ``initializer_range``), LayerNorm weights 1, biases and the delta of shared
-    embeddings 0, as in the released code. With ``conv_init=release`` the convolution's weights and
-    biases are uniform between +-1 / sqrt(fan-in), as the released code leaves them: its
-    ``init_weights`` changes Linear and Embedding only (``torch.nn.Conv1d``'s defaults).
+    embeddings 0, as in the released code. The convolution's weights and biases are uniform
+    between +-1 / sqrt(fan-in), as the released code leaves them: its ``init_weights`` changes
+    Linear and Embedding only (``torch.nn.Conv1d``'s defaults). ``conv_init=normal`` treats them
+    like the others.
 
     Args:
         out: the slice; its shape is ``logical_shape`` except along ``dim``.

@@ -11,7 +11,7 @@ from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model import DebertaModel
 from megatron_deberta.model.weight_init import fill_initial
 
-CONFIG = ModelConfig()
+CONFIG = ModelConfig(conv_kernel_size=3)
 
 
 def full_parameter(name: str, shape: tuple[int, ...], seed: int = 1) -> torch.Tensor:
@@ -65,15 +65,16 @@ def test_convolution_of_the_release_keeps_the_defaults_of_torch() -> None:
         num_layers=1, hidden_size=64, num_heads=2, ffn_hidden_size=8, vocab_size=9,
         conv_kernel_size=3,
     )  # fmt: skip
-    today, release = (
-        DebertaModel(replace(config, conv_init=init), seed=1).state_dict()
-        for init in ("normal", "release")
+    normal, release = (
+        DebertaModel(model, seed=1).state_dict()
+        for model in (replace(config, conv_init="normal"), config)
     )
     stock = torch.nn.Conv1d(64, 64, 3)
     for name, value in release.items():
         if not name.startswith("encoder.conv.conv."):
-            assert torch.equal(value, today[name]), name
+            assert torch.equal(value, normal[name]), name
             continue
+        assert abs(normal[name].std() - (config.initializer_range if value.dim() > 1 else 0)) < 1e-3
         bound = (64 * 3) ** -0.5
         assert 0.9 * bound < value.abs().max() <= bound
         default = getattr(stock, name.rpartition(".")[2])
