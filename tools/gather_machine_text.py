@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Gather English prose that every machine with Python has, as JSON Lines.
 
-Sources are Python's documentation topics and the docstrings and comments of the standard library
-and of installed packages. Only paragraphs of plain sentences are kept: no code, signatures, lists
+Sources are Python's documentation topics, and the docstrings, comments and documents of the
+standard library and of installed packages, headers in C++ included. Only paragraphs of plain sentences are kept: no code, signatures, lists
 of names, links or markup. A document holds the paragraphs of one module. A paragraph is left out
 if it repeats an earlier one, or a run of 30 words of an earlier one, so that documents held out
 for validation share no long passage with training.
 
-    tools/gather_machine_text.py --output text.jsonl --max-mb 8
+    tools/gather_machine_text.py --output text.jsonl
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -26,6 +26,8 @@ RUN_WORDS = 30
 """No two paragraphs share a run of this many words."""
 MIN_WORDS = 8
 DOCSTRING = re.compile(r'"""(.*?)"""|\'\'\'(.*?)\'\'\'', re.DOTALL)
+CPP_COMMENT = re.compile(r"((?:^[ \t]*//.*\n)+)|/\*(.*?)\*/", re.MULTILINE | re.DOTALL)
+CPP_MARKER = re.compile(r"^[ \t]*(?://[/!]?|\*+) ?", re.MULTILINE)
 COMMENTS = re.compile(r"(?:^[ \t]*#(?!!).*\n)+", re.MULTILINE)
 BLANK_LINE = re.compile(r"\n[ \t]*\n")
 LIST_MARKER = re.compile(r"^\s*(?:[-*•]|\d+[.)]|\.\. \w+::(?: [\d.]+)?)\s+", re.MULTILINE)
@@ -66,15 +68,37 @@ def module_texts(source: str) -> Iterator[str]:
         yield re.sub(r"^[ \t]*#+ ?", "", match[0], flags=re.MULTILINE)
 
 
+def header_texts(source: str) -> Iterator[str]:
+    """Yield the text of each comment of a file in C or C++."""
+    for match in CPP_COMMENT.finditer(source):
+        yield CPP_MARKER.sub("", match[1] or match[2])
+
+
+def document_texts(source: str) -> Iterator[str]:
+    """Yield the text of a document."""
+    yield source
+
+
+READERS: dict[str, Callable[[str], Iterator[str]]] = {
+    **dict.fromkeys((".py", ".pyi", ".pyx", ".pxd"), module_texts),
+    **dict.fromkeys((".h", ".hpp", ".cuh"), header_texts),
+    **dict.fromkeys((".md", ".rst", ".txt", "METADATA"), document_texts),
+}
+"""By the end of a file's name."""
+
+
 def sources() -> Iterator[Iterable[str]]:
     """Yield the texts of each topic and module, in an order that does not change."""
     for name in sorted(topics):
         yield [topics[name]]
     stdlib, packages = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
     for root in (stdlib, packages):
-        for path in sorted(Path(root).rglob("*.py")):
-            if root == packages or "site-packages" not in path.parts:
-                yield module_texts(path.read_text(encoding="utf-8", errors="replace"))
+        for path in sorted(Path(root).rglob("*")):
+            reader = READERS.get(path.suffix or path.name)
+            if reader and path.is_file() and (
+                root == packages or "site-packages" not in path.parts
+            ):
+                yield reader(path.read_text(encoding="utf-8", errors="replace"))
 
 
 def documents() -> Iterator[str]:
@@ -105,7 +129,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True, help="JSONL file to write")
-    parser.add_argument("--max-mb", type=float, default=8.0, help="stop at this size (default 8)")
+    parser.add_argument("--max-mb", type=float, default=10.0, help="stop at this size (default 10)")
     args = parser.parse_args()
     args.output.parent.mkdir(parents=True, exist_ok=True)
     partial = args.output.with_name(args.output.name + ".tmp")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.attention.variants import Case
+from benchmarks.attention.variants import EAGER, Case
 from benchmarks.tables.common import Result, markdown
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -81,6 +81,25 @@ def interpreted(record: Result) -> str:
         cells = (f"{error:.1e}" for error in (output, gradients, case["limit"]))
         rows.append((name, f"`{case['oracle']}`, float64", *cells))
     return markdown(("row", "compared with", "output", "largest gradient error", "limit"), rows)
+
+
+def summary(record: Result) -> str:
+    """Speed and memory of the operator against transformers' eager form, for the README."""
+    header = ("attention operator alone, forward and backward", "speed / eager",
+              "peak memory, MiB: ours / eager")  # fmt: skip
+    rows = []
+    for row in record["cases"]:
+        variants = row["variants"]
+        ours, eager = variants.get("native") or variants["chunked"], variants[EAGER]
+        rows.append((
+            Case(**row["case"]).name,
+            f"{eager['milliseconds']['both'] / ours['milliseconds']['both']:.1f}x",
+            f"{ours['peak_mib']:.0f} / {eager['peak_mib']:.0f}",
+        ))  # fmt: skip
+    return markdown(header, rows) + (
+        f"\n({record['hardware']}, {record['cores']} cores, {record['threads']} threads, torch "
+        f"{record['torch']}.)\n"
+    )
 
 
 def operator(record: Result) -> str:
