@@ -11,6 +11,8 @@ import torch
 
 from benchmarks.gpu import smoke, suite
 from benchmarks.gpu.record import Options, Record
+from benchmarks.lib.measuring import read_json
+from benchmarks.lib.provenance import ROOT
 from benchmarks.step import synchronizations
 from benchmarks.step.predicted import SIDES, Side, predict
 from megatron_deberta.config.schema import ModelConfig
@@ -44,9 +46,9 @@ def test_flops_are_those_of_the_formula(side: Side) -> None:
 def test_a_step_waits_for_the_device_once() -> None:
     """The host reads one vector per step; the engine adds no synchronization."""
     places = synchronizations.measure()
-    assert not [place for place in places if place.startswith("synchronize")]
-    ours = {place: count for place, count in places.items() if "megatron_deberta/" in place}
-    assert [place for place in ours if place.startswith("tolist") and "train/step.py" in place]
+    assert places == {"tolist in megatron_deberta/train/step.py, __call__": 1}
+    committed = read_json(ROOT / "benchmarks/results/offline/synchronizations.json", None)
+    assert places == committed["places"]
 
 
 def test_smoke_part_ends_after_three_minutes_on_a_gpu() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.data.batch import Batch
@@ -14,6 +16,7 @@ from megatron_deberta.model import DropoutSeeds, RuntimeOptions
 from megatron_deberta.model.dropout import site_id
 from megatron_deberta.model.layers import TokenConv1d
 from megatron_deberta.objectives import MaskedLanguageModel
+from megatron_deberta.ops import disentangled_attention
 from tests.support.stock_weights import randomize
 from tests.support.tolerances import FP64
 
@@ -168,10 +171,39 @@ def test_convolution_as_one_product(documents: bool, causal: bool) -> None:
         torch.testing.assert_close(one, other, **FP64)
 
 
-def test_rows_without_padding_need_no_mask() -> None:
+def test_convolution_is_one_product_off_the_cpu() -> None:
+    conv = TokenConv1d(6, 4, 5, padding=2).to("meta")
+    calls: list[str] = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+        ) -> Any:
+            calls.append(str(function))
+            return function(*arguments, **(keywords or {}))
+
+    with Recorder():
+        conv(torch.empty(2, 7, 6, device="meta"), None)
+    assert "aten.addmm.default" in calls
+    assert not [name for name in calls if "convolution" in name]
+
+
+def test_rows_without_padding_need_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.cat([tokens(12), tokens(12, 1)])
     batch = Batch(ids, real(ids), ids[:, :3] % 12, ids[:, :3], torch.tensor([3, 4]))
     seeds = DropoutSeeds(1, 2, batch.sample_index)
     model = make()
-    losses = [model(replace(batch, is_padded=padded), seeds)[0] for padded in (True, False)]
+    masks: list[Tensor | None] = []
+
+    def record(*tensors: Any, key_padding: Tensor | None = None, **options: Any) -> Tensor:
+        masks.append(key_padding)
+        return disentangled_attention(*tensors, key_padding=key_padding, **options)
+
+    monkeypatch.setattr("megatron_deberta.model.attention.disentangled_attention", record)
+    losses = []
+    for padded in (True, False):
+        masks.clear()
+        losses.append(model(replace(batch, is_padded=padded), seeds)[0])
+        assert masks
+        assert all((mask is not None) == padded for mask in masks)
     assert torch.equal(*losses)
