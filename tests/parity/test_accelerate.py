@@ -42,6 +42,7 @@ V3 = {
 }
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "v1": ("Deberta", {"pos_att_type": ["c2p", "p2c"], "type_vocab_size": 2}),
+    "v1_p2c": ("Deberta", {"pos_att_type": ["p2c"]}),
     "v1_c2p": ("Deberta", {"pos_att_type": ["c2p"], "position_biased_input": True}),
     "v2": ("DebertaV2", V3 | {"conv_kernel_size": 3, "conv_act": "gelu"}),
     "v2_separate": ("DebertaV2", {"pos_att_type": ["c2p", "p2c"], "conv_kernel_size": 3}),
@@ -130,11 +131,13 @@ def test_outputs_and_gradients_of_every_head(kind: str, head: str) -> None:
 @pytest.mark.parametrize("kind", ["v1", "v2", "v3", "v3_c2p"])
 def test_random_shapes(kind: str) -> None:
     draw = random.Random(kind)
-    model = build(kind)
+    heads = [h for h in HEADS if h != "ForMultipleChoice" or KINDS[kind][0] != "Deberta"]
+    models = {head: build(kind, head) for head in heads}
     for number in range(16):
+        head = heads[number % len(heads)]
         rows, length = draw.randint(1, 9), draw.choice([1, 2, 7, 20, 33, 64])
-        batch = inputs(rows, length, draw.choice(["left", "right"]), number)
-        compare(model, batch, remove_padding=draw.random() < 0.7)
+        batch = labelled(head, inputs(rows, length, draw.choice(["left", "right"]), number))
+        compare(models[head], batch, remove_padding=draw.random() < 0.7)
 
 
 @pytest.mark.parametrize("kind", ["v1", "v2"])

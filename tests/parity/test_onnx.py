@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -86,11 +86,23 @@ def test_every_head_of_every_architecture(architecture: str, tmp_path: Path) -> 
     assert parity.max_error < 1e-5
 
 
+@pytest.mark.parametrize("encoder", [False, True], ids=["fill-mask", "encoder"])
+def test_rows_of_512_tokens(encoder: bool, tmp_path: Path) -> None:
+    config = replace(V2, max_position_embeddings=512)
+    _, _, parity = write(config, tmp_path / "long.onnx", encoder=encoder)
+    assert (8, 512) in parity.cases
+    assert parity.max_error < 1e-5
+
+
 @pytest.mark.parametrize(("dtype", "limit"), [("fp16", 5e-3), ("int8", 5e-2)])
-def test_low_precision(dtype: OnnxDtype, limit: float, tmp_path: Path) -> None:
-    for head in ("mlm", "classification", "tokens"):
-        _, _, parity = write(with_head(V2, head), tmp_path / f"{head}.onnx", dtype)
-        assert 1e-6 < parity.relative_error < limit
+@pytest.mark.parametrize("head", [*HEADS, "encoder"])
+def test_low_precision(
+    head: Head | Literal["encoder"], dtype: OnnxDtype, limit: float, tmp_path: Path
+) -> None:
+    encoder = head == "encoder"
+    config = V2 if head == "encoder" else with_head(V2, head)
+    _, _, parity = write(config, tmp_path / "model.onnx", dtype, encoder=encoder)
+    assert 1e-6 < parity.relative_error < limit
 
 
 def test_formats_of_the_constants(tmp_path: Path) -> None:
