@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_deberta.config import save_config
-from megatron_deberta.config.schema import OptimizerConfig, RunConfig, TrainConfig
+from megatron_deberta.config.schema import DataConfig, OptimizerConfig, RunConfig, TrainConfig
+from megatron_deberta.data.shards.format import manifest_path
+from megatron_deberta.data.shards.manifest import ShardManifest, encode_manifest
 
 BEGIN = 1_790_000_000.0
 STEPS = 40
@@ -22,7 +24,15 @@ def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
 def write_run(folder: Path, learning_rate: float = 1e-3) -> Path:
     """Write every file of a run that the report reads; one restart, one fault."""
     folder.mkdir(parents=True)
+    shard = str(folder / "books_text_document")
+    manifest = ShardManifest(
+        tokenizer_fingerprint="f", tokenizer_path="", vocab_size=600, dtype="uint16",
+        num_documents=1200, num_sequences=1200, num_tokens=30_000, bin_sha256="", idx_sha256="",
+        sources=("books.jsonl",), documents_in=1205, documents_empty=3, documents_quarantined=2,
+    )  # fmt: skip
+    Path(manifest_path(shard)).write_bytes(encode_manifest(manifest))
     config = RunConfig(
+        data=DataConfig(train=(shard,), validation=(str(folder / "absent"),)),
         optimizer=OptimizerConfig(learning_rate=learning_rate),
         train=TrainConfig(run_dir=str(folder), steps=STEPS),
     )

@@ -11,9 +11,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # Kernels and the programs that compile them, which are the only ones to import Triton
 COMPILED = {
-    "benchmarks.attention.kernels",
+    "benchmarks.attention.compiled_kernels",
     "benchmarks.lib.compiling",
-    "benchmarks.step.kernels",
+    "benchmarks.step.compiled_kernels",
     *(
         f"megatron_deberta.ops.triton.{name}"
         for name in (

@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize(
     ("module", "count", "variants"),
     [
-        ("benchmarks.attention.kernels", "tensor_core_instructions", 6),
-        ("benchmarks.step.kernels", "narrow_accesses", 7),
+        ("benchmarks.attention.compiled_kernels", "tensor_core_instructions", 6),
+        ("benchmarks.step.compiled_kernels", "narrow_accesses", 7),
     ],
 )
 def test_kernels_compile_within_their_limits(

@@ -68,6 +68,16 @@ def test_everything_that_a_run_records_is_shown(page: str) -> None:
     assert "Damaged" not in text
 
 
+def test_data_of_the_run(page: str, run: Path, tmp_path: Path) -> None:
+    text = plain(page)
+    assert "train books_text_document 1,200 30,000 25.0 5" in text
+    assert "validation absent no manifest" in text
+    (run / "books_text_document.manifest.json").write_text("{")
+    text = plain(report(tmp_path / "report.html", run))
+    assert "data of train" in text
+    assert "books_text_document.manifest.json" in text
+
+
 def test_samples_show_what_fills_a_mask_at_each_validation(page: str) -> None:
     assert "sample 4" in page
     assert '<mark title="input: [MASK]">mat<sub>1</sub></mark>' in page
@@ -132,7 +142,7 @@ def test_overflows_are_no_faults_and_long_lists_are_cut(run: Path, tmp_path: Pat
     lines += [{"step": step, "kind": "guard", "skip": "gradient spike"} for step in range(300)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = plain(report(tmp_path / "report.html", run))
-    assert "overflow" not in text
+    assert "update skipped: overflow" not in text
     assert "300 skipped updates, 0 rollbacks" in text
     assert text.count("update skipped: gradient spike") == MAX_EVENTS == 200
     assert "100 earlier ones are not listed" in text

@@ -1,7 +1,7 @@
 """Compile the fused attention kernels without a GPU and check their resource limits.
 
 Reports registers, stack, shared memory and instructions of every kernel, counted with the driver's
-disassembler: ``python -m benchmarks.attention.kernels --output
+disassembler: ``python -m benchmarks.attention.compiled_kernels --output
 benchmarks/results/offline/kernels.json`` adds the installed Triton's results to the report.
 ``--quick`` compiles only a few kernels. Exits with 1 if a limit is exceeded.
 """

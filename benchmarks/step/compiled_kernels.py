@@ -2,7 +2,7 @@
 
 Dropout + residual + LayerNorm (``ops.triton.layer_norm``) at the widths of DeBERTa-base and of the
 1.5B model, and the vocabulary's cross-entropy (``ops.triton.cross_entropy``):
-``python -m benchmarks.step.kernels --output benchmarks/results/offline/step_kernels.json``.
+``python -m benchmarks.step.compiled_kernels --output FILE`` (``offline/step_kernels.json``).
 ``--quick`` compiles for one architecture. Exits with 1 if a limit is exceeded.
 """
 
