@@ -71,7 +71,7 @@ rates = {
     "bf16": measure_matmul_rate(cpu, torch.bfloat16),
 }
 dtype = max(rates, key=rates.get)
-print(dtype, 4 * round(min(max(rates[dtype] / 160e6, 520), 1000) / 4))
+print(dtype, 4 * round(min(max(rates[dtype] / 115e6, 700), 1700) / 4))
 PYTHON
 )
 precision=("precision.dtype=$dtype" "train.steps=$steps")
@@ -130,7 +130,7 @@ say "7/7 Filling one mask in each of 40 held-out sentences"
 # After eight minutes a model answers with a frequent word wherever it is not sure; the prior weight
 # takes part of the frequency out of the scores (docs/export.md).
 tools/fill_held_out.py --model "$out/exported" --input "$out"/text/validation/part-*.jsonl \
-  --prior-weight 0.55 --prior-shards "$out/shards/train_text_document"
+  --prior-weight 0.6 --prior-shards "$out/shards/train_text_document"
 
 say "Result"
 python - "$out/run" <<'PYTHON'

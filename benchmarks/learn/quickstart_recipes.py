@@ -23,18 +23,23 @@ from benchmarks.lib.measuring import read_json, write_json
 from benchmarks.lib.provenance import ROOT, provenance
 from megatron_deberta.observe.metrics import read_metrics
 
+PRIOR_WEIGHT = 0.6
 CONFIG = "configs/runs/quickstart.yaml"
 COMMON = (
     "parallel.tensor_parallel_size=1", "precision.dtype=bf16", "train.steps=300",
     "train.eval_every=300", "checkpoint.save_every=300", "model.num_layers=4",
     "model.hidden_size=256", "model.num_heads=4", "model.ffn_hidden_size=1024",
-    "objective.mask_probability=0.15",
+    "objective.mask_probability=0.15", "model.mask_decoder_passes=2",
 )  # fmt: skip
 WIDE = (
     "model.num_layers=2", "model.hidden_size=384", "model.num_heads=6",
     "model.ffn_hidden_size=1536",
 )  # fmt: skip
-# Config overrides by name; every recipe sees 0.6 million tokens.
+THOUSAND = (
+    *WIDE, "objective.mask_probability=0.3", "model.conv_init=normal", "train.steps=1000",
+    "train.eval_every=500", "checkpoint.save_every=1000",
+)  # fmt: skip
+# Config overrides by name; every recipe sees 0.6 million tokens unless its name has other steps.
 RECIPES: dict[str, tuple[str, ...]] = {
     "4 layers of 256, length 64": (),
     "length 128": (
@@ -51,6 +56,18 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "mask 30 %": ("objective.mask_probability=0.3",),
     "2 layers of 384": WIDE,
     "2 layers of 384, mask 30 %": (*WIDE, "objective.mask_probability=0.3"),
+    "the last, 1,000 steps": THOUSAND,
+    "1,000 steps, rate 3e-3": (*THOUSAND, "optimizer.learning_rate=3e-3"),
+    "2,000 steps of half the batch": (
+        *THOUSAND, "train.global_batch_size=16", "train.micro_batch_size=16", "train.steps=2000",
+        "optimizer.warmup_steps=100", "train.eval_every=2000",
+    ),
+    "1,000 steps, convolution of 5 tokens": (*THOUSAND, "model.conv_kernel_size=5"),
+    "1,000 steps, one pass of the mask decoder": (*THOUSAND, "model.mask_decoder_passes=1"),
+    "1,700 steps, one pass": (
+        *THOUSAND, "model.mask_decoder_passes=1", "model.conv_init=release", "train.steps=1700",
+        "train.eval_every=1700", "checkpoint.save_every=1700",
+    ),
 }  # fmt: skip
 
 
@@ -68,22 +85,34 @@ def train(quickstart: Path, folder: Path, overrides: tuple[str, ...]) -> dict[st
         *("-m", "megatron_deberta", "convert", "--checkpoint", f"{folder}"),
         *("--to", "hf", "--output", exported),
     )
-    held_out = (quickstart / "text/validation").glob("part-*.jsonl")
-    table = _run(
-        "tools/fill_held_out.py", "--model", exported, "--sentences", "400", "--input",
-        *map(str, sorted(held_out)),
-    )  # fmt: skip
+    held_out = map(str, sorted((quickstart / "text/validation").glob("part-*.jsonl")))
+    command = ["tools/fill_held_out.py", "--model", exported, "--sentences", "400", "--input"]
+    command += held_out
+    plain = _run(*command)
+    prior = ("--prior-weight", str(PRIOR_WEIGHT), "--prior-shards", parts["train"])
+    weighted = _run(*command, *prior)
     records = list(read_metrics(folder / "metrics.jsonl"))
     last = [r for r in records if r["kind"] == "validation" and "loss" in r][-1]
     unigram = next(r["unigram_loss"] for r in records if "unigram_loss" in r)
-    right = re.search(r"right in first place +(\d+)", table)
     return {
         "overrides": list(overrides),
         "loss": last["loss"],
         "unigram_loss": unigram,
         "accuracy": last["masked_accuracy"],
-        "right_of_400": int(right[1]) if right else None,
+        "right_of_400": _number("right in first place", plain),
+        "most_frequent_of_400": _number("most frequent answer", plain),
+        "with_prior_weight": {
+            "right_of_400": _number("right in first place", weighted),
+            "most_frequent_of_400": _number("most frequent answer", weighted),
+        },
     }
+
+
+def _number(name: str, table: str) -> int:
+    found = re.search(rf"{name} +(?:'\w+', )?(\d+)", table)
+    if found is None:
+        raise SystemExit(f"no {name!r} in the output of fill_held_out.py:\n{table}")
+    return int(found[1])
 
 
 def _run(*command: str) -> str:

@@ -34,6 +34,12 @@ def same_batches(record: Result) -> str:
     return markdown(header, rows) + unigram
 
 
+def _held_out(found: dict[str, int]) -> str:
+    frequent = found.get("most_frequent_of_400")
+    right = f"{found['right_of_400'] / 400:.0%}"
+    return right if frequent is None else f"{right}, {frequent / 400:.1%}"
+
+
 def quickstart_recipes(record: Result) -> str:
     """Validation loss and held-out words of the quickstart's recipes."""
     rows = [
@@ -41,12 +47,20 @@ def quickstart_recipes(record: Result) -> str:
             name,
             f"{row['loss']:.3f}",
             f"{row['unigram_loss'] - row['loss']:.2f}",
-            f"{row['right_of_400'] / 400:.0%}",
+            *(
+                _held_out(found)
+                for found in (row, row.get("with_prior_weight"))
+                if found is not None
+            ),
             f"`{' '.join(row['overrides'])}`" if row["overrides"] else "",
         )
         for name, row in record["recipes"].items()
     ]
-    header = ("recipe", "validation loss", "below the unigram", "held-out words right", "changed")
+    weighted = any("with_prior_weight" in row for row in record["recipes"].values())
+    columns = ["held-out words right"]
+    if weighted:
+        columns = ["held-out words right, most frequent answer", "the same with prior weight 0.6"]
+    header = ("recipe", "validation loss", "below the unigram", *columns, "changed")
     common = (
         f"\nCommon overrides of `configs/runs/quickstart.yaml`: `{' '.join(record['common'])}`.\n"
     )

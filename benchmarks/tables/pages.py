@@ -91,6 +91,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     ),
     "finetune-study": _of(learn.finetune_study, "finetune_study"),
     "quickstart-recipes": _of(learn.quickstart_recipes, "quickstart_recipes"),
+    "quickstart-steps": _of(learn.quickstart_recipes, "quickstart_steps"),
     "attention-summary": _of(attention.summary, "attention"),
     "attention": _of(attention.operator, "attention"),
     "kernels": _of(attention.kernels, "kernels"),
