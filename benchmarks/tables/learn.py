@@ -34,6 +34,12 @@ def same_batches(record: Result) -> str:
     return markdown(header, rows) + unigram
 
 
+def _changed(overrides: Sequence[str], shared: Sequence[str]) -> list[str]:
+    """Return the overrides that are not shared, the last one of each key."""
+    keys = {item.partition("=")[0]: item for item in overrides if item not in shared}
+    return list(keys.values())
+
+
 def _held_out(found: dict[str, int]) -> str:
     frequent = found.get("most_frequent_of_400")
     right = f"{found['right_of_400'] / 400:.0%}"
@@ -42,6 +48,8 @@ def _held_out(found: dict[str, int]) -> str:
 
 def quickstart_recipes(record: Result) -> str:
     """Validation loss and held-out words of the quickstart's recipes."""
+    overrides = [row["overrides"] for row in record["recipes"].values()]
+    shared = [item for item in overrides[0] if all(item in others for others in overrides)]
     rows = [
         (
             name,
@@ -52,7 +60,7 @@ def quickstart_recipes(record: Result) -> str:
                 for found in (row, row.get("with_prior_weight"))
                 if found is not None
             ),
-            f"`{' '.join(row['overrides'])}`" if row["overrides"] else "",
+            f"`{' '.join(changed)}`" if (changed := _changed(row["overrides"], shared)) else "",
         )
         for name, row in record["recipes"].items()
     ]
@@ -62,7 +70,8 @@ def quickstart_recipes(record: Result) -> str:
         columns = ["held-out words right, most frequent answer", "the same with prior weight 0.6"]
     header = ("recipe", "validation loss", "below the unigram", *columns, "changed")
     common = (
-        f"\nCommon overrides of `configs/runs/quickstart.yaml`: `{' '.join(record['common'])}`.\n"
+        "\nCommon overrides of `configs/runs/quickstart.yaml`: "
+        f"`{' '.join(_changed([*record['common'], *shared], []))}`.\n"
     )
     return markdown(header, rows) + common
 
