@@ -2,10 +2,10 @@
 """Gather English prose that every machine with Python has, as JSON Lines.
 
 Sources are Python's documentation topics, and the docstrings, comments and documents of the
-standard library and of installed packages, headers in C++ included. Only paragraphs of plain sentences are kept: no code, signatures, lists
-of names, links or markup. A document holds the paragraphs of one module. A paragraph is left out
-if it repeats an earlier one, or a run of 30 words of an earlier one, so that documents held out
-for validation share no long passage with training.
+standard library and of installed packages, headers in C++ included. Only paragraphs of plain
+sentences are kept: no code, signatures, lists of names, links or markup. A document holds the
+paragraphs of one module. A paragraph is left out if it repeats an earlier one, or a run of 30 words
+of an earlier one, so that documents held out for validation share no long passage with training.
 
     tools/gather_machine_text.py --output text.jsonl
 """

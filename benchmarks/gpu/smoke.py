@@ -31,6 +31,7 @@ from megatron_deberta.ops import RelativePositions, disentangled_attention
 OPTIONAL = ("triton", "flash_attn", "disentangled_flash", "flashdeberta", "liger_kernel")
 POSITIONS = RelativePositions(40, 8)
 LENGTH, TARGETS = 197, 23
+CPU_LENGTH = 40
 RACECHECK_SECONDS = 90
 GATHERED_DONE = "gathered kernels: done"
 REPEATS = 3
@@ -46,6 +47,7 @@ def run(record: Record) -> None:
     check_kernels(record, first)
     for gathered in (False, True):
         check_attention(record, first, size, gathered)
+    check_attention(record, first, size, documents=True)
     small = parity.SMALL if record.options.small else parity.MODEL
     record.run("DeepSpeed step", lambda: parity.compare_steps(small, device, "bf16"))
     record.run("save, kill, resume", lambda: train.killed_and_resumed(record, train.SMALL))
@@ -56,8 +58,8 @@ def run(record: Record) -> None:
         if dtype != first:
             check_kernels(record, dtype)
     if on_gpu:
-        check_attention(record, torch.float16, 128, False)
-        check_attention(record, torch.float32, 32, True)
+        check_attention(record, torch.float16, 128)
+        check_attention(record, torch.float32, 32, gathered=True)
 
 
 def kernel_case(device: str) -> tuple[torch.dtype, int]:
@@ -73,10 +75,14 @@ def check_kernels(record: Record, dtype: torch.dtype) -> None:
     record.run(f"cross-entropy {name_of(dtype)}", lambda: cross_entropy(device, dtype))
 
 
-def check_attention(record: Record, dtype: torch.dtype, size: int, gathered: bool) -> None:
+def check_attention(
+    record: Record, dtype: torch.dtype, size: int, gathered: bool = False, documents: bool = False
+) -> None:
     """Check one variant of the attention operator."""
     name = f"attention {name_of(dtype)} d={size}" + " gathered" * gathered
-    record.run(name, lambda: attention(record.options.device, dtype, size, gathered))
+    name += " documents" * documents
+    device = record.options.device
+    record.run(name, lambda: attention(device, dtype, size, gathered, documents))
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -193,14 +199,17 @@ def uses_kernels(device: str) -> Callable[[Tensor], bool]:
     return lambda x: x.dtype != torch.float64 and x.device.type == device
 
 
-def attention(device: str, dtype: torch.dtype, size: int, gathered: bool) -> Item:
+def attention(
+    device: str, dtype: torch.dtype, size: int, gathered: bool, documents: bool = False
+) -> Item:
     """The attention operator with padding, dropout and distances beyond the table."""
-    heads, length = 2, LENGTH if device == "cuda" else 40
+    heads, length = 2, LENGTH if device == "cuda" else CPU_LENGTH
     queries = 9 if gathered else length
     shapes = [(2, heads, queries, size), *[(2, heads, length, size)] * 2]
     leaves = random_tensors(dtype, *shapes, *[(heads, 2 * POSITIONS.span, size)] * 2)
     at = torch.arange(queries).mul(7).remainder(length).expand(2, -1) if gathered else None
     real = torch.arange(length) < torch.tensor([[length], [length - 11]])
+    ids = (torch.arange(length) // 17).expand(2, -1) if documents else None
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *tables: Tensor) -> Tensor:
         where = q.device
@@ -208,6 +217,7 @@ def attention(device: str, dtype: torch.dtype, size: int, gathered: bool) -> Ite
         return disentangled_attention(
             q, k, v, *tables, POSITIONS,
             q_positions=None if at is None else at.to(where), key_padding=real.to(where),
+            document_ids=None if ids is None else ids.to(where),
             dropout_p=0.1, seed=torch.arange(2, device=where), backend=backend,
         )  # fmt: skip
 

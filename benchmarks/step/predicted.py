@@ -29,6 +29,7 @@ from torch.utils.flop_counter import flop_registry
 
 from benchmarks.gpu.one_step import part_of
 from benchmarks.lib.provenance import provenance
+from benchmarks.step.launches import LAUNCHES
 from benchmarks.step.operators import DEPTHS, LENGTH, OperatorCount, counting, micro_batch
 from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import ModelConfig, ParallelConfig, RunConfig
@@ -47,14 +48,6 @@ OPTIMIZER_BYTES = 46
 """Per parameter and step: AdamW 28 (planning.timing), 16-bit weights 2, clearing, norm and a sum of
 16-bit gradients in fp32 16."""
 _ALLOCATIONS = ("empty", "new_empty", "_unsafe_view", "detach", "alias", "lift_fresh")
-# Kernels of an operator that is more than one: the products of two tables' blocks, the tables'
-# scaling, delta, key, key gradient, query gradient, table gradient, two folds
-_LAUNCHES = {
-    "compiled::drop_add_norm_backward": 2,
-    "compiled::_bias_gelu_backward": 2,
-    "megatron_deberta::disentangled_attention": 5,
-    "megatron_deberta::disentangled_attention_backward": 11,
-}
 
 
 class Cost(NamedTuple):
@@ -245,7 +238,7 @@ _KEYS = ("calls", "kernels", "flops", "bytes", "seconds")
 def _sums(name: str, found: list[Cost], device: Device) -> dict[str, float]:
     return {
         "calls": len(found),
-        "kernels": len(found) * _LAUNCHES.get(name, 1),
+        "kernels": len(found) * LAUNCHES.get(name, 1),
         "flops": sum(cost.flops for cost in found),
         "bytes": sum(cost.bytes for cost in found),
         "seconds": sum(cost.seconds(device) for cost in found),

@@ -123,10 +123,10 @@ class OurEncoder(Ours):
         super().__init__(replace(setting, model=without_mask_decoder(setting.model)))
 
     def loss(self, batch: StepBatch, step: int) -> Tensor:
-        """Return the mean size of the hidden states."""
+        """Return the mean square of a feature; LayerNorm fixes that of all features together."""
         seeds = DropoutSeeds(1, step, batch.samples)
         hidden: Tensor = self.model.encode(batch.input_ids, seeds=seeds)  # type: ignore[operator]
-        return hidden.float().abs().mean()
+        return hidden[..., 0].float().square().mean()
 
     def flops_per_token(self, batch: StepBatch) -> float:
         """Return the FLOPs by the formula of the training log, without those of the head."""
@@ -196,4 +196,4 @@ class StockEncoder(Stock):
 
     def _loss(self, model: DebertaV2ForMaskedLM, ids: Tensor, labels: Tensor) -> Tensor:
         hidden = model.deberta(ids, torch.ones_like(ids)).last_hidden_state
-        return cast(Tensor, hidden.float().abs().mean())
+        return cast(Tensor, hidden[..., 0].float().square().mean())

@@ -1,10 +1,10 @@
-"""Count the places where an optimizer step waits for the device, on a CPU.
+"""Count the places where an optimizer step waits for the device, and the operators of its update.
 
-DeepSpeed ZeRO-1 in bf16, four micro batches. Calls that would wait on a GPU are replaced by ones
-that count themselves and the line of this project or of DeepSpeed that made them: ``synchronize``
-of DeepSpeed's accelerator, and tensors read by the host (``item``, ``tolist``, truth value,
-conversion to a number). Checks that the code makes on a CPU only are left out. Tensors that are on
-the host on a GPU, too, are counted, so this is an upper bound.
+DeepSpeed ZeRO-1 in bf16, four micro batches, on a CPU. Calls that would wait on a GPU are replaced
+by ones that count themselves and the line of this project or of DeepSpeed that made them:
+``synchronize`` of DeepSpeed's accelerator, and tensors read by the host (``item``, ``tolist``,
+truth value, conversion to a number). Checks that the code makes on a CPU only are left out. Tensors
+that are on the host on a GPU, too, are counted, so this is an upper bound.
 
     python -m benchmarks.step.synchronizations --output synchronizations.json
 """
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -29,9 +29,11 @@ import torch
 
 from benchmarks.gpu.parity import SMALL, make_batch, run_config
 from benchmarks.lib.provenance import provenance
+from benchmarks.step.operators import OperatorCount
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
+from megatron_deberta.engine.base import StepOutcome
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.train.step import TrainStep
 
@@ -72,8 +74,21 @@ def _counted(function: Callable[..., Any], name: str, counts: Counter[str]) -> C
     return call
 
 
-def measure() -> dict[str, float]:
-    """Return the waits of one step, by function and calling line."""
+class Counts(NamedTuple):
+    """Counts of one step.
+
+    Attributes:
+        waits: by function and calling line.
+        update: operators other than views that clipping and AdamW dispatch. They work on flat
+            buffers, so their number does not grow with the model.
+    """
+
+    waits: dict[str, float]
+    update: Counter[str]
+
+
+def measure() -> Counts:
+    """Count the waits of a step, and the operators of its update."""
     config = run_config(SMALL, "bf16", "chunked", "deepspeed")
     config = replace(config, train=replace(config.train, micro_batch_size=1))
     groups = single_process_groups(torch.device("cpu"))
@@ -92,11 +107,20 @@ def measure() -> dict[str, float]:
         with counting() as counts:
             for step in range(WARM_UP, WARM_UP + STEPS):
                 take(step, batches)
-        return {
+        operators = OperatorCount()
+
+        def update(*arguments: Any) -> StepOutcome:
+            with operators:
+                return type(engine).step(engine, *arguments)
+
+        with mock.patch.object(engine, "step", update):
+            take(WARM_UP + STEPS, batches)
+        waits = {
             place: count / STEPS
             for place, count in counts.most_common()
             if not any(name in place for name in CPU_ONLY)
         }
+        return Counts(waits, operators.counts)
     finally:
         engine.destroy()
 
@@ -107,11 +131,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--before", type=Path, help="result of an older revision to add")
     args = parser.parse_args()
-    places = measure()
+    places, update = measure()
     record: dict[str, Any] = {
         "micro_batches": MICRO_BATCHES,
         "per_step": sum(places.values()),
         "places": places,
+        "update_operators": dict(update.most_common()),
         "provenance": provenance(),
     }
     if args.before:

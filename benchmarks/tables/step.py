@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
+from benchmarks.step.launches import LAUNCHES
 from benchmarks.step.parts import part_rows
 from benchmarks.tables.common import UNMEASURED, Result, gib, markdown, place
 
@@ -98,12 +99,23 @@ def large_step(record: Result) -> str:
 
 def operators(record: Result) -> str:
     """Operators that one micro batch dispatches, now and at an older revision."""
-    header = ("model", "revision", "per layer: forward, backward", "all layers and heads")
+    header = (
+        "model", "revision", "per layer: forward, backward", "all layers and heads",
+        "kernels, at most",
+    )  # fmt: skip
     cells = []
     for name, now in record["models"].items():
         for side, title in ((record["before"]["models"][name], "before"), (now, "now")):
             layer = ", ".join(str(count) for count in side["by_layer"].values())
-            cells.append((name, title, layer, f"{sum(side['micro_batch'].values()):,}"))
+            total = sum(side["micro_batch"].values())
+            # The last layer has two passes.
+            passes = side["layers"] - 1 + 2
+            further = sum(
+                count * (LAUNCHES.get(operator, 1) - 1)
+                for counts in side["operators"].values()
+                for operator, count in counts.items()
+            )
+            cells.append((name, title, layer, f"{total:,}", f"{total + passes * further:,}"))
     revisions = [x["provenance"]["revision"] for x in (record["before"], record)]
     return markdown(header, cells) + f"\n(Revisions {revisions[0]} and {revisions[1]}.)\n"
 
@@ -135,7 +147,10 @@ def synchronizations(record: Result) -> str:
         for side, title in sides
     ]
     revisions = [side["provenance"]["revision"] for side, _ in sides]
+    update = sum(record["update_operators"].values())
     return markdown(("revision", "waits per step", "of which"), rows) + (
+        f"\nClipping and AdamW dispatch {update} operators per step now, however large the model "
+        "is.\n"
         f"\n(DeepSpeed ZeRO-1, bf16, {record['micro_batches']} micro batches; revisions "
         f"{revisions[0]} and {revisions[1]}.)\n"
     )

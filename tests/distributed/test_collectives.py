@@ -151,11 +151,14 @@ def test_uneven_sequence_raises_before_communication(two_ranks: RankPool) -> Non
 
 def run_identity(rank: int) -> bool:
     x = torch.randn(2, 3, 4)
-    alone = grid(1).tp_group
-    return all(collective(name)(x, group) is x for name in ORACLES for group in (None, alone))
+    assert grid(1).dp_group is not None
+    assert grid(2).tp_group is not None
+    alone = (grid(1).tp_group, grid(2).dp_group)
+    assert alone == (None, None)
+    return all(collective(name)(x, None) is x for name in ORACLES)
 
 
-def test_no_group_and_single_rank_are_the_identity(two_ranks: RankPool) -> None:
+def test_groups_of_one_rank_are_none_and_the_identity(two_ranks: RankPool) -> None:
     assert two_ranks.run(run_identity) == [True, True]
 
 

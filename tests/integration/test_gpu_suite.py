@@ -39,7 +39,7 @@ def assert_passed(content: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_parts_run_in_processes_and_pass(tmp_path: Path) -> None:
-    parts = ("attention", "parity")
+    parts = ("smoke", "attention", "parity")
     done = run(tmp_path, "--device", "cpu", "--small", "--minutes", "20", "--part", *parts)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     for part in parts:

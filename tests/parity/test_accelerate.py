@@ -15,6 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 from megatron_deberta.hf import accelerate
+from tests.support.compiler import needs_compiler
 from tests.support.corpus import corpus_path
 from tests.support.tiny_models import tiny_tokenizer
 
@@ -276,6 +277,26 @@ def test_compiled_model_trains(kind: str) -> None:
         ours = results(model, batch)
         model._compiled_call_impl = None
     assert_same(ours, stock)
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_compiled_by_inductor_with_dropout() -> None:
+    model = build(
+        "v3", "ForSequenceClassification", num_hidden_layers=1, attention_probs_dropout_prob=0.3
+    )
+    batches = [labelled("ForSequenceClassification", inputs(*size)) for size in ((3, 9), (5, 20))]
+    exact = [results(model.eval(), batch) for batch in batches]
+    with accelerate(model):
+        torch._dynamo.reset()
+        model.compile()
+        for batch, expected in zip(batches, exact, strict=True):
+            assert_same(results(model.eval(), batch), expected)
+            dropped = [results(model.train(), batch) for _ in range(2)]
+            for one, other in (dropped, (dropped[0], expected)):
+                assert torch.isfinite(one["loss"])
+                assert not torch.equal(one["logits"], other["logits"])
+        model._compiled_call_impl = None
 
 
 def test_copies_pickles_and_files(tmp_path: Path) -> None:

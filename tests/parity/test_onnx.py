@@ -81,6 +81,8 @@ def test_every_head_of_every_architecture(architecture: str, tmp_path: Path) -> 
         assert parity.max_error < 1e-5
         assert parity.cases[0] == (1, 1)
         assert (8, config.max_position_embeddings) in parity.cases
+        assert (parity.masks > 0) == (head == "mlm")
+        assert parity.same_answers == parity.masks
     _, kind, parity = write(ARCHITECTURES[architecture], tmp_path / "e.onnx", encoder=True)
     assert kind == "encoder"
     assert parity.max_error < 1e-5
@@ -103,6 +105,7 @@ def test_low_precision(
     config = V2 if head == "encoder" else with_head(V2, head)
     _, _, parity = write(config, tmp_path / "model.onnx", dtype, encoder=encoder)
     assert 1e-6 < parity.relative_error < limit
+    assert (parity.same_answers > 0.5 * parity.masks) == (head == "mlm")
 
 
 def test_formats_of_the_constants(tmp_path: Path) -> None:

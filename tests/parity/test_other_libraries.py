@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 from megatron_deberta.config.task_head import with_task_head
@@ -32,14 +34,22 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def test_sentence_transformers_encodes_with_mean_pooling(encoder: Path) -> None:
+@pytest.mark.parametrize("own_code", [False, True])
+def test_sentence_transformers_encodes_with_mean_pooling(
+    own_code: bool, encoder: Path, tmp_path: Path
+) -> None:
     library = pytest.importorskip("sentence_transformers")
-    model = library.SentenceTransformer(str(encoder), device="cpu")
+    if own_code:
+        config = replace(V2, p2c_index="paper")
+        encoder = tmp_path / "model"
+        export_model(config, reader(random_weights(config)), tiny_tokenizer(), encoder)
+        assert ", trust_remote_code=True)" in (encoder / "README.md").read_text()
+    model = library.SentenceTransformer(str(encoder), device="cpu", trust_remote_code=own_code)
     found = torch.from_numpy(model.encode(list(TEXT)))
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(encoder)
     batch = tokenizer(list(TEXT), padding=True, return_tensors="pt")
-    stock = transformers.AutoModel.from_pretrained(encoder).eval()
+    stock = transformers.AutoModel.from_pretrained(encoder, trust_remote_code=own_code).eval()
     with torch.no_grad():
         states = stock(
             input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
@@ -49,6 +59,12 @@ def test_sentence_transformers_encodes_with_mean_pooling(encoder: Path) -> None:
     assert not mask.all()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert model.get_max_seq_length() == V2.max_position_embeddings
+
+
+def test_the_card_is_one_of_the_hub(encoder: Path) -> None:
+    card = ModelCard.load(encoder / "README.md")
+    assert card.data.library_name == "transformers"
+    assert card.text.lstrip().startswith("# ")
 
 
 def test_peft_trains_and_restores_an_adapter(classifier: Path, tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ COMPILED = {
 # Peers that benchmarks compare with, libraries that ``accelerate`` supports, loggers, executors,
 # drawing, ONNX, and those of text processing, without which a machine can train
 OPTIONAL = (
-    "triton", "flash_attn", "flashdeberta", "liger_kernel", "apex", "amp_C", "kernels", "pynvml",
+    "triton", "flash_attn", "flashdeberta", "disentangled_flash", "einops", "liger_kernel",
+    "apex", "amp_C", "kernels", "pynvml",
     "wandb", "tensorboard", "matplotlib", "prometheus_client", "plotext",
     "dask", "distributed", "dask_jobqueue", "mpi4py",
     "onnx", "onnxruntime", "onnxscript", "peft", "accelerate", "sentence_transformers", "gliner",

@@ -40,11 +40,15 @@ class OnnxParity:
         max_error: maximum difference, relative to the largest absolute value (or 1).
         relative_error: relative (Frobenius) error of the worst case.
         cases: compared batch sizes and lengths.
+        masks: number of compared masks of a fill-mask graph; 0: another graph.
+        same_answers: those of them with the same most probable token.
     """
 
     max_error: float
     relative_error: float
     cases: tuple[tuple[int, int], ...]
+    masks: int = 0
+    same_answers: int = 0
 
 
 def check_graph(
@@ -66,11 +70,15 @@ def check_graph(
     longest = ours.config.max_position_embeddings
     limited = tuple(dict.fromkeys((rows, min(length, longest)) for rows, length in CASES))
     largest = worst = 0.0
+    masks = same_answers = 0
     for rows, length in limited:
         batch = text_batch(tokenizer, rows, length, ours.config.type_vocab_size > 0)
         if kind == "fill-mask":
             add_masks(batch, tokenizer)
         expected, found = our_output(ours, kind, batch), run(batch)
+        if kind == "fill-mask":
+            masks += len(expected)
+            same_answers += int((expected.argmax(-1) == found.argmax(-1)).sum())
         if kind in ("encoder", "tokens", "spans"):
             real = batch["attention_mask"].bool()
             expected, found = expected[real], found[real]
@@ -87,7 +95,7 @@ def check_graph(
                 f"{length} tokens (limit of {dtype}: {limit:g}); nothing was exported"
                 + ("" if dtype == "fp32" else "; export with --dtype fp32")
             )
-    return OnnxParity(largest, worst, limited)
+    return OnnxParity(largest, worst, limited, masks, same_answers)
 
 
 def text_batch(tokenizer: Tokenizer, rows: int, length: int, with_types: bool) -> Batch:

@@ -125,6 +125,11 @@ def summary(report: OnnxReport) -> list[str]:
         f"Real text, batch x length {sizes}: largest difference {parity.max_error:.1e}, relative "
         f"error {parity.relative_error:.1e}.",
     ]
+    if parity.masks:
+        lines.append(
+            f"The same most probable token as torch at {parity.same_answers} of {parity.masks} "
+            "masks."
+        )
     for case in report.speed.get("cases", ()):
         seconds = case["seconds"]
         against = [

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,10 +47,11 @@ def test_flops_are_those_of_the_formula(side: Side) -> None:
 
 def test_a_step_waits_for_the_device_once() -> None:
     """The host reads one vector per step; the engine adds no synchronization."""
-    places = synchronizations.measure()
+    places, update = synchronizations.measure()
     assert places == {"tolist in megatron_deberta/train/step.py, __call__": 1}
     committed = read_json(ROOT / "benchmarks/results/offline/synchronizations.json", None)
     assert places == committed["places"]
+    assert update == committed["update_operators"]
 
 
 def test_smoke_part_ends_after_three_minutes_on_a_gpu() -> None:
@@ -63,6 +66,33 @@ def test_smoke_checks_of_the_kernels_pass(dtype: torch.dtype) -> None:
     pytest.importorskip("triton")
     for item in (smoke.layer_norm("cpu", dtype), smoke.cross_entropy("cpu", dtype)):
         assert not item["wrong"], item
+
+
+def test_smoke_part_launches_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the length of the GPU, with which some tiles are beyond the position table."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    launched: set[str] = set()
+    launch = interpreter.InterpretedFunction.run
+
+    def record(kernel: Any, *arguments: Any, **options: Any) -> Any:
+        launched.add(kernel.fn.__name__)
+        return launch(kernel, *arguments, **options)
+
+    monkeypatch.setattr(interpreter.InterpretedFunction, "run", record)
+    monkeypatch.setattr(smoke, "CPU_LENGTH", smoke.LENGTH)
+    monkeypatch.setattr(smoke, "REPEATS", 2)
+    for gathered, documents in ((False, False), (True, False), (False, True)):
+        item = smoke.attention("cpu", torch.float32, 32, gathered, documents)
+        assert not item["wrong"], item
+    for item in (smoke.layer_norm("cpu", torch.float32), smoke.cross_entropy("cpu", torch.float32)):
+        assert not item["wrong"], item
+    sources = (ROOT / "megatron_deberta" / "ops" / "triton").glob("*.py")
+    defined = {
+        name
+        for path in sources
+        for name in re.findall(r"^def ([a-z]\w*_kernel)\(", path.read_text(), re.M)
+    }
+    assert launched == defined
 
 
 def test_smoke_check_of_attention_passes_and_failures_print_their_stack(
