@@ -95,8 +95,10 @@ def sources() -> Iterator[Iterable[str]]:
     for root in (stdlib, packages):
         for path in sorted(Path(root).rglob("*")):
             reader = READERS.get(path.suffix or path.name)
-            if reader and path.is_file() and (
-                root == packages or "site-packages" not in path.parts
+            if (
+                reader
+                and path.is_file()
+                and (root == packages or "site-packages" not in path.parts)
             ):
                 yield reader(path.read_text(encoding="utf-8", errors="replace"))
 
