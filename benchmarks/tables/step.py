@@ -301,12 +301,19 @@ def accelerate(record: Result) -> str:
     """Accelerated models against stock ones."""
     header = ("case", "speed / stock", "by processor time", "required", "goal",
               "peak memory of the process, GiB: accelerated / stock")  # fmt: skip
-    cells = []
+    cells, profiles = [], ""
     for row in record["results"]:
         ratios = [f"{row[key]:.2f}" for key in ("speedup", "cpu_speedup", "required", "goal")]
         peaks = [gib(row["sides"][side]["peak_bytes"]) for side in ("accelerated", "stock")]
         memory = f"{' / '.join(peaks)} ({100 * row['memory']:.0f} %)"
         cells.append((ACCELERATE_TITLES[row["name"]], *ratios, memory))
+    for row in record["results"]:
+        for side, seconds in row.get("profile", {}).items():
+            largest = ", ".join(f"`{name}` {value:.2f}" for name, value in seconds.items())
+            profiles += (
+                f"\n{ACCELERATE_TITLES[row['name']]}, {side}, s by operator, forward and backward: "
+                f"{largest}.\n"
+            )
     places = {
         f"{row['hardware']}, {row['cores']} cores, torch {row['torch']}, "
         f"transformers {row['transformers']}, threads: {row['threads']}, {row['layers']} layers"
@@ -314,7 +321,7 @@ def accelerate(record: Result) -> str:
     }
     loads = [row["load"] for row in record["results"]]
     places.add(f"load of the machine, this benchmark included, {min(loads)} to {max(loads)}")
-    return markdown(header, cells) + f"\n({'; '.join(sorted(places))}.)\n"
+    return markdown(header, cells) + profiles + f"\n({'; '.join(sorted(places))}.)\n"
 
 
 def published_models(record: Result, graphs: Result | None) -> str:
