@@ -54,6 +54,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("preprocess", "tokenize text into memory-mapped shards"),
     Command("inspect", "show training samples with masks, or statistics of shards"),
     Command("merge", "merge several shards into one"),
+    Command("index", "build the indices of a run on many documents before it starts"),
     Command("verify", "check shards for damage"),
     Command("pretrain", "pretrain, as one rank of a run or alone"),
     Command("launch", "pretrain with several ranks on this machine"),

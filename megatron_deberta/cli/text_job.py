@@ -20,6 +20,36 @@ from megatron_deberta.text.readers.sources import STANDARD_INPUT, Source
 
 
 @contextlib.contextmanager
+def open_engine(args: argparse.Namespace, folder: JobFolder, title: str) -> Iterator[RunOptions]:
+    """Open the engine and the progress display of a command, and discard work on ``--restart``.
+
+    Args:
+        args: arguments of the command.
+        folder: of its unfinished work.
+        title: its name.
+
+    Yields:
+        How the work is done.
+    """
+    executor = executor_options(args)
+    with remote_engine(executor) as engine:
+        folder.refuse_foreign()
+        if args.restart:
+            restart(folder)
+        with ProgressDisplay(
+            title, lambda: engine.workers if engine else executor.workers
+        ) as display:
+            yield RunOptions(
+                workers=executor.workers,
+                engine=engine,
+                share=executor.share,
+                allow_bad=getattr(args, "max_bad_fraction", None),
+                force=args.force,
+                advance=display.advance,
+            )
+
+
+@contextlib.contextmanager
 def open_work(
     args: argparse.Namespace, output: Path, title: str, *, is_folder: bool = True
 ) -> Iterator[tuple[list[Source], ReadOptions, RunOptions]]:
@@ -34,32 +64,12 @@ def open_work(
     Yields:
         Input files, what is read of them, and how the work is done.
     """
-    executor = executor_options(args)
     folder = JobFolder(output)
-    with remote_engine(executor) as engine:
-        folder.refuse_foreign()
-        if args.restart:
-            restart(folder)
-        is_first = executor.share.task == 0
-        own = output if is_folder else None
-        with (
-            open_input(args, folder.path, output=own, is_first=is_first) as (sources, read),
-            ProgressDisplay(
-                title, lambda: engine.workers if engine else executor.workers
-            ) as display,
-        ):
-            yield (
-                sources,
-                read,
-                RunOptions(
-                    workers=executor.workers,
-                    engine=engine,
-                    share=executor.share,
-                    allow_bad=args.max_bad_fraction,
-                    force=args.force,
-                    advance=display.advance,
-                ),
-            )
+    own = output if is_folder else None
+    with open_engine(args, folder, title) as run_options:
+        is_first = run_options.share.task == 0
+        with open_input(args, folder.path, output=own, is_first=is_first) as (sources, read):
+            yield sources, read, run_options
 
 
 def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:

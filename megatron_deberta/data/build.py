@@ -224,18 +224,10 @@ def validation_loader(
     Returns:
         The loader; None where the run has no validation documents.
     """
-    if corpora.validation is None:
+    rows = validation_rows(config, vocabulary, corpora)
+    if rows is None:
         return None
-    data = config.data
-    rows = PackedRows(
-        corpora.validation,
-        vocabulary,
-        data.sequence_length,
-        data.packing,
-        mix64(config.train.seed, 0),
-        cache=corpora.cache,
-    )
-    length = data.sequence_length
+    length = config.data.sequence_length
     builder, *others = _builders(config, vocabulary, rows, length, Purpose.VALIDATION_MASK)
     return ValidationLoader(
         builder,
@@ -244,6 +236,29 @@ def validation_loader(
         dp_rank,
         dp_size,
         tuple(others),
+    )
+
+
+def validation_rows(
+    config: RunConfig, vocabulary: Vocabulary, corpora: Corpora
+) -> PackedRows | None:
+    """Return the unmasked validation rows; None where the run has no validation documents.
+
+    Args:
+        config: the run.
+        vocabulary: of the run's tokenizer.
+        corpora: from ``open_corpora``.
+    """
+    if corpora.validation is None:
+        return None
+    data = config.data
+    return PackedRows(
+        corpora.validation,
+        vocabulary,
+        data.sequence_length,
+        data.packing,
+        mix64(config.train.seed, 0),
+        cache=corpora.cache,
     )
 
 

@@ -34,6 +34,7 @@ class BestFit:
         self._chunk_ends = np.cumsum(chunks, dtype=np.int64)
         self._num_whole = int(self._chunk_ends[-1])
         self._rest_of = LatestTwo(self._read_rest)
+        self.index_entries = len(corpus)
         self.num_rows = self._num_whole + self._rest_of(0)[1].size
 
     def epoch_rows(self, epoch: int) -> int:

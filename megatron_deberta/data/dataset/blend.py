@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -87,6 +87,12 @@ class BlendedRows:
             components[here] = table.components[slots[here]]
             local[here] = table.local[slots[here]]
         return components, local
+
+    def parts(self, begin: int, end: int) -> Iterator[tuple[RowSource, int, int]]:
+        """Yield each source and the range that holds its rows among rows ``begin`` to ``end``."""
+        for source, share in zip(self._sources, self._shares, strict=True):
+            # A count differs from its share by less than one.
+            yield source, max(0, share * begin // self.period - 1), share * end // self.period + 2
 
     def _schedule(self, block: int) -> _Table:
         if self._repeats:

@@ -9,6 +9,7 @@ boundaries, not at sentence ends, as in the released DeBERTa data, so no row is 
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Protocol
 
@@ -39,6 +40,7 @@ _CHUNK = 1 << 22
 
 class _Layout(Protocol):
     num_rows: int
+    index_entries: int
 
     def epoch_rows(self, epoch: int) -> int:
         """Return the number of rows of an epoch, of which ``num_rows`` are used."""
@@ -57,6 +59,7 @@ class _FullSentences:
         self._cache = cache
         self._stream_length = corpus.num_tokens + len(corpus) - 1
         self.num_rows = -(-self._stream_length // content_length)
+        self.index_entries = len(corpus)
         self._order_of = LatestTwo(self._read_order)
 
     def epoch_rows(self, epoch: int) -> int:
@@ -114,6 +117,8 @@ class _DocSentences:
             "rows", [corpus.identity, content_length], len(corpus), self._count_rows
         )["ends"]
         self.num_rows = int(self._row_ends[-1])
+        # The rows' ends are those of every epoch.
+        self.index_entries = 0
 
     def epoch_rows(self, epoch: int) -> int:
         return self.num_rows
@@ -151,6 +156,8 @@ class PackedRows:
 
     Attributes:
         rows_per_epoch: the same for every epoch.
+        index_entries: documents or sentences in an epoch's index; 0: epochs have none.
+        identity: equal for rows with the same indices.
 
     Raises:
         DataError: ``sequence_length`` leaves no room for text, or the format needs sentences and
@@ -187,6 +194,8 @@ class PackedRows:
         else:
             self._layout = _DocSentences(corpus, content_length, cache)
         self.rows_per_epoch = self._layout.num_rows
+        self.index_entries = self._layout.index_entries
+        self.identity = json.dumps([corpus.identity, key, sequence_length, packing])
         self._row_order = LatestTwo(self._draw_row_order)
 
     def rows(self, indices: Integers) -> RowBatch:
@@ -198,8 +207,16 @@ class PackedRows:
         epochs, numbers = np.divmod(indices, self.rows_per_epoch)
         return read_groups(epochs, lambda epoch, at: self._epoch_rows(epoch, numbers[at]))
 
+    def index_epoch(self, epoch: int) -> int:
+        """Return the epoch whose index an epoch uses."""
+        return 0 if self._static_masks else epoch
+
+    def build_index(self, epoch: int) -> None:
+        """Build the index of ``index_epoch(epoch)`` unless the cache has it."""
+        self._layout.spans(self.index_epoch(epoch), np.zeros(1, np.int64))
+
     def _epoch_rows(self, epoch: int, numbers: Integers) -> RowBatch:
-        cut = 0 if self._static_masks else epoch
+        cut = self.index_epoch(epoch)
         available = self._layout.epoch_rows(cut)
         permute = self._row_order(epoch)
         chosen = np.array([permute(number % available) for number in numbers.tolist()])
@@ -210,5 +227,5 @@ class PackedRows:
         return replace(rows, mask_ids=hash_values(key, chosen))
 
     def _draw_row_order(self, epoch: int) -> KeyedPermutation:
-        num_rows = self._layout.epoch_rows(0 if self._static_masks else epoch)
+        num_rows = self._layout.epoch_rows(self.index_epoch(epoch))
         return KeyedPermutation(num_rows, mix64(self._key, Purpose.ROW_ORDER, epoch))

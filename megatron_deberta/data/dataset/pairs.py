@@ -65,6 +65,7 @@ class Pairs:
                 "sequence; preprocess with sentence splitting, or use data.packing=full_sentences"
             )
         self._pairs = LatestTwo(self._read_pairs)
+        self.index_entries = self._ends.size
         self.num_rows = self.epoch_rows(0)
 
     def epoch_rows(self, epoch: int) -> int:

@@ -1,18 +1,22 @@
-"""Merging of shards into one, byte for byte as if all documents had been written into it.
+"""Merging of parts into a shard, byte for byte as if all documents had been written into it.
 
-Each shard is copied to its place by a call of its own, which any executor may run, and every byte
-read is checked against its shard's manifest. Memory does not grow with the shards. Nothing appears
-under the final names before all is flushed.
+Parts are those of ``preprocess``, or whole shards. Copies and the hash are calls that any executor
+may run, and every byte read is compared with its recorded hash. Memory does not grow with the
+parts.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
+from typing_extensions import TypedDict
 
 from megatron_deberta.data.shards.format import bin_path, idx_path, manifest_path
 from megatron_deberta.data.shards.manifest import (
@@ -20,91 +24,192 @@ from megatron_deberta.data.shards.manifest import (
     INPUT_COUNTS,
     ShardManifest,
     check_counts,
-    compare_hash,
     read_manifest,
-    verify_hash,
 )
-from megatron_deberta.data.shards.prefixes import refuse_duplicates
 from megatron_deberta.data.shards.reader import IndexedDataset
-from megatron_deberta.data.shards.writer import (
-    PartIndex,
-    PartSize,
-    ShardLayout,
-    staged_shard,
-)
-from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.data.shards.writer import PartIndex, PartSize, ShardLayout
+from megatron_deberta.errors import DataError
+from megatron_deberta.files import sha256_file
 
 _CHUNK_BYTES = 1 << 23
+_COPY_BYTES = 1 << 28
+_MOST_COPIES = 1024
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
-Runner = Callable[[Iterable[Call], Callable[[Any], None]], None]
-"""Runs calls in any order, process and node, and passes each result to a function."""
 
 
-def run_in_turn(calls: Iterable[Call], on_result: Callable[[Any], None]) -> None:
-    """Run calls one after the other in this thread."""
-    for function, arguments in calls:
-        on_result(function(*arguments))
+class ShardPart(NamedTuple):
+    """Tokens and index of a part of a shard, in files of their own.
+
+    Attributes:
+        name: of the part, for errors.
+        size: of the part.
+        path: absolute path of the file that begins with its tokens.
+        sha256: hexadecimal digests of the tokens and of the index.
+    """
+
+    name: str
+    size: PartSize
+    path: str
+    sha256: tuple[str, str]
 
 
-def merge_shards(
-    prefixes: Sequence[str],
-    output: str,
-    *,
-    run: Runner = run_in_turn,
-    force: bool = False,
-    advance: Callable[[int], None] = lambda _: None,
-) -> ShardManifest:
-    """Merge shards in the order given, and write the manifest of the result.
+ReadIndex = Callable[[ShardPart], PartIndex]
+"""Reads the index of a part and compares its hash; must be picklable."""
+
+
+class ShardHashes(TypedDict):
+    """Digests of a shard's files."""
+
+    bin_sha256: str
+    idx_sha256: str
+
+
+class DamagedPartError(DataError):
+    """A part is not what was recorded when it was written.
+
+    Attributes:
+        part: its name.
+    """
+
+    part: str
+
+
+def check_part(part: str, path: object, found: str, expected: str) -> None:
+    """Compare a digest of a file of a part with the recorded one.
 
     Args:
-        prefixes: shards with manifests, of one token type and tokenizer, either all of sentences
-            or all of whole documents; each once.
-        output: prefix of the result, none of ``prefixes``.
-        run: runs the copies, one per shard, and the hash; may use other nodes that share the disk.
-        force: replace an existing shard.
-        advance: called with the number of ``.bin`` bytes of each shard that was copied.
-
-    Returns:
-        The manifest of the result.
+        part: name of the part.
+        path: the file.
+        found: digest of its content.
+        expected: recorded digest.
 
     Raises:
-        ConfigError: ``output`` exists or is one of the inputs, or a shard is listed twice.
-        DataError: a shard is damaged, has no manifest or differs from the first; the disk is full;
-            or another process writes ``output``. Nothing is published then.
+        DamagedPartError: they differ.
     """
-    refuse_duplicates(prefixes, "", "name each shard once, as part-*.idx")
-    _check_output(prefixes, output, force)
-    shards, manifests = _open_compatible(prefixes)
-    sizes = [PartSize(each.num_tokens, each.num_sequences, each.num_documents) for each in shards]
-    layout = ShardLayout(shards[0].dtype, sizes)
-    paths = [os.path.abspath(prefix) for prefix in prefixes]
-    with staged_shard(os.path.abspath(output), layout) as staged:
-        files = staged.bin_path, staged.idx_path
-        calls: list[Call] = [
-            (_hash_tokens, (paths, [manifest.bin_sha256 for manifest in manifests])),
-            *(
-                (_copy_shard, (files, layout, part, paths[part], manifest))
-                for part, manifest in enumerate(manifests)
-            ),
-        ]
-        bin_sha256 = ""
-
-        def on_result(result: str | int) -> None:
-            nonlocal bin_sha256
-            if isinstance(result, str):
-                bin_sha256 = result
-            else:
-                advance(result)
-
-        run(calls, on_result)
-        idx_sha256 = layout.idx_sha256(lambda: map(_index, shards))
-        merged = replace(_sum_manifests(manifests), bin_sha256=bin_sha256, idx_sha256=idx_sha256)
-        staged.publish(merged)
-    return merged
+    if found != expected:
+        error = DamagedPartError(f"{path}: damaged since it was written (SHA-256)")
+        error.part = part
+        raise error
 
 
-def _sum_manifests(manifests: Sequence[ShardManifest]) -> ShardManifest:
-    """Add up counts and join the sources; quarantine lists and plans are not merged."""
+def merge_calls(
+    name: str,
+    files: tuple[str, str],
+    dtype: npt.DTypeLike,
+    parts: Sequence[ShardPart],
+    read_index: ReadIndex,
+) -> dict[str, Call]:
+    """Return calls that fill a shard's allocated files and compute their hashes, by unique names.
+
+    Args:
+        name: end of the names.
+        files: ``.bin`` and ``.idx`` file, see ``ShardLayout.create``.
+        dtype: token type.
+        parts: of the shard, in order.
+        read_index: of a part.
+    """
+    layout = shard_layout(dtype, parts)
+    calls: dict[str, Call] = {f"hash-{name}": (hash_parts, (layout, parts, read_index))}
+    size = layout.bin_bytes + layout.idx_bytes
+    # A copy is worth a flush.
+    copies = max(1, min(len(parts), size // _COPY_BYTES, _MOST_COPIES))
+    bounds = [len(parts) * index // copies for index in range(copies + 1)]
+    for first, last in itertools.pairwise(bounds):
+        arguments = files, layout.zoom(first, last), parts[first:last], read_index
+        calls[f"copy-{name}-{first:08d}"] = copy_parts, arguments
+    return calls
+
+
+def shard_layout(dtype: npt.DTypeLike, parts: Sequence[ShardPart]) -> ShardLayout:
+    """Return the layout of a shard that is made of parts."""
+    return ShardLayout(dtype, [part.size for part in parts])
+
+
+def copy_parts(
+    files: tuple[str, str],
+    layout: ShardLayout,
+    parts: Sequence[ShardPart],
+    read_index: ReadIndex,
+) -> dict[str, int]:
+    """Copy parts to their places in a shard's files, and flush them.
+
+    Args:
+        files: ``.bin`` and ``.idx`` file.
+        layout: the parts are numbers 1, 2, ... of it, see ``ShardLayout.zoom``.
+        parts: to copy.
+        read_index: of a part.
+
+    Returns:
+        ``text_bytes``: bytes of the tokens.
+
+    Raises:
+        DamagedPartError: a part is damaged.
+        OSError: the disk is full, or a file cannot be read.
+    """
+    descriptors = [os.open(path, os.O_WRONLY) for path in files]
+    try:
+        for number, part in enumerate(parts, 1):
+            found = hashlib.sha256()
+            with open(part.path, "rb") as stream:
+                layout.copy_tokens(descriptors[0], number, stream.fileno(), found.update)
+            check_part(part.name, part.path, found.hexdigest(), part.sha256[0])
+            layout.write_index(descriptors[1], number, *read_index(part))
+        for descriptor in descriptors:
+            os.fsync(descriptor)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    begin, end = layout.token_range(1)[0], layout.token_range(len(parts))[1]
+    return {"text_bytes": end - begin}
+
+
+def hash_parts(
+    layout: ShardLayout, parts: Sequence[ShardPart], read_index: ReadIndex
+) -> ShardHashes:
+    """Return the SHA-256 of a shard's files, from the parts that are copied into them.
+
+    Raises:
+        DamagedPartError: a part is damaged.
+        OSError: a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    for number, part in enumerate(parts):
+        found = hashlib.sha256()
+        begin, end = layout.token_range(number)
+        left = end - begin
+        with open(part.path, "rb") as stream:
+            while left and (chunk := stream.read(min(left, _CHUNK_BYTES))):
+                left -= len(chunk)
+                found.update(chunk)
+                digest.update(chunk)
+        check_part(part.name, part.path, found.hexdigest(), part.sha256[0])
+    idx_sha256 = layout.idx_sha256(lambda: map(read_index, parts))
+    return {"bin_sha256": digest.hexdigest(), "idx_sha256": idx_sha256}
+
+
+def shard_part(prefix: str, manifest: ShardManifest) -> ShardPart:
+    """Return a whole shard as a part of another one; ``read_shard_index`` reads its index."""
+    size = PartSize(manifest.num_tokens, manifest.num_sequences, manifest.num_documents)
+    path = os.path.abspath(prefix)
+    return ShardPart(path, size, bin_path(path), (manifest.bin_sha256, manifest.idx_sha256))
+
+
+def read_shard_index(part: ShardPart) -> PartIndex:
+    """Return the index of a whole shard.
+
+    Raises:
+        DamagedPartError: its hash is not the manifest's.
+        DataError: it contradicts itself.
+        OSError: it cannot be read.
+    """
+    path = idx_path(part.name)
+    check_part(part.name, path, sha256_file(path), part.sha256[1])
+    shard = IndexedDataset(part.name)
+    return shard.sequence_lengths, shard.document_boundaries[1:]
+
+
+def sum_manifests(manifests: Sequence[ShardManifest], hashes: ShardHashes) -> ShardManifest:
+    """Return the manifest of merged shards; quarantine lists and plans are not merged."""
     quarantine: Counter[str] = Counter()
     for each in manifests:
         quarantine.update(each.quarantine)
@@ -119,62 +224,17 @@ def _sum_manifests(manifests: Sequence[ShardManifest]) -> ShardManifest:
         quarantine_sha256="",
         plan_sha256="",
         **counts,
+        **hashes,
     )
 
 
-def _copy_shard(
-    files: tuple[str, str], layout: ShardLayout, part: int, prefix: str, manifest: ShardManifest
-) -> int:
-    """Write one shard's tokens and index, flush them and check the hashes of what was read.
+def open_compatible(prefixes: Sequence[str]) -> list[ShardManifest]:
+    """Open shards that are to be merged, and return their manifests.
 
-    Returns:
-        Bytes of the tokens.
+    Raises:
+        DataError: a shard is damaged, has no manifest, or differs from the first one in token
+            type, tokenizer or vocabulary size; or some hold sentences and others whole documents.
     """
-    found = hashlib.sha256()
-    descriptors = [os.open(path, os.O_WRONLY) for path in files]
-    try:
-        with open(bin_path(prefix), "rb") as stream:
-            layout.copy_tokens(descriptors[0], part, stream.fileno(), found.update)
-        compare_hash(bin_path(prefix), found.hexdigest(), manifest.bin_sha256)
-        verify_hash(idx_path(prefix), manifest.idx_sha256)
-        layout.write_index(descriptors[1], part, *_index(IndexedDataset(prefix)))
-        for descriptor in descriptors:
-            os.fsync(descriptor)
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
-    begin, end = layout.token_range(part)
-    return end - begin
-
-
-def _index(shard: IndexedDataset) -> PartIndex:
-    return shard.sequence_lengths, shard.document_boundaries[1:]
-
-
-def _hash_tokens(prefixes: Sequence[str], hashes: Sequence[str]) -> str:
-    """Return the SHA-256 of all shards' tokens in order, and check the hash of each shard."""
-    digest = hashlib.sha256()
-    for prefix, expected in zip(prefixes, hashes, strict=True):
-        found = hashlib.sha256()
-        with open(bin_path(prefix), "rb") as stream:
-            while chunk := stream.read(_CHUNK_BYTES):
-                found.update(chunk)
-                digest.update(chunk)
-        compare_hash(bin_path(prefix), found.hexdigest(), expected)
-    return digest.hexdigest()
-
-
-def _check_output(prefixes: Sequence[str], output: str, force: bool) -> None:
-    if os.path.realpath(idx_path(output)) in [os.path.realpath(idx_path(p)) for p in prefixes]:
-        raise ConfigError(f"--output {output}: is one of the inputs; choose another name")
-    for path in (idx_path(output), bin_path(output), manifest_path(output)):
-        if os.path.exists(path) and not force:
-            raise ConfigError(f"{path}: exists; choose another --output or add --force")
-
-
-def _open_compatible(
-    prefixes: Sequence[str],
-) -> tuple[list[IndexedDataset], list[ShardManifest]]:
     shards: list[IndexedDataset] = []
     manifests: list[ShardManifest] = []
     for prefix in prefixes:
@@ -199,7 +259,7 @@ def _open_compatible(
         shards.append(shard)
         manifests.append(manifest)
     _check_kinds(shards)
-    return shards, manifests
+    return manifests
 
 
 def _check_kinds(shards: Sequence[IndexedDataset]) -> None:

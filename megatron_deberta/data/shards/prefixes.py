@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_deberta.data.shards.format import idx_path
+from megatron_deberta.data.shards.format import bin_path, idx_path, manifest_path
 from megatron_deberta.errors import ConfigError
 
 _SUFFIXES = (".idx", ".bin", ".manifest.json")
@@ -63,6 +63,18 @@ def refuse_duplicates(prefixes: Sequence[str], where: str, remedy: str) -> None:
         if path in seen:
             raise ConfigError(f"{where}{prefix} is listed twice (as {seen[path]}); {remedy}")
         seen[path] = prefix
+
+
+def refuse_existing(prefixes: Sequence[str]) -> None:
+    """Check that no file of the shards to be written exists.
+
+    Raises:
+        ConfigError: one does.
+    """
+    for prefix in prefixes:
+        for path in (bin_path(prefix), idx_path(prefix), manifest_path(prefix)):
+            if os.path.exists(path):
+                raise ConfigError(f"{path}: exists; choose another --output or add --force")
 
 
 def _without_suffix(name: str) -> str:

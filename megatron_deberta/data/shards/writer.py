@@ -67,6 +67,13 @@ class ShardLayout:
         """Size of the whole shard."""
         return self._begins[-1]
 
+    def zoom(self, first: int, last: int) -> ShardLayout:
+        """Return this layout with all parts before ``first`` as one, and all from ``last`` on."""
+        zoomed = ShardLayout(self.dtype, [])
+        begins = self._begins
+        zoomed._begins = [begins[0], *begins[first : last + 1], begins[-1]]
+        return zoomed
+
     @property
     def bin_bytes(self) -> int:
         """Size of the ``.bin`` file."""
@@ -82,7 +89,7 @@ class ShardLayout:
         begin, end = self._begins[part].tokens, self._begins[part + 1].tokens
         return begin * self.dtype.itemsize, end * self.dtype.itemsize
 
-    def create(self, bin_file: Path, idx_file: Path) -> None:
+    def create(self, bin_file: str, idx_file: str) -> None:
         """Create both files with ``allocate`` and flush them.
 
         Raises:
@@ -256,9 +263,7 @@ class StagedShard:
             staged.unlink(missing_ok=True)
             if manifest is not None:
                 write_durably(staged, encode_manifest(manifest))
-            for path in (idx_path(self.prefix), manifest_path(self.prefix)):
-                Path(path).unlink(missing_ok=True)
-            fsync_path(folder)
+            remove_indices([self.prefix])
             os.replace(_unfinished_path(self.prefix, "bin"), bin_path(self.prefix))
             if manifest is not None:
                 os.replace(staged, manifest_path(self.prefix))
@@ -290,6 +295,36 @@ def staged_shard(prefix: str, layout: ShardLayout) -> Iterator[StagedShard]:
             yield StagedShard(prefix, layout, bin_file, idx_file)
     except OSError as error:
         raise DataError(f"{prefix}: cannot write the shard: {error}; is the disk full?") from error
+
+
+def remove_indices(prefixes: Sequence[str]) -> None:
+    """Remove the indices and manifests of shards, so that no old index meets new tokens."""
+    for prefix in prefixes:
+        for name in (idx_path(prefix), manifest_path(prefix)):
+            Path(name).unlink(missing_ok=True)
+    fsync_path(Path(prefixes[0]).parent)
+
+
+def publish_shards(staged: Sequence[str], prefixes: Sequence[str]) -> None:
+    """Rename the flushed files of shards, each index last; without it no reader sees a shard.
+
+    Args:
+        staged: temporary prefixes of the files. Files that are not there were renamed before.
+        prefixes: final prefixes, in one folder.
+    """
+    folder = Path(prefixes[0]).parent
+    for name in (bin_path, manifest_path, idx_path):
+        if name is idx_path:
+            fsync_path(folder)
+        for source, prefix in zip(staged, prefixes, strict=True):
+            rename_staged(name(source), name(prefix))
+    fsync_path(folder)
+
+
+def rename_staged(staged: str | Path, final: str) -> None:
+    """Give a file its final name, unless that was done before a kill."""
+    if os.path.exists(staged):
+        os.replace(staged, final)
 
 
 def write_shard(

@@ -233,7 +233,6 @@ def begin_work(folder: JobFolder, plan: dict[str, Any], *, shared: bool = False)
         ConfigError: the folder is another plan's, or was not made by a job.
         DataError: another process works in it.
     """
-    folder.refuse_foreign()
     with folder.locked(shared=shared):
         folder.begin(plan)
         yield Work(folder.work)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import multiprocessing
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -16,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.processes import die_with_parent
+from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.jobs.progress import Advance
 
 Kind = Literal["local", "mpi", "dask", "slurm-array"]
@@ -201,6 +204,35 @@ def run_calls(
     finally:
         for future in waiting:
             future.cancel()
+
+
+def run_recorded(
+    engine: Engine, folder: JobFolder, calls: Mapping[str, Call], stage: str, advance: Advance
+) -> None:
+    """Run those calls that have no record in a folder, as ``run_calls``; record their results.
+
+    Args:
+        engine: executor.
+        folder: locked by this process.
+        calls: by name of the record; each returns its content, of which ``text_bytes`` is shown.
+        stage: name of the stage, for the progress display.
+        advance: shows progress.
+    """
+    left = {name: call for name, call in calls.items() if not folder.is_recorded(name)}
+    done = itertools.count(len(calls) - len(left))
+    counts: Counter[str] = Counter()
+
+    def on_result(result: tuple[str, dict[str, Any]]) -> None:
+        folder.record(*result)
+        counts["text_bytes"] += result[1].get("text_bytes", 0)
+        advance(stage, len(calls), next(done), counts)
+
+    advance(stage, len(calls), next(done), counts)
+    run_calls(engine, ((_named, (name, *call)) for name, call in left.items()), on_result)
+
+
+def _named(name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str, Any]:
+    return name, function(*arguments)
 
 
 def _begin_worker() -> None:

@@ -92,8 +92,10 @@ class JobFolder:
 
         Raises:
             BusyError: another process has it.
+            ConfigError: see ``refuse_foreign``.
             OSError: the folder cannot be written.
         """
+        self.refuse_foreign()
         deadline = time.monotonic() + seconds
         lock = FileLock(self.path / LOCK)
         self.path.mkdir(parents=True, exist_ok=True)

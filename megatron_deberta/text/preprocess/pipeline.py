@@ -12,9 +12,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megatron_deberta.data.shards.format import bin_path, dtype_for_vocab, idx_path, manifest_path
+from megatron_deberta.data.shards.format import bin_path, idx_path
 from megatron_deberta.data.shards.manifest import ShardManifest, read_manifest
-from megatron_deberta.data.shards.writer import PartSize, ShardLayout
+from megatron_deberta.data.shards.merge import shard_layout, shard_part
+from megatron_deberta.data.shards.prefixes import refuse_existing
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.text.jobs.executors import (
     Call,
@@ -26,18 +27,14 @@ from megatron_deberta.text.jobs.executors import (
 from megatron_deberta.text.jobs.folder import BusyError, JobFolder, plan_digest
 from megatron_deberta.text.preprocess import units
 from megatron_deberta.text.preprocess.encoding import EncodingOptions
-from megatron_deberta.text.preprocess.merging import (
-    Merger,
-    job_file,
-    quarantine_path,
-    shard_prefixes,
-)
+from megatron_deberta.text.preprocess.merging import Merger, quarantine_path, shard_prefixes
 from megatron_deberta.text.preprocess.worker import Job, encode_segment, load_once, open_worker
 from megatron_deberta.text.readers.reading import plan_input
 from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import Source
 from megatron_deberta.tokenizer import Tokenizer
 
+JOB = "job.json"
 _SECONDS_BETWEEN_LOOKS = 5.0
 
 
@@ -124,7 +121,6 @@ class _Run:
     def run(self) -> list[ShardManifest]:
         """Run the units that are left; return the manifests, or none if other array tasks work."""
         folder, options = self._folder, self._options
-        folder.refuse_foreign()
         folder.remove_leftovers()
         # A complete result of the same plan is this run's own, or as good.
         again = options.force and options.share.tasks == 1 and not folder.exists()
@@ -155,7 +151,7 @@ class _Run:
         folder.begin(self._plan)
         if not is_shared:
             folder.remove_attempts()
-        self._job.write(job_file(folder))
+        self._job.write(folder.work / JOB)
         left = units.find_recorded(folder, self._segments)
         if not encode and None in left:
             return []
@@ -172,7 +168,7 @@ class _Run:
 
     def _encode_and_merge(self, left: list[list[units.WorkUnit] | None], is_shared: bool) -> None:
         options, folder, segments = self._options, self._folder, self._segments
-        job, job_path = self._job, str(job_file(folder))
+        job, job_path = self._job, str(folder.work / JOB)
         if options.engine is None and None in left:
             # Forked workers share what is loaded here.
             open_worker(job_path, threading.get_ident())
@@ -217,10 +213,7 @@ class _Run:
         output = self._job.output
         if self._options.force or self._folder.is_recorded("manifests"):
             return
-        for prefix in self._prefixes:
-            for path in (bin_path(prefix), idx_path(prefix), manifest_path(prefix)):
-                if os.path.exists(path):
-                    raise ConfigError(f"{path}: exists; choose another --output or add --force")
+        refuse_existing(self._prefixes)
         if os.path.exists(quarantine_path(output)):
             raise ConfigError(
                 f"{quarantine_path(output)}: exists, of other shards; choose another --output, or "
@@ -304,12 +297,9 @@ def _plan(
 
 def _is_whole(manifest: ShardManifest, prefix: str) -> bool:
     """Return whether the files have the expected sizes; opening a large index takes a while."""
-    total = PartSize(manifest.num_tokens, manifest.num_sequences, manifest.num_documents)
-    layout = ShardLayout(dtype_for_vocab(manifest.vocab_size), [total])
-    paths = bin_path(prefix), idx_path(prefix)
-    if not all(os.path.exists(path) for path in paths):
-        return False
-    return [os.path.getsize(path) for path in paths] == [layout.bin_bytes, layout.idx_bytes]
+    layout = shard_layout(manifest.dtype, [shard_part(prefix, manifest)])
+    sizes = ((bin_path(prefix), layout.bin_bytes), (idx_path(prefix), layout.idx_bytes))
+    return all(os.path.exists(path) and os.path.getsize(path) == size for path, size in sizes)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ POINTS = {
     "record": (f"{TEXT}.jobs.folder", "JobFolder", "record"),
     "copy": ("megatron_deberta.data.shards.writer", "ShardLayout", "copy_tokens"),
     "hash": ("megatron_deberta.data.shards.writer", "ShardLayout", "idx_sha256"),
-    "rename": (f"{TEXT}.preprocess.merging", "", "_rename"),
+    "rename": ("megatron_deberta.data.shards.writer", "", "rename_staged"),
     "publish": (f"{TEXT}.deduplicate.output", "", "take_parts"),
 }
 UNIT_BYTES = 20_000

@@ -33,8 +33,8 @@ def test_a_flipped_bit_in_an_unfinished_part_is_not_published(
     content[place] ^= 1
     part.write_bytes(content)
     if kind == "bad":
-        # The list of an interrupted layout.
-        for path in out.glob("c.unfinished/*/done/layout.json"):
+        # The list is written again.
+        for path in out.glob("c.unfinished/*/done/quarantine.json"):
             path.unlink()
     with pytest.raises(DataError, match="damaged since it was written"):
         build(corpus, tokenizer_dir, out, allow_bad=0.1)

@@ -1,4 +1,4 @@
-"""Merging: the result holds all documents in order, or does not exist."""
+"""Merging: the result holds all documents in order, or does not exist; a killed merge goes on."""
 
 import json
 import os
@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +17,12 @@ from megatron_deberta.cli.main import main
 from megatron_deberta.data.shards import merge as merge_module
 from megatron_deberta.data.shards import writer as writer_module
 from megatron_deberta.data.shards.manifest import read_manifest, verify_hashes
-from megatron_deberta.data.shards.merge import merge_shards
 from megatron_deberta.data.shards.reader import IndexedDataset
-from megatron_deberta.data.shards.writer import PartSize, ShardLayout, staged_shard, write_shard
+from megatron_deberta.data.shards.writer import PartSize, ShardLayout, write_shard
 from megatron_deberta.errors import ConfigError, DataError
-from megatron_deberta.text.jobs.executors import local_engine, run_calls
+from megatron_deberta.text.jobs.executors import RunOptions
+from megatron_deberta.text.jobs.folder import JobFolder
+from megatron_deberta.text.merge import merge_shards
 
 KILLS = int(os.environ.get("MEGATRON_DEBERTA_MERGE_KILLS", "4"))
 
@@ -71,12 +71,15 @@ def test_merging_is_writing_all_documents_at_once(parts, tmp_path, workers, monk
     sources = ("text-0.jsonl", "shared.jsonl", *(f"text-{n}.jsonl" for n in range(1, 5)))
     write_shard(whole, documents, np.uint16, **MANIFEST, sources=sources)
     copied = []
-    with local_engine(workers) as engine:
-        run = partial(run_calls, engine)
-        manifest = merge_shards(prefixes, merged, run=run, advance=copied.append)
+    run = RunOptions(
+        workers=workers, advance=lambda *shown: copied.append(shown[3].get("text_bytes", 0))
+    )
+    # A copy per shard.
+    monkeypatch.setattr(merge_module, "_COPY_BYTES", 1)
+    manifest = merge_shards(prefixes, merged, run=run)
     assert manifest == read_manifest(whole)
     assert contents(merged) == contents(whole)
-    assert sum(copied) == os.path.getsize(f"{merged}.bin")
+    assert copied[-1] == os.path.getsize(f"{merged}.bin")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "merged.bin",
         "merged.idx",
@@ -103,7 +106,7 @@ def test_ranks_of_mpirun_and_dask_workers_copy_shards(parts, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr.decode()
-    assert b"merge: copy 100%" in done.stderr
+    assert b"merge: merge 100%" in done.stderr
     with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
         assert main([*call, str(tmp_path / "dask"), "--dask", cluster.scheduler_address]) == 0
     assert contents(str(tmp_path / "mpi")) == contents(whole)
@@ -153,20 +156,26 @@ def test_incompatible_shards_are_refused(parts, tmp_path, other, message):
     assert not list(tmp_path.glob("merged*"))
 
 
-def test_sentences_and_documents_are_not_mixed(write_shard, random_documents, tmp_path):
-    texts = random_documents(20)
-    documents = write_shard(texts, "a_text_document")
+def test_sentences_and_documents_are_not_mixed(tmp_path):
+    texts = [np.arange(4, length) for length in range(5, 25)]
+
+    def write(texts, name):
+        write_shard(str(tmp_path / name), texts, np.uint16, **MANIFEST)
+        return str(tmp_path / name)
+
+    documents = write(texts, "a_text_document")
     # Documents of one sentence each: only the name tells.
-    short = write_shard(texts, "b_text_sentence")
-    sentences = write_shard([[text, text] for text in texts], "c")
+    short = write(texts, "b_text_sentence")
+    sentences = write([[text, text] for text in texts], "c")
     output = str(tmp_path / "merged")
     for mixed in ([documents, short], [sentences, documents], [short, sentences, documents]):
         with pytest.raises(DataError, match=f"{documents}: holds whole documents.* --sentences"):
             merge_shards(mixed, output)
     assert not list(tmp_path.glob("merged*"))
     assert merge_shards([short, sentences], output).num_sequences == 60
-    other = write_shard(texts, "plain")
-    assert merge_shards([documents, other], output, force=True).num_sequences == 40
+    other = write(texts, "plain")
+    merged = merge_shards([documents, other], output, run=RunOptions(force=True))
+    assert merged.num_sequences == 40
 
 
 def test_duplicate_shard_is_refused(parts, tmp_path, capsys):
@@ -193,7 +202,8 @@ def flip(path, place):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda p: flip(Path(f"{p}.bin"), 5), "part-3.bin: SHA-256"),
+        (lambda p: flip(Path(f"{p}.bin"), 5), "part-3.bin: damaged since it was written"),
+        (lambda p: flip(Path(f"{p}.idx"), -1), "part-3.idx: (damaged since|has|document)"),
         (lambda p: Path(f"{p}.bin").write_bytes(b"ab"), "part-3.bin: truncated"),
         (lambda p: flip(Path(f"{p}.idx"), 40), "part-3.idx: has"),
         (lambda p: Path(f"{p}.manifest.json").unlink(), "part-3.manifest.json: missing"),
@@ -203,25 +213,25 @@ def test_damaged_shard_is_named_and_nothing_appears(parts, tmp_path, damage, mes
     damage(parts[0][3])
     with pytest.raises(DataError, match=message):
         merge_shards(parts[0], str(tmp_path / "merged"))
-    assert not list(tmp_path.glob("merged*"))
+    assert [path.name for path in tmp_path.glob("merged*")] in ([], ["merged.unfinished"])
 
 
-def test_full_disk_leaves_nothing(parts, tmp_path, monkeypatch):
+def test_full_disk_leaves_no_shard(parts, tmp_path, monkeypatch):
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(DataError, match="No space left"):
         merge_shards(parts[0], str(tmp_path / "merged"))
-    assert not list(tmp_path.glob("merged*"))
+    assert [path.name for path in tmp_path.glob("merged*")] == ["merged.unfinished"]
+    monkeypatch.undo()
+    merge_shards(parts[0], str(tmp_path / "merged"))
+    assert not list(tmp_path.glob("*.unfinished"))
 
 
 def test_concurrent_merges_to_one_name(parts, tmp_path):
     output = str(tmp_path / "merged")
-    with (
-        staged_shard(output, ShardLayout(np.uint16, [PartSize(5, 1, 1)])),
-        pytest.raises(DataError, match="another process is writing it"),
-    ):
+    with JobFolder(output).locked(), pytest.raises(DataError, match="another process works there"):
         merge_shards(parts[0], output)
     merge_shards(parts[0], output)
     assert not list(tmp_path.glob("*.unfinished"))
@@ -229,34 +239,77 @@ def test_concurrent_merges_to_one_name(parts, tmp_path):
 
 def test_refuses_to_merge_into_an_input(parts):
     with pytest.raises(ConfigError, match="is one of the inputs"):
-        merge_shards(parts[0], parts[0][0], force=True)
+        merge_shards(parts[0], parts[0][0], run=RunOptions(force=True))
+
+
+def test_an_interrupted_merge_copies_only_what_is_left(parts, tmp_path, monkeypatch, capsys):
+    prefixes, _ = parts
+    reference, output = str(tmp_path / "reference"), str(tmp_path / "merged")
+    merge_shards(prefixes, reference)
+    monkeypatch.setattr(merge_module, "_COPY_BYTES", 1)
+
+    def stop(stage, size, done, counts):
+        assert size == 6
+        if done == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        merge_shards(prefixes, output, run=RunOptions(advance=stop))
+    # The hash and three copies are recorded.
+    assert [path.name for path in tmp_path.glob("merged*")] == ["merged.unfinished"]
+    call = ["merge", *prefixes[:4], "--output", output, "--workers", "0"]
+    assert main(call) == 2
+    assert f"{prefixes[4]} is gone; undo the change, or begin again" in capsys.readouterr().err
+    copied = []
+    copy = merge_module.copy_parts
+    monkeypatch.setattr(merge_module, "copy_parts", lambda *a: (copied.append(a[2]), copy(*a))[1])
+    shown = []
+    merge_shards(prefixes, output, run=RunOptions(advance=lambda *each: shown.append(each[2])))
+    assert shown == [4, 5, 6]
+    assert [part.name for (part,) in copied] == prefixes[3:]
+    assert contents(output) == contents(reference)
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+def test_restart_discards_another_merge(parts, tmp_path):
+    prefixes, _ = parts
+    output = str(tmp_path / "merged")
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        merge_shards(prefixes, output, run=RunOptions(advance=stop))
+    call = ["merge", *prefixes[:2], "--output", output, "--workers", "0"]
+    assert main(call) == 2
+    assert main([*call, "--restart"]) == 0
+    assert not list(tmp_path.glob("*.unfinished"))
 
 
 CHILD = """
-import sys, time
-import megatron_deberta.data.shards.merge as merge
+import os, sys, time
+import megatron_deberta.data.shards.merge as parts
 import megatron_deberta.data.shards.writer as writer
+from megatron_deberta.text.jobs.executors import RunOptions
+from megatron_deberta.text.merge import merge_shards
 write = writer._write_at
 def slow(*args):
     time.sleep(0.002)
     write(*args)
 writer._write_at = slow
-merge._CHUNK_BYTES, writer._CHUNK_BYTES, writer._CHUNK_ROWS = 500, 500, 50
-publish = writer.StagedShard.publish
-def slow_publish(*args):
-    replace = writer.os.replace
-    def wait(*names):
-        time.sleep(0.05)
-        replace(*names)
-    writer.os.replace = wait
-    publish(*args)
-writer.StagedShard.publish = slow_publish
+parts._CHUNK_BYTES, parts._COPY_BYTES = 500, 1
+writer._CHUNK_BYTES, writer._CHUNK_ROWS = 500, 50
+replace = os.replace
+def wait(*names):
+    time.sleep(0.02)
+    replace(*names)
+os.replace = wait
 print("go", flush=True)
-merge.merge_shards(sys.argv[2:], sys.argv[1])
+merge_shards(sys.argv[2:], sys.argv[1])
 """
 
 
-def test_killed_merge_leaves_no_shard_and_the_next_one_succeeds(parts, tmp_path):
+def test_killed_merge_leaves_no_shard_and_the_next_one_goes_on(parts, tmp_path):
     prefixes, _ = parts
     reference = str(tmp_path / "reference")
     merge_shards(prefixes, reference)
@@ -269,13 +322,14 @@ def test_killed_merge_leaves_no_shard_and_the_next_one_succeeds(parts, tmp_path)
         )
         assert child.stdout is not None
         assert child.stdout.readline() == b"go\n"
-        time.sleep(draw.uniform(0, 0.4))
+        time.sleep(draw.uniform(0, 0.8))
         child.send_signal(signal.SIGKILL)
         killed += child.wait() == -signal.SIGKILL
         child.stdout.close()
         if os.path.exists(f"{output}.idx"):
             assert contents(output) == contents(reference)
-        merge_shards(prefixes, output, force=True)
+        if os.path.exists(f"{output}.unfinished") or not os.path.exists(f"{output}.idx"):
+            merge_shards(prefixes, output)
         assert contents(output) == contents(reference)
         assert not list(tmp_path.glob("*.unfinished"))
         for end in (".idx", ".bin", ".manifest.json"):
@@ -305,7 +359,8 @@ def test_hashes_are_of_what_was_meant_to_be_written(parts, tmp_path, monkeypatch
     pwrite, flipped = os.pwrite, []
 
     def damage(file, content, offset):
-        if not flipped and f".{end}.unfinished" in os.readlink(f"/proc/self/fd/{file}") and offset:
+        name = os.readlink(f"/proc/self/fd/{file}")
+        if not flipped and offset and name.endswith((f"staged/0.{end}", f".{end}.unfinished")):
             flipped.append(offset)
             content = bytes([content[0] ^ 1]) + bytes(content[1:])
         return pwrite(file, content, offset)
