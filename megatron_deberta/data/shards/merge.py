@@ -116,7 +116,7 @@ def merge_calls(
     bounds = [len(parts) * index // copies for index in range(copies + 1)]
     for first, last in itertools.pairwise(bounds):
         arguments = files, layout.zoom(first, last), parts[first:last], read_index
-        calls[f"copy-{name}-{first:08d}"] = copy_parts, arguments
+        calls[f"copy-{name}-{first:08d}-{last:08d}"] = copy_parts, arguments
     return calls
 
 

@@ -61,10 +61,10 @@ def dask_executor(scheduler: str, jobs: int) -> Iterator[tuple[Executor, Callabl
             raise DataError(_died(scheduler, error)) from error
 
 
-def _died(scheduler: str, error: object) -> str:
+def _died(scheduler: str, error: Exception) -> str:
     return (
-        f"--dask {scheduler}: the scheduler died, or a unit's workers did ({error}); run the same "
-        "command again to go on"
+        f"--dask {scheduler}: the scheduler died, or a unit's workers did "
+        f"({str(error) or type(error).__name__}); run the same command again to go on"
     )
 
 

@@ -20,8 +20,10 @@ from megatron_deberta.data.indices import build_index, list_indices
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.train import data as train_data
 
-PHASES = ('{"steps": 9, "data.sequence_length": 16}', '{"steps": 21, "train.ramp_from": 4, '
-          '"train.ramp_increment": 4, "train.ramp_steps": 6}')  # fmt: skip
+PHASES = (
+    "steps=9 data.sequence_length=16",
+    "steps=21 train.ramp_from=4 train.ramp_increment=4 train.ramp_steps=6",
+)
 
 
 @pytest.fixture(autouse=True)
