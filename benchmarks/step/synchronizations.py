@@ -109,18 +109,19 @@ def measure() -> Counts:
                 take(step, batches)
         operators = OperatorCount()
 
-        def update(*arguments: Any) -> StepOutcome:
+        def step_counted(*arguments: Any) -> StepOutcome:
             with operators:
                 return type(engine).step(engine, *arguments)
 
-        with mock.patch.object(engine, "step", update):
+        with mock.patch.object(engine, "step", step_counted):
             take(WARM_UP + STEPS, batches)
         waits = {
             place: count / STEPS
             for place, count in counts.most_common()
             if not any(name in place for name in CPU_ONLY)
         }
-        return Counts(waits, operators.counts)
+        update = {n: count for n, count in operators.counts.items() if n.startswith("aten::")}
+        return Counts(waits, Counter(update))
     finally:
         engine.destroy()
 
