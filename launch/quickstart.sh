@@ -58,32 +58,27 @@ for part in train validation; do
     --output "$out/shards/$part"
 done
 
-# The faster of the two dtypes on this processor, and the steps that take about six minutes at its rate.
-read -r dtype steps < <(python - <<'PYTHON'
+# The steps that take about six minutes at this processor's rate.
+steps="$(python - <<'PYTHON'
 import torch
 
 from megatron_deberta.observe.throughput import measure_matmul_rate
 
 torch.set_num_threads(1)
-cpu = torch.device("cpu")
-rates = {
-    "fp32": measure_matmul_rate(cpu, torch.float32),
-    "bf16": measure_matmul_rate(cpu, torch.bfloat16),
-}
-dtype = max(rates, key=rates.get)
-print(dtype, 4 * round(min(max(rates[dtype] / 115e6, 700), 1700) / 4))
+rate = measure_matmul_rate(torch.device("cpu"), torch.float32)
+print(4 * round(min(max(rate / 130e6, 650), 1200) / 4))
 PYTHON
-)
-precision=("precision.dtype=$dtype" "train.steps=$steps")
+)"
+schedule=("train.steps=$steps")
 for key in train.eval_every checkpoint.save_every; do
-  precision+=("$key=$((steps / 4))")
+  schedule+=("$key=$((steps / 4))")
 done
 pretrain() {
   # torchrun's own log has nothing to say here unless a rank fails.
   torchrun --nproc-per-node 2 --log-dir "$out/torchrun" -m megatron_deberta pretrain \
     configs/runs/quickstart.yaml "train.run_dir=$out/run" "tokenizer.path=$out/tokenizer" \
     "data.train=[$out/shards/train_text_document]" \
-    "data.validation=[$out/shards/validation_text_document]" "${precision[@]}"
+    "data.validation=[$out/shards/validation_text_document]" "${schedule[@]}"
 }
 
 say "5/7 Pretraining on two ranks; the job will be killed once, on purpose"

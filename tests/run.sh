@@ -30,5 +30,5 @@ ruff format --check .
 ruff check .
 mypy
 codespell
-command -v chromium >/dev/null || echo "tests/run.sh: no chromium, so tests that open pages in it are skipped" >&2
+command -v chromium chromium-browser google-chrome >/dev/null || echo "tests/run.sh: no chromium, so tests that open pages in it are skipped" >&2
 python -m pytest "$@"

@@ -129,7 +129,7 @@ def test_outputs_and_gradients_of_every_head(kind: str, head: str) -> None:
         compare(build(kind, head), labelled(head, inputs(3, 11, side)))
 
 
-@pytest.mark.parametrize("kind", ["v1", "v2", "v3", "v3_c2p"])
+@pytest.mark.parametrize("kind", ["v1", "v1_p2c", "v2", "v3", "v3_c2p"])
 def test_random_shapes(kind: str) -> None:
     draw = random.Random(kind)
     heads = [h for h in HEADS if h != "ForMultipleChoice" or KINDS[kind][0] != "Deberta"]
