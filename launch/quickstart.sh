@@ -13,6 +13,7 @@ set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out="${QUICKSTART_DIR:-runs/quickstart}"
+seconds=480
 inputs=()
 if [[ $# -gt 0 ]]; then
   if [[ "$1" != --input || $# -lt 2 ]]; then
@@ -58,31 +59,33 @@ for part in train validation; do
     --output "$out/shards/$part"
 done
 
-# The steps that take about six minutes at this processor's rate.
-steps="$(python - <<'PYTHON'
+# The faster of the two dtypes on this processor.
+dtype="$(python - <<'PYTHON'
 import torch
 
 from megatron_deberta.observe.throughput import measure_matmul_rate
 
 torch.set_num_threads(1)
-rate = measure_matmul_rate(torch.device("cpu"), torch.float32)
-print(4 * round(min(max(rate / 130e6, 650), 1200) / 4))
+rates = {
+    name: measure_matmul_rate(torch.device("cpu"), dtype)
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+}
+print(max(rates, key=rates.get))
 PYTHON
 )"
-schedule=("train.steps=$steps")
-for key in train.eval_every checkpoint.save_every; do
-  schedule+=("$key=$((steps / 4))")
-done
+most_steps=1700
 pretrain() {
   # torchrun's own log has nothing to say here unless a rank fails.
   torchrun --nproc-per-node 2 --log-dir "$out/torchrun" -m megatron_deberta pretrain \
     configs/runs/quickstart.yaml "train.run_dir=$out/run" "tokenizer.path=$out/tokenizer" \
     "data.train=[$out/shards/train_text_document]" \
-    "data.validation=[$out/shards/validation_text_document]" "${schedule[@]}"
+    "data.validation=[$out/shards/validation_text_document]" "precision.dtype=$dtype" \
+    "train.steps=$1" "train.eval_every=$(($1 / 4))" "${@:2}"
 }
 
 say "5/7 Pretraining on two ranks; the job will be killed once, on purpose"
-pretrain &
+pretrain_started=$SECONDS
+pretrain "$most_steps" checkpoint.save_every=100 &
 job=$!
 # torchrun gives each rank a session of its own, so a process group does not hold them all.
 kill_job() {
@@ -105,18 +108,35 @@ psutil.wait_procs(processes, timeout=30)
 PYTHON
 }
 trap kill_job EXIT
-until compgen -G "$out/run/checkpoints/step_*/COMMITTED" >/dev/null; do
+# Two minutes show the speed that lasts; processors begin faster.
+until [[ $((SECONDS - pretrain_started)) -ge 120 ]] &&
+  compgen -G "$out/run/checkpoints/step_*/COMMITTED" >/dev/null; do
   if ! kill -0 "$job" 2>/dev/null; then
     wait "$job"
   fi
   sleep 1
 done
-sleep 4
 trap - EXIT
 # The shell would announce the death of its child.
 { kill_job; wait "$job" || true; } 2>/dev/null
-say "Killed (SIGKILL, every process). Starting it again with the same command"
-pretrain
+# As many steps as fit into the time at the speed so far, which differs tenfold between machines.
+steps="$(python - "$out/run" $((seconds - (SECONDS - started))) "$most_steps" <<'PYTHON'
+import sys
+from pathlib import Path
+
+from megatron_deberta.checkpoint.layout import committed_steps
+from megatron_deberta.observe.metrics import read_metrics
+
+run, left, most = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+train = [r for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "train"][-4:]
+tokens_per_second = sum(r["tokens_per_second"] for r in train) / len(train)
+# The start, validations, export and filling of masks take 65 seconds.
+steps = max(committed_steps(run)) + (left - 65) * tokens_per_second / (32 * 64)
+print(4 * round(max(500, min(steps, most)) / 4))
+PYTHON
+)"
+say "Killed (SIGKILL, every process). Starting it again for $steps steps, which fit into the time"
+pretrain "$steps" "checkpoint.save_every=$((steps / 4))" --allow-config-change
 
 say "6/7 Exporting to Hugging Face format"
 megatron-deberta convert --checkpoint "$out/run" --to hf --output "$out/exported"
