@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,22 +33,14 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-@pytest.mark.parametrize("own_code", [False, True])
-def test_sentence_transformers_encodes_with_mean_pooling(
-    own_code: bool, encoder: Path, tmp_path: Path
-) -> None:
+def test_sentence_transformers_encodes_with_mean_pooling(encoder: Path) -> None:
     library = pytest.importorskip("sentence_transformers")
-    if own_code:
-        config = replace(V2, p2c_index="paper")
-        encoder = tmp_path / "model"
-        export_model(config, reader(random_weights(config)), tiny_tokenizer(), encoder)
-        assert ", trust_remote_code=True)" in (encoder / "README.md").read_text()
-    model = library.SentenceTransformer(str(encoder), device="cpu", trust_remote_code=own_code)
+    model = library.SentenceTransformer(str(encoder), device="cpu")
     found = torch.from_numpy(model.encode(list(TEXT)))
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(encoder)
     batch = tokenizer(list(TEXT), padding=True, return_tensors="pt")
-    stock = transformers.AutoModel.from_pretrained(encoder, trust_remote_code=own_code).eval()
+    stock = transformers.AutoModel.from_pretrained(encoder).eval()
     with torch.no_grad():
         states = stock(
             input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]

@@ -79,9 +79,10 @@ def test_smoke_part_launches_every_kernel(monkeypatch: pytest.MonkeyPatch) -> No
         return launch(kernel, *arguments, **options)
 
     monkeypatch.setattr(interpreter.InterpretedFunction, "run", record)
-    monkeypatch.setattr(smoke, "CPU_LENGTH", smoke.LENGTH)
-    monkeypatch.setattr(smoke, "REPEATS", 2)
-    for gathered, documents in ((False, False), (True, False), (False, True)):
+    monkeypatch.setattr(smoke, "REPEATS", 1)
+    for gathered, documents in ((True, False), (False, True), (False, False)):
+        if not gathered and not documents:
+            monkeypatch.setattr(smoke, "CPU_LENGTH", smoke.LENGTH)
         item = smoke.attention("cpu", torch.float32, 32, gathered, documents)
         assert not item["wrong"], item
     for item in (smoke.layer_norm("cpu", torch.float32), smoke.cross_entropy("cpu", torch.float32)):

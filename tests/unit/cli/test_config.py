@@ -110,4 +110,4 @@ def test_completion(capsys: pytest.CaptureFixture[str]) -> None:
 def test_commands_with_overrides_complete_keys() -> None:
     known = {command.name for command, parser in parsers().items() if takes_keys(parser)}
     tasks = {"finetune", "predict", "evaluate", "finetune-checkpoints", "search"}
-    assert known == {"config", "doctor", "launch", "plan", "pretrain", "submit"} | tasks
+    assert known == {"config", "doctor", "index", "launch", "plan", "pretrain", "submit"} | tasks
