@@ -1,4 +1,4 @@
-"""``split`` and ``train-tokenizer`` on engines that their other tests do not use."""
+"""``split``, ``train-tokenizer`` and ``index`` on engines that their other tests do not use."""
 
 from __future__ import annotations
 
@@ -78,3 +78,31 @@ def test_train_tokenizer_on_dask(text: list[str], scheduler: str, tmp_path: Path
     for name, content in files(tmp_path / "dask").items():
         if name.endswith(".model"):
             assert content == files(tmp_path / "local")[name]
+
+
+@pytest.mark.slow
+def test_index(text: list[str], scheduler: str, tmp_path: Path) -> None:
+    """Indices of a million documents, as those of fewer are computed in memory."""
+    source, tokenizer, shard = (tmp_path / name for name in ("many.jsonl", "tokenizer", "shard"))
+    with source.open("w") as file:
+        for number in range((1 << 20) + 10):
+            file.write(f'{{"text": "document {number % 10}"}}\n')
+    assert main([
+        "train-tokenizer", "--input", *text, "--vocab-size", "300", "--output", str(tokenizer),
+    ]) == 0  # fmt: skip
+    assert main([
+        "preprocess", "--input", str(source), "--tokenizer", str(tokenizer), "--output", str(shard),
+    ]) == 0  # fmt: skip
+    path = tmp_path / "run.yaml"
+    path.write_text("train: {steps: 3000, global_batch_size: 64, micro_batch_size: 8}\n")
+    call = [
+        "index", str(path), f"data.train=[{shard}_text_document]", "data.sequence_length=64",
+        "model.vocab_size=auto", f"tokenizer.path={tokenizer}", "optimizer.warmup_steps=0",
+    ]  # fmt: skip
+    for name, options in (("local", ["--workers", "2"]), ("dask", ["--dask", scheduler])):
+        assert main([*call, f"data.index_cache={tmp_path / name}", *options]) == 0
+    on_mpi([*call, f"data.index_cache={tmp_path / 'mpi'}"])
+    expected = files(tmp_path / "local")
+    assert len(expected) > 3
+    for name in ("dask", "mpi"):
+        assert files(tmp_path / name) == expected, name
