@@ -108,7 +108,7 @@ psutil.wait_procs(processes, timeout=30)
 PYTHON
 }
 trap kill_job EXIT
-# Two minutes show the speed that lasts; processors begin faster.
+# The speed of the first seconds may not last, so it is measured after two minutes.
 until [[ $((SECONDS - pretrain_started)) -ge 120 ]] &&
   compgen -G "$out/run/checkpoints/step_*/COMMITTED" >/dev/null; do
   if ! kill -0 "$job" 2>/dev/null; then
@@ -119,7 +119,7 @@ done
 trap - EXIT
 # The shell would announce the death of its child.
 { kill_job; wait "$job" || true; } 2>/dev/null
-# As many steps as fit into the time at the speed so far, which differs tenfold between machines.
+# As many steps as fit into the time at the speed of the last steps.
 steps="$(python - "$out/run" $((seconds - (SECONDS - started))) "$most_steps" <<'PYTHON'
 import sys
 from pathlib import Path

@@ -129,7 +129,7 @@ class OurEncoder(Ours):
         return hidden[..., 0].float().square().mean()
 
     def flops_per_token(self, batch: StepBatch) -> float:
-        """Return the FLOPs by the formula of the training log, without those of the head."""
+        """Return the FLOPs of forward and backward per token, without those of the head."""
         rows, length = batch.input_ids.shape
         flops = forward_flops(self._config, length, rows, MASKED_SHARE)
         return BACKWARD_FACTOR * (flops.total - flops.head)

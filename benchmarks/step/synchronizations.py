@@ -1,4 +1,4 @@
-"""Count the places where an optimizer step waits for the device, and the operators of its update.
+"""Count the device synchronizations of an optimizer step, and the operators of its update.
 
 DeepSpeed ZeRO-1 in bf16, four micro batches, on a CPU. Calls that would wait on a GPU are replaced
 by ones that count themselves and the line of this project or of DeepSpeed that made them:

@@ -37,7 +37,7 @@ def same_batches(record: Result) -> str:
 
 
 def _changed(overrides: Sequence[str], shared: Sequence[str]) -> list[str]:
-    """Return the overrides that are not shared, the last one of each key."""
+    """Return the overrides that are not shared; of several for a key, the last."""
     keys = {item.partition("=")[0]: item for item in overrides if item not in shared}
     return list(keys.values())
 

@@ -2,9 +2,9 @@
 
 A run on more than a million documents keeps document orders and pairs on disk, in data.index_cache
 or index/ in the run folder. It builds each at the start of its epoch, in one process, while the
-other ranks wait. This command builds those of all epochs, of training and validation, on any
-executor. An index that is there is kept, so after an interruption the same command goes on, and a
-run may start meanwhile.
+other ranks wait. This command builds those of all epochs, of training and validation, on a local,
+MPI or Dask executor. An index that exists is kept, so the command can be repeated after an
+interruption, and a run may start meanwhile.
 
 Examples:
   megatron-deberta index RUN.yaml --estimate

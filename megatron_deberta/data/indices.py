@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ class Index(NamedTuple):
 
     @property
     def is_kept(self) -> bool:
-        """Whether it is large enough to be kept on disk."""
+        """Whether the index is large enough to be kept on disk."""
         return self.rows.index_entries >= WORTH_KEEPING
 
 
@@ -60,9 +61,13 @@ def list_indices(config: RunConfig, vocabulary: Vocabulary) -> list[Index]:
 
 def build_index(config: RunConfig, vocabulary: Vocabulary, number: int) -> int:
     """Build the index of this number in ``list_indices`` unless it is there; return the number."""
-    index = list_indices(config, vocabulary)[number]
+    index = _opened(config, vocabulary)[number]
     index.rows.build_index(index.epoch)
     return number
+
+
+# A worker opens the shards once, not for every index.
+_opened = functools.lru_cache(maxsize=1)(list_indices)
 
 
 def _of_segment(part: Segment, vocabulary: Vocabulary, corpora: Corpora) -> Iterator[Index]:

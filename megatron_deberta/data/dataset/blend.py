@@ -89,7 +89,7 @@ class BlendedRows:
         return components, local
 
     def parts(self, begin: int, end: int) -> Iterator[tuple[RowSource, int, int]]:
-        """Yield each source and the range that holds its rows among rows ``begin`` to ``end``."""
+        """Yield each source, and a range of its rows that covers rows ``begin`` to ``end``."""
         for source, share in zip(self._sources, self._shares, strict=True):
             # A count differs from its share by less than one.
             yield source, max(0, share * begin // self.period - 1), share * end // self.period + 2

@@ -1,4 +1,4 @@
-"""Merging of parts into a shard, byte for byte as if all documents had been written into it.
+"""Merge parts into a shard, with the same bytes as writing all its documents in order.
 
 Parts are those of ``preprocess``, or whole shards. Copies and the hash are calls that any executor
 may run, and every byte read is compared with its recorded hash. Memory does not grow with the
@@ -58,14 +58,14 @@ ReadIndex = Callable[[ShardPart], PartIndex]
 
 
 class ShardHashes(TypedDict):
-    """Digests of a shard's files."""
+    """SHA-256 of a shard's files."""
 
     bin_sha256: str
     idx_sha256: str
 
 
 class DamagedPartError(DataError):
-    """A part is not what was recorded when it was written.
+    """The hash of a part differs from the one recorded when it was written.
 
     Attributes:
         part: its name.
@@ -188,7 +188,7 @@ def hash_parts(
 
 
 def shard_part(prefix: str, manifest: ShardManifest) -> ShardPart:
-    """Return a whole shard as a part of another one; ``read_shard_index`` reads its index."""
+    """Return the part that stands for a whole shard; its index is read by ``read_shard_index``."""
     size = PartSize(manifest.num_tokens, manifest.num_sequences, manifest.num_documents)
     path = os.path.abspath(prefix)
     return ShardPart(path, size, bin_path(path), (manifest.bin_sha256, manifest.idx_sha256))

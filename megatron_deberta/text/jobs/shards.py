@@ -1,4 +1,4 @@
-"""Shards that are made of parts in a job's folder: copies and hashes as units, publication."""
+"""Merge the parts of a job into shards, with copies and hashes as units, and publish them."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_smoke_checks_of_the_kernels_pass(dtype: torch.dtype) -> None:
 
 
 def test_smoke_part_launches_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the length of the GPU, with which some tiles are beyond the position table."""
+    """Rows as long as on a GPU have tiles beyond the reach of the position table."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     launched: set[str] = set()
     launch = interpreter.InterpretedFunction.run
