@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,16 @@ from safetensors.torch import load_file
 
 from megatron_deberta.config.task_head import with_task_head
 from megatron_deberta.hf.export_model import export_model
+from megatron_deberta.hf.loading import build_model
 from tests.support.tiny_models import TEXT, V2, random_weights, reader, tiny_tokenizer
+
+
+ENCODE = """
+import json, sys
+from sentence_transformers import SentenceTransformer
+model = SentenceTransformer(sys.argv[1], device="cpu", trust_remote_code=True)
+print(json.dumps(model.encode(sys.argv[2:]).tolist()))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +62,25 @@ def test_sentence_transformers_encodes_with_mean_pooling(encoder: Path) -> None:
     assert not mask.all()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert model.get_max_seq_length() == V2.max_position_embeddings
+
+
+def test_sentence_transformers_opens_our_own_architecture(tmp_path: Path) -> None:
+    pytest.importorskip("sentence_transformers")
+    config = replace(V2, p2c_index="paper")
+    folder = tmp_path / "own"
+    weights = random_weights(config)
+    export_model(config, reader(weights), tiny_tokenizer(), folder)
+    # After it has run a model's own code, transformers cannot do so in the same process.
+    command = [sys.executable, "-c", ENCODE, str(folder), TEXT[0]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = torch.tensor(json.loads(done.stdout.splitlines()[-1]))
+
+    row = transformers.AutoTokenizer.from_pretrained(folder)(TEXT[0], return_tensors="pt")
+    with torch.no_grad():
+        states = build_model(config, reader(weights)).encode(row["input_ids"])
+    torch.testing.assert_close(found, states.mean(1), rtol=1e-5, atol=1e-5)
+    assert ", trust_remote_code=True)" in (folder / "README.md").read_text()
 
 
 def test_the_card_is_one_of_the_hub(encoder: Path) -> None:
