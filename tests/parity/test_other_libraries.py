@@ -19,7 +19,6 @@ from megatron_deberta.hf.export_model import export_model
 from megatron_deberta.hf.loading import build_model
 from tests.support.tiny_models import TEXT, V2, random_weights, reader, tiny_tokenizer
 
-
 ENCODE = """
 import json, sys
 from sentence_transformers import SentenceTransformer
