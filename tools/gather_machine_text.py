@@ -4,7 +4,7 @@
 Sources are Python's documentation topics, and the docstrings, comments and documents of the
 standard library and of installed packages, headers in C++ included. Only paragraphs of plain
 sentences are kept: no code, signatures, lists of names, links or markup. A document holds the
-paragraphs of one module. A paragraph is left out if it repeats an earlier one, or a run of 30 words
+paragraphs of one file. A paragraph is left out if it repeats an earlier one, or a run of 30 words
 of an earlier one, so that documents held out for validation share no long passage with training.
 
     tools/gather_machine_text.py --output text.jsonl
@@ -88,7 +88,7 @@ READERS: dict[str, Callable[[str], Iterator[str]]] = {
 
 
 def sources() -> Iterator[Iterable[str]]:
-    """Yield the texts of each topic and module, in an order that does not change."""
+    """Yield the texts of each topic and file, in an order that does not change."""
     for name in sorted(topics):
         yield [topics[name]]
     stdlib, packages = sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")
@@ -104,7 +104,7 @@ def sources() -> Iterator[Iterable[str]]:
 
 
 def documents() -> Iterator[str]:
-    """Yield the documents: the new prose of each topic and module, a paragraph per line."""
+    """Yield the documents: the new prose of each topic and file, a paragraph per line."""
     seen: set[int] = set()
     for texts in sources():
         paragraphs = []

@@ -81,6 +81,14 @@ def test_module_texts_are_docstrings_and_comments() -> None:
     ]
 
 
+def test_header_texts_are_comments() -> None:
+    source = (
+        "/**\n * First line,\n * second line.\n */\nint x; /* aside */\n  /// One,\n  // two.\n"
+    )
+    found = [" ".join(text.split()) for text in gather.header_texts(source)]
+    assert found == ["First line, second line.", "aside", "One, two."]
+
+
 def test_sentences_are_taken_from_documents(tmp_path: Path) -> None:
     file = tmp_path / "part-0.jsonl"
     sentence = "The second sentence is long enough to be taken by the tool."
