@@ -422,7 +422,8 @@ def test_unsupported_models_are_refused_and_unchanged(monkeypatch: pytest.Monkey
     accelerate(model)
     with pytest.raises(ValueError, match="accelerated already"):
         accelerate(model)
-    monkeypatch.setattr(transformers, "__version__", "4.57.0")
+    # Importing a modeling file replaces the module `transformers`, so this file's may be another.
+    monkeypatch.setattr("megatron_deberta.hf.acceleration.transformers.__version__", "4.57.0")
     with pytest.raises(ImportError, match="transformers: got version 4.57.0"):
         accelerate(build("v3"))
 
