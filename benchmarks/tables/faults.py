@@ -170,10 +170,15 @@ def lost_nodes(lines: list[Line]) -> str:
     rows = []
     for case, count in LOST_NODES_COUNTS.items():
         found = [x for x in lines if x["case"] == case and x["code_digest"] == code]
-        repeated = sorted(x["steps_repeated"] for x in found)
+        repeated = sorted(x["steps_repeated"] for x in found if x["ok"])
+        local = str(sum(bool(x["local"]) for x in found)) if found else ""
         steps = f"{repeated[len(repeated) // 2]}, {repeated[-1]}" if repeated else ""
-        rows.append((f"{_LOST_NODES_TITLES[case]} (`{case}`)", *_counts(found, str(count), steps)))
-    header = ("loss", "passed / done", "of", "steps repeated: median, most", "revision")
+        title = f"{_LOST_NODES_TITLES[case]} (`{case}`)"
+        rows.append((title, *_counts(found, str(count), local, steps)))
+    header = (
+        "loss", "passed / done", "of", "from a local checkpoint", "steps repeated: median, most",
+        "revision",
+    )  # fmt: skip
     return markdown(header, rows)
 
 

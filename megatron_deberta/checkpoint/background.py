@@ -85,10 +85,17 @@ class Saver:
         seconds = time.monotonic() - start
         return Saved(path, metadata.step, seconds, seconds, metadata.consumed_samples)
 
-    def start(self, metadata: CheckpointMetadata, retention: Retention) -> None:
+    def start(
+        self, metadata: CheckpointMetadata, retention: Retention, began: float | None = None
+    ) -> None:
         """Copy the state to host memory and start writing it. Collective: all ranks.
 
         No save may be in flight. The copy takes ``held_state.copy_bytes`` of host memory.
+
+        Args:
+            metadata: of the checkpoint.
+            retention: which older checkpoints are deleted after the commit.
+            began: since when training has waited for the save, by ``time.monotonic``; None: now.
 
         Raises:
             CheckpointError: there is too little disk space.
@@ -103,6 +110,7 @@ class Saver:
         staged = writer.begin(self.run_dir, self.specs, self.groups, metadata, kinds, self.fence)
         copies = self._collector.copy()
         self._thread = _WriterThread(staged, self._collector, copies, retention, start)
+        self._thread.blocked_seconds = time.monotonic() - (start if began is None else began)
 
     def poll(self) -> Saved | None:
         """Commit the save in flight if all ranks have written it. Collective: all ranks.
@@ -161,9 +169,9 @@ class _WriterThread(threading.Thread):
         self.retention = retention
         self.error: Exception | None = None
         self.start_time = start
+        self.blocked_seconds = 0.0
         self._collector, self._copies = collector, copies
         self.start()
-        self.blocked_seconds = time.monotonic() - start
 
     def run(self) -> None:
         try:

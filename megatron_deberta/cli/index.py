@@ -20,6 +20,7 @@ import itertools
 
 from megatron_deberta.cli.arguments import add_run_arguments
 from megatron_deberta.cli.executor_arguments import add_executor_arguments, executor_options
+from megatron_deberta.cli.text_job import estimated_workers
 from megatron_deberta.config import load_config
 from megatron_deberta.observe.console import format_duration
 from megatron_deberta.text.jobs.executors import local_engine, remote_engine, run_calls
@@ -27,7 +28,9 @@ from megatron_deberta.text.jobs.progress import ProgressDisplay
 from megatron_deberta.train.vocab_size import with_vocab_size
 
 # Of an entry; the most in benchmarks/results/cpu/data_index.json, of 10 million documents
-_BYTES, _SECONDS = 70, 4.2e-7
+_BYTES, _SECONDS, _MEMORY_BYTES = 70, 4.2e-7, 13
+# Of a process that has imported torch
+_WORKER_BYTES = 250e6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,8 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     add_executor_arguments(parser, array=False)
     parser.add_argument(
-        "--estimate", action="store_true", help="only print how much time and disk it would take"
-    )
+        "--estimate", action="store_true",
+        help="only print how much time, disk and memory it would take",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,10 +57,13 @@ def run(args: argparse.Namespace) -> int:
         indices = list_indices(config, vocabulary)
         kept = [number for number, index in enumerate(indices) if index.is_kept]
         if args.estimate:
-            entries = sum(indices[number].rows.index_entries for number in kept)
+            sizes = [indices[number].rows.index_entries for number in kept]
+            entries, workers = sum(sizes), estimated_workers(args)
+            memory = workers * (_WORKER_BYTES + _MEMORY_BYTES * max(sizes, default=0))
             print(f"{len(kept)} indices of {entries:,} documents or sentences in {folder}")
             print(f"disk  at most {entries * _BYTES / 1e9:,.1f} GB")
             print(f"time  about {format_duration(entries * _SECONDS)} of a core")
+            print(f"memory  {memory / 1e9:,.1f} GB for {workers} workers")
             return 0
         with (
             contextlib.nullcontext(remote) if remote else local_engine(options.workers) as engine,

@@ -18,7 +18,7 @@ import argparse
 from megatron_deberta.cli.executor_arguments import add_executor_arguments
 from megatron_deberta.cli.shard_arguments import add_shard_arguments, shard_names
 from megatron_deberta.cli.text_input import add_rerun_arguments
-from megatron_deberta.cli.text_job import open_engine
+from megatron_deberta.cli.text_job import add_estimate_arguments, estimated_workers, open_engine
 from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.merge import merge_shards
 
@@ -31,10 +31,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_executor_arguments(parser, array=False)
     add_rerun_arguments(parser, "an existing shard")
+    add_estimate_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Merge the shards and print a summary."""
+    if args.estimate:
+        from megatron_deberta.planning.text_jobs import estimate_merge
+
+        prefixes = shard_names(args, each_once=False)
+        print(estimate_merge(prefixes, args.nodes, estimated_workers(args)))
+        return 0
     with open_engine(args, JobFolder(args.output), "merge") as run_options:
         prefixes = shard_names(args, each_once=False)
         manifest = merge_shards(prefixes, args.output, run=run_options)

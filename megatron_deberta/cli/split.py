@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megatron_deberta.cli.deduplicate import NOT_LAST, add_work_arguments
 from megatron_deberta.cli.text_input import add_input_arguments
-from megatron_deberta.cli.text_job import open_work
+from megatron_deberta.cli.text_job import add_estimate_arguments, estimated_input, open_work
 from megatron_deberta.errors import EXIT_DONE
 from megatron_deberta.text.split import split
 
@@ -39,11 +39,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--clusters", type=Path, metavar="DIR", help="output of deduplicate for the same documents"
     )
     add_work_arguments(parser)
+    add_estimate_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Split and print a summary."""
     output = Path(args.output)
+    if args.estimate:
+        from megatron_deberta.planning.text_jobs import estimate_split
+
+        with estimated_input(args, output) as (sources, options, workers):
+            print(estimate_split(sources, options, args.nodes, workers))
+        return EXIT_DONE
     with open_work(args, output, "split") as (sources, options, run_options):
         summary = split(
             sources,

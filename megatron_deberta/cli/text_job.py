@@ -99,6 +99,11 @@ def estimated_input(
     if STANDARD_INPUT in args.input:
         raise ConfigError("--input -: --estimate needs files")
     own = output if is_folder else None
-    workers = len(os.sched_getaffinity(0)) if args.workers is None else args.workers
     with open_input(args, JobFolder(output).path, output=own) as (sources, read):
-        yield sources, read, max(workers, 1)
+        yield sources, read, estimated_workers(args)
+
+
+def estimated_workers(args: argparse.Namespace) -> int:
+    """Return the worker processes per node, for ``--estimate``."""
+    workers: int = len(os.sched_getaffinity(0)) if args.workers is None else args.workers
+    return max(workers, 1)

@@ -23,7 +23,7 @@ from megatron_deberta.cli.text_input import (
     add_input_arguments,
     add_rerun_arguments,
 )
-from megatron_deberta.cli.text_job import open_work
+from megatron_deberta.cli.text_job import add_estimate_arguments, estimated_input, open_work
 from megatron_deberta.text.readers.checks import find_both_sides
 from megatron_deberta.text.sample import sampled_lines
 from megatron_deberta.tokenizer.training import refuse_existing, train_sentencepiece
@@ -54,19 +54,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_executor_arguments(parser, array=False)
     add_bad_fraction_argument(parser)
     add_rerun_arguments(parser, "an existing tokenizer")
+    add_estimate_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train the tokenizer and print a summary."""
-    refuse_existing(args.output, args.force)
     output = Path(args.output)
+    sample_bytes = round(args.sample_mb * 1e6)
+    if args.estimate:
+        from megatron_deberta.planning.text_jobs import estimate_train_tokenizer
+
+        with estimated_input(args, output) as (sources, options, workers):
+            print(estimate_train_tokenizer(sources, options, sample_bytes, args.nodes, workers))
+        return 0
+    refuse_existing(args.output, args.force)
     with open_work(args, output, "train-tokenizer") as (sources, options, run_options):
         if sides := find_both_sides(sources):
             logger.warning(
                 "warning: the vocabulary is also trained on validation text (%s); to leave it out, "
                 "give --input %s", sides[1], sides[0],
             )  # fmt: skip
-        sample_bytes = round(args.sample_mb * 1e6)
         with sampled_lines(sources, output, options, sample_bytes, run=run_options) as lines:
             tokenizer = train_sentencepiece(
                 lines,

@@ -1,7 +1,8 @@
-"""Time, disk and memory of ``preprocess`` and ``deduplicate``, estimated from a sample.
+"""Time, disk and memory of jobs over text, estimated from a sample of the input.
 
-The constants were measured on one core by ``benchmarks.text.deduplicate`` and
-``benchmarks.text.preprocess`` (``benchmarks/results/cpu``).
+The constants were measured on one core, on English text: those of ``deduplicate`` and
+``preprocess`` by the benchmarks of their names, the others by
+``benchmarks.text.commands`` (``benchmarks/results/cpu``).
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
-from megatron_deberta.data.shards.format import dtype_for_vocab
+from megatron_deberta.data.shards.format import bin_path, dtype_for_vocab, idx_path
+from megatron_deberta.data.shards.merge import open_compatible
 from megatron_deberta.text.deduplicate.candidates import PART_DOCUMENTS
 from megatron_deberta.text.deduplicate.settings import PERMUTATIONS, Settings
 from megatron_deberta.text.preprocess.encoding import choose_encoder
 from megatron_deberta.text.readers.reading import DocumentReader
 from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import Source
+from megatron_deberta.text.sample import INPUT_PER_SAMPLE
 from megatron_deberta.tokenizer import load_tokenizer
 from megatron_deberta.tokenizer.batch_encoders import CACHE_BYTES
 
@@ -27,6 +31,11 @@ _ENCODED_BYTES = 2_000_000
 _SIGN_BYTES_PER_SECOND = 33e6
 _READ_BYTES_PER_SECOND = 130e6
 _COLLECT_BYTES_PER_SECOND = 90e6
+_SPLIT_BYTES_PER_SECOND = 90e6
+_COPY_BYTES_PER_SECOND = 1e9
+_DRAW_BYTES_PER_SECOND = 70e6
+_TRAIN_BYTES_PER_SECOND = 3.9e6
+_MERGE_BYTES_PER_SECOND = 400e6
 _HASH_BYTES_PER_SECOND = 1.2e9
 _SECONDS_PER_DOCUMENT = 30e-6
 _SERIAL_SECONDS_PER_DOCUMENT = 1.5e-6
@@ -35,6 +44,10 @@ _WORKER_BYTES = 140e6
 _KEY_BYTES = 120
 _MAP_BYTES = 33
 _TOKENIZER_BYTES = 330e6
+_TOKENIZER_FILES_BYTES = 3e6
+# Of the process in which SentencePiece trains, and for each byte that it trains on.
+_TRAINER_BYTES = 215e6
+_TRAINED_TIMES = 14
 # Bytes that a long document takes in its worker: text, record, hashes and their set.
 _LONGEST_TIMES = 8
 _NEAR_SHARE = 0.25
@@ -123,6 +136,81 @@ def estimate_preprocess(
     return f"{describe_needs(found, needed, nodes, workers)}\ntokens  {tokens:,.0f}"
 
 
+def estimate_split(
+    sources: Sequence[Source], options: ReadOptions, nodes: int, workers: int
+) -> str:
+    """Describe what ``split`` needs.
+
+    Raises:
+        DataError: a file of the sample cannot be read.
+    """
+    found = sample(sources, options)
+    serial = found.text_bytes / _COPY_BYTES_PER_SECOND
+    needed = Needs(
+        processor_seconds=found.text_bytes / _SPLIT_BYTES_PER_SECOND + serial,
+        serial_seconds=serial,
+        work_bytes=found.text_bytes,
+        result_bytes=found.text_bytes,
+        memory_bytes=_FIRST_PROCESS_BYTES + workers * _WORKER_BYTES,
+    )
+    return describe_needs(found, needed, nodes, workers)
+
+
+def estimate_train_tokenizer(
+    sources: Sequence[Source], options: ReadOptions, sample_bytes: int, nodes: int, workers: int
+) -> str:
+    """Describe what ``train-tokenizer`` needs: workers sample, then one process trains.
+
+    Args:
+        sources: input files.
+        options: what is read of them.
+        sample_bytes: of the text that it trains on; 0: all.
+        nodes: of the job.
+        workers: processes per node.
+
+    Raises:
+        DataError: a file of the sample cannot be read.
+    """
+    found = sample(sources, options)
+    trained = min(sample_bytes or found.text_bytes, found.text_bytes)
+    serial = trained / _TRAIN_BYTES_PER_SECOND
+    needed = Needs(
+        processor_seconds=found.text_bytes / _DRAW_BYTES_PER_SECOND + serial,
+        serial_seconds=serial,
+        work_bytes=min(INPUT_PER_SAMPLE * trained, found.text_bytes),
+        result_bytes=_TOKENIZER_FILES_BYTES,
+        memory_bytes=_TRAINER_BYTES + _TRAINED_TIMES * trained + workers * _WORKER_BYTES,
+    )
+    return (
+        f"{describe_needs(found, needed, nodes, workers)}\n"
+        f"sample  {trained / 1e6:,.0f} MB; SentencePiece trains on it in a single process"
+    )
+
+
+def estimate_merge(prefixes: Sequence[str], nodes: int, workers: int) -> str:
+    """Describe what ``merge`` needs.
+
+    Raises:
+        DataError: a shard has no manifest, or differs from the first.
+    """
+    manifests = open_compatible(prefixes)
+    files = [Path(name(prefix)) for prefix in prefixes for name in (bin_path, idx_path)]
+    size = sum(path.stat().st_size for path in files)
+    tokens = sum(manifest.num_tokens for manifest in manifests)
+    documents = sum(manifest.num_documents for manifest in manifests)
+    needed = Needs(
+        processor_seconds=size / _MERGE_BYTES_PER_SECOND + size / _HASH_BYTES_PER_SECOND,
+        serial_seconds=size / _HASH_BYTES_PER_SECOND,
+        work_bytes=size,
+        result_bytes=size,
+        memory_bytes=_FIRST_PROCESS_BYTES + workers * _WORKER_BYTES,
+    )
+    return (
+        f"shards  {len(prefixes):,} of {documents:,} documents, {tokens:,} tokens\n"
+        f"{_describe(needed, nodes, workers)}"
+    )
+
+
 def sample(sources: Sequence[Source], options: ReadOptions) -> Sample:
     """Read the beginnings of some files."""
     file_bytes = text_bytes = documents = texts_bytes = 0
@@ -168,11 +256,17 @@ def needs(text_bytes: float, documents: float, settings: Settings, workers: int)
 
 
 def describe_needs(found: Sample, needed: Needs, nodes: int, workers: int) -> str:
-    """Describe what a job needs on nodes with some workers each."""
+    """Describe the input of a job and what it needs on nodes with some workers each."""
+    return (
+        f"text    {found.text_bytes / 1e9:.2f} GB, {found.documents:,.0f} documents\n"
+        f"{_describe(needed, nodes, workers)}"
+    )
+
+
+def _describe(needed: Needs, nodes: int, workers: int) -> str:
     parallel = (needed.processor_seconds - needed.serial_seconds) / (nodes * workers)
     minutes = (parallel + needed.serial_seconds) / 60
     return (
-        f"text    {found.text_bytes / 1e9:.2f} GB, {found.documents:,.0f} documents\n"
         f"time    {needed.processor_seconds / 3600:.2f} hours of a core; {minutes:,.1f} minutes "
         f"with {nodes} x {workers} workers, a core each, of which "
         f"{needed.serial_seconds / 60:,.1f} in a single process\n"

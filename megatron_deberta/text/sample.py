@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_LEVELS = 64
 # Bytes of the input per byte of the sample up to which workers keep all lines.
-_INPUT_PER_SAMPLE = 16
+INPUT_PER_SAMPLE = 16
 
 
 @contextlib.contextmanager
@@ -70,7 +70,7 @@ def sampled_lines(
     if sample_bytes < 0:
         raise ConfigError(f"--sample-mb {sample_bytes / 1e6:g}: must be positive, or 0 for all")
     input_bytes = sum(source.size_bytes for source in sources)
-    ratio = input_bytes / (_INPUT_PER_SAMPLE * sample_bytes) if sample_bytes else 0
+    ratio = input_bytes / (INPUT_PER_SAMPLE * sample_bytes) if sample_bytes else 0
     parameters = {"sample": sample_bytes, "level": int(math.log2(max(ratio, 1)))}
     plan = make_plan(parameters, options, sources, plan_units(sources, unit_bytes), "none")
     folder = JobFolder(output)

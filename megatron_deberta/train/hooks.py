@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Protocol
@@ -210,7 +211,8 @@ class SaveHook:
 
     Args:
         config: schedule and failure policy; ``asynchronous`` is not ``auto``.
-        begin: starts a save of a state; if the flag is set, also completes it. Collective.
+        begin: starts a save of a state; if the flag is set, also completes it. Its last argument is
+            the time, by ``time.monotonic``, since when training has waited. Collective.
         saver: the saver that ``begin`` uses.
         meter: paused meanwhile.
         sample_log: flushed first, so that it contains every step of the checkpoint.
@@ -219,7 +221,7 @@ class SaveHook:
     """
 
     config: CheckpointConfig
-    begin: Callable[[TrainState, bool], Saved | None]
+    begin: Callable[[TrainState, bool, float], Saved | None]
     saver: Saver
     meter: ThroughputMeter
     sample_log: SampleLog | None
@@ -270,9 +272,10 @@ class SaveHook:
     def _save(self, state: TrainState, now: bool) -> bool:
         """Save, and return whether the checkpoint is complete."""
         self._log_saved(state.step, self.saver.finish())
+        began = time.monotonic()
         if self.sample_log is not None:
             self.sample_log.sync()
-        saved = self.begin(state, now or self.config.asynchronous is not True)
+        saved = self.begin(state, now or self.config.asynchronous is not True, began)
         self._log_saved(state.step, saved)
         return saved is not None
 

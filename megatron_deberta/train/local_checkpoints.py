@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -186,8 +188,10 @@ class LocalCheckpoints:
             return True
 
         def clear() -> bool:
-            for path in self.folder.parent.glob(f"{self._run_name}-*"):
-                shutil.rmtree(path, ignore_errors=True)
+            # A disk that cannot be listed cannot be written either: saves count such failures.
+            with contextlib.suppress(OSError):
+                for path in self.folder.parent.glob(f"{self._run_name}-*"):
+                    shutil.rmtree(path, ignore_errors=True)
             return True
 
         return within(LISTING_SECONDS, clear, False)
@@ -227,9 +231,10 @@ class LocalSaveHook:
             self._wait_if_needed(step, schedule)
             if schedule.is_due(step):
                 schedule.started(step)
+                began = time.monotonic()
                 if self.sample_log is not None:
                     self.sample_log.sync()
-                self.saver.start(self.describe(event.state))
+                self.saver.start(self.describe(event.state), began)
             self._wait_if_needed(step, schedule)
         return False
 

@@ -466,6 +466,7 @@ def _save(
     selection: Selection | None,
     state: TrainState,
     wait: bool,
+    began: float,
 ) -> Saved | None:
     metadata = _metadata(run, guard, records, state)
     checkpoint = run.config.checkpoint
@@ -477,7 +478,7 @@ def _save(
     )
     if wait:
         return run.saver.save(metadata, retention)
-    run.saver.start(metadata, retention)
+    run.saver.start(metadata, retention, began)
     return None
 
 

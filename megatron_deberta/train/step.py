@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
@@ -280,8 +279,11 @@ class TrainStep:
         if flags:
             flags.receive(reading.flags)
         skip = reading.skip or (self._guard.check_outcome(outcome) if outcome else None)
-        if outcome and skip in NONFINITE and self._config.guard.rerun and not is_repeated:
-            if self._diagnose(task, str(skip), record, batches, before).kind == "passing":
+        # An overflow is no fault, unless the loss scale cannot be lower.
+        cause = "gradient overflows at the smallest loss scale" if problem else skip
+        has_failed = problem is not None or skip in NONFINITE
+        if has_failed and self._config.guard.rerun and not is_repeated:
+            if self._diagnose(task, str(cause), record, batches, before).kind == "passing":
                 outputs[:] = before
                 return self._update(task, batches, outputs, first, prefetch, is_repeated=True)
         if skip == "loss not finite":
@@ -327,9 +329,11 @@ class TrainStep:
         with ComputationRecord(self._engine.module, enabled=True) as record:
             totals = self._accumulate(task, batches, list(outputs), record)
         *_, is_nonfinite = self._reduce(totals, task.num_targets, ()).tolist()
-        with contextlib.suppress(LossScaleError):
+        try:
             outcome = task.engine.step(self._learning_rate(task.step, task.update), -math.inf)
             is_nonfinite = is_nonfinite or not math.isfinite(outcome.grad_norm)
+        except LossScaleError:
+            is_nonfinite = True
         task.engine.load_state_dict(scalars)
         return record.table(), not is_nonfinite
 

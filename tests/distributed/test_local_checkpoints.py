@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import errno
+import logging
+import logging.handlers
 import os
 import shutil
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from megatron_deberta.checkpoint.fence import UNLOCKED
-from megatron_deberta.checkpoint.layout import COMMITTED_FILE, EMA, KINDS, committed_steps, step_dir
-from megatron_deberta.checkpoint.local import parts
+from megatron_deberta.checkpoint.layout import (
+    COMMITTED_FILE,
+    EMA,
+    KINDS,
+    CheckpointMetadata,
+    committed_steps,
+    step_dir,
+)
+from megatron_deberta.checkpoint.local import parts, recovery
 from megatron_deberta.checkpoint.local.history import History
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.retention import Retention
 from megatron_deberta.config.schema import CheckpointConfig, RunConfig, TrainConfig
+from megatron_deberta.observe.throughput import StepWork, ThroughputMeter
 from megatron_deberta.train.local_checkpoints import LocalCheckpoints
+from megatron_deberta.train.state import StepEvent, TrainState
 from tests.distributed.test_background_save import Run
 from tests.support.checkpoints import metadata
 from tests.support.layout_matrix import Layout
@@ -31,8 +46,8 @@ STEP = 3
 
 
 def open_local(rank: int, folder: str) -> LocalCheckpoints:
-    """Open the local checkpoints of a run, as ranks 0 and 1 on one node, 2 and 3 on another."""
-    os.environ["SLURMD_NODENAME"] = f"node{rank // 2}"
+    """Open the local checkpoints of a run, with one half of the ranks on each of two nodes."""
+    os.environ["SLURMD_NODENAME"] = f"node{2 * rank // dist.get_world_size()}"
     config = RunConfig(
         train=TrainConfig(run_dir=f"{folder}/run"),
         checkpoint=CheckpointConfig(local_every=1, local_dir=f"{folder}/local"),
@@ -138,8 +153,17 @@ def roll_back(folder: Path) -> None:
     history.began(0).write(folder / "run", lambda: None)
 
 
-def recover(rank: int, folder: str) -> None:
-    open_local(rank, folder)
+def recover(rank: int, folder: str) -> list[str]:
+    """Open the local checkpoints of a run; return what is logged."""
+    handler = logging.handlers.BufferingHandler(100)
+    recovery.logger.addHandler(handler)
+    recovery.logger.setLevel(logging.INFO)
+    try:
+        open_local(rank, folder)
+    finally:
+        recovery.logger.removeHandler(handler)
+        recovery.logger.setLevel(logging.NOTSET)
+    return [record.getMessage() for record in handler.buffer]
 
 
 @pytest.fixture
@@ -152,27 +176,58 @@ def folder(saved_run: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("loss", "taken"),
+    ("loss", "taken", "logged"),
     [
-        (keep, STEP),
-        (lose_node, STEP),
-        (flip_bit, STEP),
+        (keep, STEP, "(replicas of ranks: none)"),
+        (lose_node, STEP, "(replicas of ranks: 2 from node0, 3 from node0)"),
+        (flip_bit, STEP, "(replicas of ranks: 1 from node1)"),
         # The save before is deleted only when the next one starts.
-        (lose_both_holders, 1),
-        (crash_in_a_save, 1),
-        (damage_both_copies, 1),
-        (roll_back, None),
+        (lose_both_holders, 1, "(replicas of ranks: none)"),
+        (crash_in_a_save, 1, "(replicas of ranks: none)"),
+        (damage_both_copies, 1, "(replicas of ranks: none)"),
+        (roll_back, None, "(none is newer): there is no checkpoint in the run folder either"),
     ],
 )
 def test_newest_complete_local_save_is_taken(
-    four_ranks: RankPool, folder: Path, loss: Callable[[Path], None], taken: int | None
+    four_ranks: RankPool,
+    folder: Path,
+    loss: Callable[[Path], None],
+    taken: int | None,
+    logged: str,
 ) -> None:
     loss(folder)
-    four_ranks.run(recover, str(folder))
+    for (line,) in four_ranks.run(recover, str(folder)):
+        assert line.endswith(logged), line
     run_dir = folder / "run"
     assert committed_steps(run_dir) == ([] if taken is None else [taken])
-    if taken != STEP:
-        return
+    if taken == STEP:
+        check_recovered(folder)
+
+
+def test_recovery_on_another_layout(two_ranks: RankPool, folder: Path) -> None:
+    """Two ranks copy what four have saved, replicas of a part that is damaged included."""
+    flip_bit(folder)
+    two_ranks.run(recover, str(folder))
+    check_recovered(folder)
+
+
+@pytest.mark.parametrize("damage", [lose_both_holders, damage_both_copies])
+def test_what_no_save_can_replace_is_named(
+    four_ranks: RankPool, folder: Path, damage: Callable[[Path], None]
+) -> None:
+    for node in (0, 1):
+        for rank in range(4):
+            for path in (folder / "local" / f"node{node}").glob(f"*/*step_00000001-*_{rank:05d}"):
+                shutil.rmtree(path)
+    damage(folder)
+    why = "lacks the parts of ranks 2" if damage is lose_both_holders else "is damaged"
+    for (line,) in four_ranks.run(recover, str(folder)):
+        assert line.startswith(f"no local checkpoint is used (step {STEP} {why})"), line
+    assert committed_steps(folder / "run") == []
+
+
+def check_recovered(folder: Path) -> None:
+    """Compare the recovered checkpoint with the one that was saved to the run folder."""
     actual, expected = (
         CheckpointReader(step_dir(folder / name, STEP)) for name in ("run", "shared")
     )
@@ -272,3 +327,56 @@ def test_slow_disk_skips_a_save_and_training_goes_on(four_ranks: RankPool, tmp_p
         assert saved["skipped"] == 1
         assert saved["is_complete"]
         assert saved["blocked_seconds"] < saved["seconds"]
+
+
+def wait_for_a_save(rank: int, folder: str) -> dict[str, Any]:
+    """Save by the hook of a run whose sample log and check of replicas take their time."""
+    run = LocalRun(rank, folder)
+
+    def describe(state: TrainState) -> CheckpointMetadata:
+        time.sleep(0.2)
+        return metadata(state.step, run.config)
+
+    def sync() -> None:
+        time.sleep(0.2)
+
+    sample_log: Any = SimpleNamespace(sync=sync)
+    meter = ThroughputMeter(work=StepWork(8, 1.0), matmul_rate=1.0)
+    saved: list[dict[str, Any]] = []
+
+    def write(step: int, values: dict[str, Any], kind: str) -> None:
+        saved.append(values)
+
+    records: Any = SimpleNamespace(writer=SimpleNamespace(write=write))
+    (hook,) = run.local.hooks(describe, meter, sample_log, records)
+    nothing: Any = None
+    # Every step is saved, so training waits for the end of the save as well.
+    hook.after_step(StepEvent(TrainState(1, 8), [], nothing, None))
+    run.engine.destroy()
+    return saved[0]
+
+
+def test_the_recorded_wait_is_all_that_training_waits(four_ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    for saved in four_ranks.run(wait_for_a_save, str(tmp_path)):
+        assert 0.4 <= saved["blocked_seconds"] <= saved["seconds"]
+
+
+def start_with_a_broken_disk(rank: int, folder: str) -> bool:
+    """Start and finish a run whose local folder cannot be listed."""
+
+    def fails(*_: Any) -> Iterator[Path]:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with mock.patch.object(Path, "glob", fails):
+        run = LocalRun(rank, folder)
+        run.local.close(is_finished=True)
+    run.engine.destroy()
+    return run.local.saver is not None
+
+
+def test_a_disk_that_cannot_be_listed_does_not_end_a_run(
+    four_ranks: RankPool, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    assert all(four_ranks.run(start_with_a_broken_disk, str(tmp_path)))

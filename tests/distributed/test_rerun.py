@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import math
 import socket
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_deberta.config.schema import GuardConfig
-from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine import deepspeed_config, loss_scale
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import EXIT_FAILURE, ReplicaError
 from megatron_deberta.train.setup import build_rank_model
-from megatron_deberta.train.stability.replicas import check_replicas, make_equal
+from megatron_deberta.train.stability.faults import FaultReports
+from megatron_deberta.train.stability.replicas import check_replicas
 from megatron_deberta.train.stability.verdict import Verdict
+from megatron_deberta.train.state import FolderLock
 from megatron_deberta.train.step import TrainStep
 from tests.support.layout_matrix import GLOBAL_BATCH, Layout, micro_batches, moments, run_config
 from tests.support.ranks import RankPool, grid
@@ -70,16 +74,20 @@ class Fault:
         return (out[0] * math.nan, *out[1:])
 
 
-def train(rank: int, layout: Layout, kind: str, dtype: str = "fp32") -> dict[str, Any]:
+def train(
+    rank: int, layout: Layout, kind: str, precision: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Train with a fault; return losses, skips, verdicts, the error and the last moments."""
     deepspeed_config.PERSISTENCE_THRESHOLD = 0
     config, groups, fault = run_config(layout), grid(layout.tp_size), Fault(kind, rank)
-    precision = replace(config.precision, dtype=dtype)  # type: ignore[arg-type]
-    config = replace(config, guard=GuardConfig(rerun=True), precision=precision)
+    changed = replace(config.precision, **precision or {})
+    config = replace(config, guard=GuardConfig(rerun=True), precision=changed)
     model = build_rank_model(config, groups)
     # Before the engine's and the record's hooks, like a fault of the device.
     dict(model.module.named_parameters())[LAYER].register_hook(fault.gradient)
-    engine = build_engine(config, model.module, model.specs, groups)
+    # The first overflow at the smallest loss scale counts.
+    with mock.patch.object(loss_scale, "HYSTERESIS", 1):
+        engine = build_engine(config, model.module, model.specs, groups)
     engine.module.register_forward_hook(fault.loss)
     verdicts: list[Verdict] = []
     take = TrainStep(engine, config, groups, on_verdict=verdicts.append)
@@ -140,13 +148,47 @@ def test_three_causes_have_three_verdicts(four_ranks: RankPool, layout: Layout) 
         assert skips == [None, None, "loss not finite", None]
 
 
-@pytest.mark.parametrize("dtype", ["bf16"])
-def test_gradients_of_16_bits(four_ranks: RankPool, dtype: str) -> None:
-    check_ranks(four_ranks.run(train, LAYOUTS[1], "data", dtype), "reproducible", [])
+def test_gradients_of_16_bits(four_ranks: RankPool) -> None:
+    found = four_ranks.run(train, LAYOUTS[1], "data", {"dtype": "bf16"})
+    check_ranks(found, "reproducible", [])
 
 
-def differing_replicas(rank: int, kind: str) -> tuple[list[Verdict], list[int]]:
-    """Flip a bit of one rank's weights, then train on a rank that computes right or wrong."""
+@pytest.mark.parametrize("layout", LAYOUTS[1:3], ids=lambda layout: layout.name)
+def test_overflow_at_the_smallest_loss_scale(four_ranks: RankPool, layout: Layout) -> None:
+    """An overflow is no fault while the scale can be lower; at its minimum it is examined."""
+    higher = {"dtype": "fp16", "initial_loss_scale_power": 3}
+    for result in four_ranks.run(train, layout, "once", higher):
+        assert result["steps"][FAULTY_STEP][2] == "overflow"
+        assert not result["verdicts"]
+    smallest = {**higher, "min_loss_scale": 8.0}
+    expected = four_ranks.run(train, layout, "none", smallest)
+    passing = four_ranks.run(train, layout, "once", smallest)
+    check_ranks(passing, "passing", [FAULTY_RANK])
+    assert [r["steps"] for r in passing] == [r["steps"] for r in expected]
+    lasting = four_ranks.run(train, layout, "always", smallest)
+    check_ranks(lasting, "lasting", [FAULTY_RANK])
+    for result in lasting:
+        assert "overflows at the smallest loss scale; run again: a lasting" in result["error"]
+
+
+class Lock(FolderLock):
+    """Notes the faults of the job history."""
+
+    def __init__(self) -> None:
+        self.faults: list[dict[str, Any]] = []
+
+    def record_fault(self, *, step: int, verdict: str, places: Any) -> None:
+        self.faults.append({"step": step, "verdict": verdict, "places": places})
+
+
+def differing_replicas(
+    rank: int, kind: str
+) -> tuple[list[Verdict], list[int], str, list[dict[str, Any]]]:
+    """Flip a bit of one rank's weights, then train on a rank that computes right or wrong.
+
+    Returns:
+        Verdicts, ranks that differ, the error that ends the run, and faults in the job history.
+    """
     config, groups = run_config(LAYOUTS[0]), grid(1)
     config = replace(config, guard=GuardConfig(rerun=True))
     model = build_rank_model(config, groups)
@@ -155,28 +197,39 @@ def differing_replicas(rank: int, kind: str) -> tuple[list[Verdict], list[int]]:
     parameter.register_hook(fault.gradient)
     engine = build_engine(config, model.module, model.specs, groups)
     verdicts: list[Verdict] = []
-    take = TrainStep(engine, config, groups, on_verdict=verdicts.append)
+    lock = Lock()
+    reports = FaultReports(groups, lock)
+
+    def report(verdict: Verdict) -> None:
+        verdicts.append(verdict)
+        reports.report(verdict)
+
+    take = reports.train_step = TrainStep(engine, config, groups, on_verdict=report)
     take(0, micro_batches(0, groups))
     if rank == FAULTY_RANK:
         parameter.data.view(-1).view(torch.int32)[5] ^= 1 << 20
-    ranks: list[int] = []
+    ranks, message = [], ""
     try:
         check_replicas(engine.module, model.specs, groups, 1)
     except ReplicaError as error:
         ranks = sorted({r for found in error.differing.values() for r in found})
-        make_equal(engine.module, model.specs, groups, error.differing)
-        check_replicas(engine.module, model.specs, groups, 1)
         fault.step = FAULTY_STEP
-        take.check_last("replicas differ", ranks)
+        message = str(reports.explained(error, engine.module, model.specs))
+        check_replicas(engine.module, model.specs, groups, 1)
     engine.destroy()
-    return verdicts, ranks
+    return verdicts, ranks, message, lock.faults
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("none", "passing"), ("always", "lasting")])
 def test_differing_replicas(four_ranks: RankPool, kind: str, expected: str) -> None:
-    for verdicts, ranks in four_ranks.run(differing_replicas, kind):
+    place = {"rank": FAULTY_RANK, "host": socket.gethostname(), "device": "cpu"}
+    fault = {"step": 1, "verdict": expected, "places": [place]}
+    results = four_ranks.run(differing_replicas, kind)
+    for rank, (verdicts, ranks, message, faults) in enumerate(results):
         assert ranks == [FAULTY_RANK]
         (verdict,) = verdicts
+        assert f"; {verdict}" in message
+        assert faults == ([fault] if rank == 0 else [])
         assert verdict.kind == expected, str(verdict)
         assert [place.rank for place in verdict.places] == [FAULTY_RANK]
         assert verdict.step == 1

@@ -24,6 +24,7 @@ from benchmarks.lib.campaigns import RESULTS, append_line, code_digest, read_lin
 from benchmarks.lib.provenance import provenance
 from benchmarks.tables.faults import LOST_NODES_CODE, LOST_NODES_COUNTS
 from megatron_deberta.checkpoint.layout import committed_steps
+from megatron_deberta.observe.timeline import FILE_NAME as TIMELINE
 from tests.faults.chaos.training import OVERRIDES, last_step, log_end, result, wait_until
 from tests.support.jobs import Job, prepare, start
 
@@ -77,7 +78,9 @@ class LostNodes:
             shutil.rmtree(path, ignore_errors=True)
         local = (f"checkpoint.local_every={LOCAL_EVERY}", f"checkpoint.local_dir={local_dir}")
         job = self._start(run_dir, *local)
-        step, delay = rng.randint(2 * LOCAL_EVERY, self._steps - 5), rng.uniform(0.0, 0.1)
+        # With replicas lost, the shared checkpoint is what is left.
+        first = SAVE_EVERY + 2 if case == "replicas" else 2 * LOCAL_EVERY
+        step, delay = rng.randint(first, self._steps - 5), rng.uniform(0.0, 0.1)
         wait_until(lambda: last_step(run_dir) >= step, job)
         time.sleep(delay)
         victim = rng.randrange(WORLD_SIZE)
@@ -95,11 +98,13 @@ class LostNodes:
         again = self._start(run_dir, *local)
         resumed = again.wait()
         used = [int(found) for found in _USED.findall(again.output())][:1]
-        resumed_from = max([*used, *shared, 0])
+        started = [e["step"] for e in read_lines(run_dir / TIMELINE) if e["event"] == "start"][1:]
         same = resumed == [0] * WORLD_SIZE and result(run_dir, self._steps) == expected
-        repeated = reached - resumed_from
-        bound = SAVE_EVERY if case == "replicas" else LOCAL_EVERY
-        right_source = not used if case == "replicas" else repeated <= bound
+        repeated = reached - started[0] if started else None
+        if case == "replicas":
+            right_source = not used and len(shared) == 1 and started == shared
+        else:
+            right_source = started == [max([*used, *shared, 0])] and repeated <= LOCAL_EVERY
         ok = same and 0 not in codes and right_source
         return {
             "ok": ok, "victim": victim, "at": f"{delay:.3f} s after step {step}", "codes": codes,

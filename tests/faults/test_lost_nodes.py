@@ -27,8 +27,8 @@ def test_resumed_run_is_identical(campaign: LostNodes, case: str) -> None:
 
 def test_table_counts_results_of_the_present_code() -> None:
     code = code_digest(LOST_NODES_CODE)
-    line = {"case": "node", "ok": True, "revision": "abc", "steps_repeated": 2}
+    line = {"case": "node", "ok": True, "revision": "abc", "steps_repeated": 2, "local": [3]}
     lines = [{**line, "code_digest": code}, {**line, "code_digest": "other"}]
     table = faults.lost_nodes(lines)
-    assert "(`node`) | 1 / 1 | 20 | 2, 2 | abc |" in table
+    assert "(`node`) | 1 / 1 | 20 | 1 | 2, 2 | abc |" in table
     assert "(`process`) | not run | 20 |" in table

@@ -10,7 +10,7 @@ import pytest
 from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.checkpoint.local.history import FILE_NAME
 from megatron_deberta.errors import EXIT_USAGE
-from tests.support.jobs import HUNG_LOCAL_DISK, Run, losses, records, start
+from tests.support.jobs import LOCAL_DISK, Job, Run, losses, records, start
 
 EVERY = 3
 
@@ -50,7 +50,37 @@ def test_lost_node_is_replaced_by_its_replicas(
 def test_hung_disk_neither_blocks_nor_ends_a_run(
     run_yaml: Path, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(HUNG_LOCAL_DISK, "1")
+    monkeypatch.setenv(LOCAL_DISK, "1 hung")
+    job = train_to_step_24(run_yaml, tmp_path, uninterrupted)
+    assert records(tmp_path / "run", "local_checkpoint") == {}
+    # Training waited once, and said so.
+    assert job.output().count("a local checkpoint takes longer than") == 1, job.output()
+
+
+@pytest.mark.parametrize("failure", ["slow", "full", "read-only"])
+def test_failing_disk_does_not_end_a_run(
+    run_yaml: Path, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    failure: str,
+) -> None:  # fmt: skip
+    if failure == "read-only":
+        # As on a disk that was mounted read-only before the start, no folder can be made.
+        (tmp_path / "local").mkdir()
+        (tmp_path / "local" / "node1").write_text("")
+    else:
+        monkeypatch.setenv(LOCAL_DISK, f"1 {failure}")
+    job = train_to_step_24(run_yaml, tmp_path, uninterrupted)
+    found = records(tmp_path / "run", "local_checkpoint").values()
+    assert found
+    for record in found:
+        # Node 0 holds the replica of rank 1.
+        assert record["is_complete"]
+        failed = int(failure != "slow")
+        assert (record["failed_parts"], record["failed_replicas"]) == (failed, failed)
+    assert job.output().count("training continues, and metrics.jsonl counts") == failed
+
+
+def train_to_step_24(run_yaml: Path, tmp_path: Path, uninterrupted: Path) -> Job:
+    """Train with local checkpoints; compare the losses with those without."""
     run_dir = tmp_path / "run"
     overrides = (
         "checkpoint.save_every=7", f"checkpoint.local_every={EVERY}",
@@ -60,9 +90,7 @@ def test_hung_disk_neither_blocks_nor_ends_a_run(
     assert job.wait() == [0, 0], job.output()
     assert losses(run_dir) == losses(uninterrupted)[:24]
     assert committed_steps(run_dir)[-1] == 24
-    assert records(run_dir, "local_checkpoint") == {}
-    # Training waited once, and said so.
-    assert job.output().count("a local checkpoint takes longer than") == 1, job.output()
+    return job
 
 
 def test_finished_run_deletes_its_local_checkpoints(pretrain: Run, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_deberta.checkpoint.layout import committed_steps
+from megatron_deberta.checkpoint.local.history import History
 from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.cli.status import describe
 from megatron_deberta.cluster.slurm.history import JobHistory
@@ -84,9 +85,16 @@ def test_repeated_skips_roll_back_and_exclude_the_data(
     run_dir = tmp_path / "run"
     poison(monkeypatch, samples_of(range(6, 8)))
     # The checkpoint of step 6 would be inside the bad range, so step 4 must be kept.
-    code, error = pretrain(*GUARDED, "checkpoint.keep_last=1")
+    code, error = pretrain(
+        *GUARDED, "checkpoint.keep_last=1", "checkpoint.local_every=2",
+        f"checkpoint.local_dir={tmp_path / 'local'}",
+    )  # fmt: skip
     assert code == EXIT_DONE
     assert "rolling back from step 7 to" in error
+    # No local checkpoint of the skipped steps can be resumed.
+    history = History.of_run(run_dir)
+    assert history is not None
+    assert history.starts == ((2, 0),)
     assert [(event["step"], event["event"]) for event in events(run_dir)] == [(4, "rollback")]
     # Steps 5 to 12 use the data after step 7.
     sample_log = read_sample_log(run_dir / "ledger")

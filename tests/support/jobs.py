@@ -49,8 +49,10 @@ TIMEOUT = 240.0
 """Maximum seconds of a run; on a busy machine the start alone may take half a minute."""
 WITHOUT_FLOCK = "MEGATRON_DEBERTA_TEST_WITHOUT_FLOCK"
 """Environment variable that makes ``flock`` fail in forked ranks."""
-HUNG_LOCAL_DISK = "MEGATRON_DEBERTA_TEST_HUNG_LOCAL_DISK"
-"""Environment variable with the forked rank whose writes of local checkpoints never return."""
+LOCAL_DISK = "MEGATRON_DEBERTA_TEST_LOCAL_DISK"
+"""Environment variable with a forked rank and how its writes of local checkpoints fail: ``1 hung``,
+``1 slow`` or ``1 full``.
+"""
 STACK_SECONDS = 1.0
 """Time to dump the stacks of ranks that hang."""
 
@@ -149,10 +151,11 @@ def _run_rank(environment: dict[str, str], arguments: list[str], log: str) -> No
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if WITHOUT_FLOCK in environment:
         fcntl.flock = _unsupported  # type: ignore[assignment]
-    if HUNG_LOCAL_DISK in environment and environment[HUNG_LOCAL_DISK] == environment["RANK"]:
+    rank, _, failure = environment.get(LOCAL_DISK, "").partition(" ")
+    if rank == environment["RANK"]:
         from megatron_deberta.checkpoint.local import parts
 
-        parts.write_durably = _hang
+        parts.write_durably = _failing_write(failure, parts.write_durably)
     import torch
 
     torch.set_num_threads(1)
@@ -171,10 +174,21 @@ def _run_rank(environment: dict[str, str], arguments: list[str], log: str) -> No
     os._exit(code)
 
 
-def _hang(*_: Any) -> None:
-    """Block in a system call for good."""
-    reader, _writer = os.pipe()
-    os.read(reader, 1)
+def _failing_write(failure: str, original: Callable[..., None]) -> Callable[..., None]:
+    def hang(*_: Any) -> None:
+        """Block in a system call for good."""
+        reader, _writer = os.pipe()
+        os.read(reader, 1)
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.3)
+        original(*arguments)
+
+    def full(path: Path, content: bytes) -> None:
+        original(path, content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    return {"hung": hang, "slow": slow, "full": full}[failure]
 
 
 def _unsupported(*_: Any) -> None:

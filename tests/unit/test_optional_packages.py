@@ -1,4 +1,4 @@
-"""Every module is imported, and every command starts, without any of the optional packages."""
+"""Every module is imported, and every command starts, with and without the optional packages."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ OPTIONAL = (
     "dask", "distributed", "dask_jobqueue", "mpi4py",
     "onnx", "onnxruntime", "onnxscript", "peft", "accelerate", "sentence_transformers", "gliner",
     "gigatoken", "sentencex", "sentencepiece", "nltk", "tiktoken",
+)  # fmt: skip
+PEERS = (
+    "flash_attn", "flashdeberta", "disentangled_flash", "einops", "liger_kernel", "kernels", "apex",
 )  # fmt: skip
 
 WITHOUT = """
@@ -93,8 +96,13 @@ def modules() -> list[str]:
     return found
 
 
-def failures(hidden: tuple[str, ...], names: list[str], folder: Path) -> dict[str, str]:
-    """Import modules and start all commands in a process that has no ``hidden`` packages."""
+def failures(
+    hidden: tuple[str, ...], names: list[str], folder: Path, installed: tuple[Path, ...] = ()
+) -> dict[str, str]:
+    """Import modules and start all commands in a process that has no ``hidden`` packages.
+
+    Folders of ``installed`` packages come first on its path.
+    """
     from megatron_deberta.cli.main import COMMANDS
 
     out = folder / "failed.json"
@@ -105,7 +113,7 @@ def failures(hidden: tuple[str, ...], names: list[str], folder: Path) -> dict[st
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*installed, ROOT)))},
     )
     assert done.returncode == 0, done.stderr
     failed: dict[str, str] = json.loads(out.read_text())
@@ -116,6 +124,19 @@ def test_without_optional_packages_everything_but_the_kernels_is_imported(tmp_pa
     names = [name for name in modules() if name not in COMPILED]
     assert "benchmarks.gpu.smoke" in names
     assert failures(OPTIONAL, names, tmp_path) == {}
+
+
+def test_with_the_peers_everything_is_imported(tmp_path: Path) -> None:
+    """No module fails where the packages are found.
+
+    A machine without a GPU has no builds of them, so a package without content stands for each:
+    an import from one of them fails, unless it is made when the peer is used.
+    """
+    packages = tmp_path / "packages"
+    for peer in PEERS:
+        (packages / peer).mkdir(parents=True)
+        (packages / peer / "__init__.py").write_text('__version__ = "9.9.9"\n')
+    assert failures((), modules(), tmp_path, (packages,)) == {}
 
 
 def test_only_the_kernels_need_triton(tmp_path: Path) -> None:

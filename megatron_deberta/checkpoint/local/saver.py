@@ -97,14 +97,18 @@ class LocalSaver:
         """Whether a save has started and not all ranks have finished it; the same on all ranks."""
         return self._thread is not None
 
-    def start(self, metadata: CheckpointMetadata) -> bool:
+    def start(self, metadata: CheckpointMetadata, began: float | None = None) -> bool:
         """Copy the state and start saving it. Collective over all ranks.
+
+        Args:
+            metadata: of the checkpoint.
+            began: since when training has waited for the save, by ``time.monotonic``; None: now.
 
         Returns:
             False if it is skipped: a save is still in progress on a rank, or a connection between
             ranks has broken, after which the order of messages is unknown.
         """
-        began = time.monotonic()
+        began = time.monotonic() if began is None else began
         if self._thread is not None or self._is_broken:
             self._skipped += 1
             return False

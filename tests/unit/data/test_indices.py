@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -128,7 +129,10 @@ def test_command_builds_them_on_any_number_of_workers(
         path.write_text("{}")
         call.insert(1, str(path))
         assert main([*call, "--estimate"]) == 0
-        assert "disk  at most 0.0 GB" in capsys.readouterr().out
+        estimated = capsys.readouterr().out
+        assert "disk  at most 0.0 GB" in estimated
+        count = max(int(workers), 1)
+        assert re.search(rf"memory  0\.[1-9] GB for {count} workers", estimated)
         for _ in range(2):
             assert main(call) == 0
             assert "indices; the run opens them" in capsys.readouterr().out

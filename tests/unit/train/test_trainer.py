@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -158,6 +159,7 @@ class FakeSaver:
         self.calls: list[str] = []
         self.left = 0
         self.step = 0
+        self.began = 0.0
         self.fails = fails
         self.fails_to_commit = False
 
@@ -165,8 +167,9 @@ class FakeSaver:
     def in_flight(self) -> bool:
         return bool(self.step)
 
-    def begin(self, state: TrainState, wait: bool) -> Saved | None:
+    def begin(self, state: TrainState, wait: bool, began: float) -> Saved | None:
         assert not self.left
+        self.began = began
         self.calls.append(f"{'save' if wait else 'start'} {state.step}")
         if self.fails:
             raise CheckpointError("the disk is full")
@@ -333,12 +336,20 @@ def test_interrupted_validation_ends_with_a_save(every: int) -> None:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_sample_log_is_flushed_before_a_save_begins(asynchronous: bool) -> None:
     saver = FakeSaver()
-    sample_log: Any = SimpleNamespace(sync=lambda: saver.calls.append("sync"))
+    flushed: list[float] = []
+
+    def sync() -> None:
+        flushed.append(time.monotonic())
+        saver.calls.append("sync")
+
+    sample_log: Any = SimpleNamespace(sync=sync)
     config = CheckpointConfig(save_every=1, asynchronous=asynchronous)
     typed: Any = saver
     hook = SaveHook(config, saver.begin, typed, meter(), sample_log, None)
     hook.after_step(event(1))
     assert saver.calls == ["sync", "start 1" if asynchronous else "save 1"]
+    # Training waits for the flush as well.
+    assert saver.began <= flushed[0]
 
 
 @pytest.mark.parametrize("ending", list(Ending))
