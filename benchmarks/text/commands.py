@@ -1,4 +1,4 @@
-"""Speed and memory of ``split``, ``merge`` and ``train-tokenizer``, the constants of ``--estimate``.
+"""Speed and memory of ``split``, ``merge`` and ``train-tokenizer``, for ``--estimate``.
 
 All commands run with one worker, start-up included.
 

@@ -69,12 +69,14 @@ def run(args: argparse.Namespace) -> int:
             contextlib.nullcontext(remote) if remote else local_engine(options.workers) as engine,
             ProgressDisplay("index", lambda: engine.workers) as display,
         ):
-            done = itertools.count(1)
-            run_calls(
-                engine,
-                ((build_index, (config, vocabulary, number)) for number in kept),
-                lambda _: display.advance("build", len(kept), next(done), {}),
-            )
+            done = itertools.count()
+
+            def advance(_: object = None) -> None:
+                display.advance("build", len(kept), next(done), {})
+
+            advance()
+            calls = ((build_index, (config, vocabulary, number)) for number in kept)
+            run_calls(engine, calls, advance)
     if kept:
         print(f"{folder}: {len(kept)} indices; the run opens them")
     else:

@@ -259,6 +259,12 @@ def _show_local_saves(saves: LocalSavePlan, console: Console) -> None:
         f"{saves.disk_bytes / 1e9:,.2f} GB of disk, {saves.host_bytes / 1e9:,.2f} GB of host "
         f"memory; stall {saves.stall_seconds:,.2f} s per save, {saves.stall_share:.2%} of the time"
     )
+    interval = saves.every * saves.step_seconds
+    written = saves.part_bytes * (1 + (saves.network_bytes > 0))
+    console.print(
+        f"training waits for no save if a node writes {written / interval / 1e6:,.1f} MB/s and "
+        f"sends {saves.network_bytes / interval / 1e6:,.1f} MB/s"
+    )
     console.print(
         f"at {saves.failures_per_day:.3g} failures per day (--failure-days) each loses "
         f"{format_duration(saves.lost.local)} of training instead of "

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_deberta.errors import ConfigError
-from megatron_deberta.text.deduplicate.output import QUARANTINE, concatenate, describe_defect
+from megatron_deberta.text.deduplicate.output import QUARANTINE, concatenate
 from megatron_deberta.text.deduplicate.units import Record, UnitReader, plan_units
 from megatron_deberta.text.deduplicate.work import (
     StageRunner,
@@ -98,8 +98,9 @@ def _sample_unit(work: Work, task: int, folder: TaskFolder) -> None:
     with folder.open("lines.txt") as stream, folder.open(QUARANTINE) as quarantine:
         for record in reader:
             if not isinstance(record, Record):
-                quarantined[record[1].reason] += 1
-                quarantine.write(describe_defect(work, *record))
+                source, defect = record
+                quarantined[defect.reason] += 1
+                quarantine.write(defect.describe(work.sources[source].name))
                 continue
             for line in split_lines(record.text):
                 # 1 - random() is in (0, 1].

@@ -25,7 +25,6 @@ from megatron_deberta.text.deduplicate.output import (
     QUARANTINE,
     add_counts,
     concatenate,
-    describe_defect,
     take_parts,
 )
 from megatron_deberta.text.deduplicate.pipeline import Compression, fill_folder, refuse_inputs
@@ -148,8 +147,9 @@ def _split_unit(work: Work, task: int, folder: TaskFolder) -> None:
                 counts["members"] += is_member
                 streams[side].write(record.content + b"\n")
                 continue
-            quarantined[record[1].reason] += 1
-            quarantine.write(describe_defect(work, *record))
+            source, defect = record
+            quarantined[defect.reason] += 1
+            quarantine.write(defect.describe(work.sources[source].name))
     folder.counts = reader.counts
     folder.save_json("info", {**counts, "quarantined": quarantined})
 

@@ -42,8 +42,8 @@ OUTPUT = RESULTS / "text_kills.jsonl"
 POINTS = {
     "preprocess": ("read", "encode", "part", "record", "copy", "hash", "rename"),
     "deduplicate": (
-        "sign", "exact", "candidates", "estimate", "collect", "verify", "resolve", "write",
-        "check", "publish",
+        "sign", "exact", "mark", "candidates", "estimate", "needed", "collect", "verify", "resolve",
+        "write", "check", "publish",
     ),
 }  # fmt: skip
 PHASES = [(command, point) for command, points in POINTS.items() for point in points]
@@ -60,7 +60,7 @@ REPORTS = {
     ("dask", "scheduler"): "the scheduler died",
 }
 # Points that only the first process reaches, once.
-SINGLE = ("rename", "publish", "resolve", "hash")
+SINGLE = ("rename", "publish", "mark", "needed", "resolve", "hash")
 TIMEOUT_SECONDS = 180.0
 
 
@@ -276,7 +276,7 @@ def plan_case(number: int) -> dict[str, Any]:
     turn = number // len(PHASES)
     engine, victim = VICTIMS[(number + 4 * turn) % len(VICTIMS)]
     entry = 1 if point in SINGLE else generator.randint(1, 3)
-    again = generator.choice(("local", "local", "mpi", "array"))
+    again = generator.choice(("local", "mpi", "dask", "array"))
     workers = generator.randrange(4)
     return {
         "command": command, "point": point, "engine": engine, "victim": victim, "entry": entry,

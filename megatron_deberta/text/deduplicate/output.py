@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from megatron_deberta.text.deduplicate.resolve import EXACT, KEPT
 from megatron_deberta.text.deduplicate.sign import map_signature
 from megatron_deberta.text.deduplicate.units import Record, UnitReader
 from megatron_deberta.text.deduplicate.work import TaskFolder, Work
-from megatron_deberta.text.readers.records import Defect
 
 CLUSTERS = "clusters.npy"
 QUARANTINE = "quarantine.jsonl"
@@ -48,8 +47,10 @@ def write_unit(work: Work, task: int, folder: TaskFolder) -> None:
                     removed.write(orjson.dumps(line) + b"\n")
                 number += 1
                 continue
-            quarantined[record[1].reason] += 1
-            quarantine.write(describe_defect(work, *record, reporter.lines))
+            source, defect = record
+            quarantined[defect.reason] += 1
+            before = reporter.lines.get(str(source), 0)
+            quarantine.write(defect.describe(work.sources[source].name, before))
     if number != reporter.end:
         raise DataError(
             f"{work.sources[work.units[task][0].source].name}: changed while it was read; remove "
@@ -57,25 +58,6 @@ def write_unit(work: Work, task: int, folder: TaskFolder) -> None:
         )
     folder.counts = reader.counts
     folder.save_json("info", {**counts, "quarantined": quarantined})
-
-
-def describe_defect(
-    work: Work, source: int, defect: Defect, lines: Mapping[str, int] | None = None
-) -> bytes:
-    """Return the line of the quarantine list for a record.
-
-    Args:
-        work: of the run.
-        source: number of the file.
-        defect: what is wrong.
-        lines: lines of each file before its piece; None: unknown, and so is the record's line.
-    """
-    place: dict[str, Any] = {"file": work.sources[source].name}
-    if lines is not None:
-        place["line"] = defect.line + lines.get(str(source), 0)
-    if defect.offset >= 0:
-        place["offset"] = defect.offset
-    return orjson.dumps({**place, "reason": defect.reason, "detail": defect.detail}) + b"\n"
 
 
 class _Reporter:
@@ -128,11 +110,15 @@ def gather_output(work: Work, staged: Path) -> dict[str, Any]:
 
 
 def take_parts(work: Work, name: str, folder: Path) -> None:
-    """Move the units' files of documents to their final names; empty ones are left out."""
+    """Give the units' files of documents their final names; empty ones are left out."""
     for task in range(len(work.units)):
-        part = work.task_folder("write", task) / name
-        if part.exists() and work.info("write", task).get(Path(name).stem):
-            part.rename(folder / f"part-{task:06d}.jsonl{SUFFIXES[work.compression]}")
+        if work.info("write", task).get(Path(name).stem):
+            part = work.task_folder("write", task) / name
+            target = folder / f"part-{task:06d}.jsonl{SUFFIXES[work.compression]}"
+            try:
+                os.link(part, target)
+            except OSError:  # The file system has no hard links.
+                shutil.copyfile(part, target)
 
 
 def concatenate(work: Work, stage: str, name: str, folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -163,7 +164,8 @@ def _publish(
     """Give the result its name; may be killed at any point and called again."""
     folder.check_lock()
     staged = work.folder / "output"
-    staged.mkdir(exist_ok=True)
+    shutil.rmtree(staged, ignore_errors=True)
+    staged.mkdir()
     summary = {**gather(work, staged), "plan_sha256": work.plan_sha256}
     listed = staged / QUARANTINE
     refuse_bad(summary["quarantined"], summary["documents"], allow_bad, listed)
@@ -171,6 +173,7 @@ def _publish(
     for path in staged.rglob("*"):
         fsync_path(path)
     fsync_path(staged)
+    folder.check_lock()
     if output.exists():
         output.rename(work.folder / "replaced")
     staged.rename(output)

@@ -14,7 +14,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -36,7 +36,7 @@ from megatron_deberta.parsing import read_json
 from megatron_deberta.text.deduplicate.settings import Settings
 from megatron_deberta.text.deduplicate.units import WorkUnit
 from megatron_deberta.text.jobs.executors import ONLY_TASK, Engine, Share, order_tasks, run_calls
-from megatron_deberta.text.jobs.folder import RESTART, JobFolder
+from megatron_deberta.text.jobs.folder import RESTART, BusyError, JobFolder, plan_digest
 from megatron_deberta.text.jobs.progress import Advance, Counts
 from megatron_deberta.text.preprocess.units import Piece
 from megatron_deberta.text.readers.reading import plan_input, planned_input
@@ -45,7 +45,7 @@ from megatron_deberta.text.readers.sources import PLAN, Source
 
 Array = npt.NDArray[Any]
 Task = Callable[["Work", int, "TaskFolder"], None]
-_HASHES = "sha256.json"
+_HASHES, _CHECK = "sha256.json", "check"
 
 
 class NoDocumentsError(DataError):
@@ -99,7 +99,8 @@ class Work:
         """Give a folder to fill, which becomes the task's if the block ends without error."""
         final = self.task_folder(stage, task)
         fresh = TaskFolder(temporary_path(final))
-        fresh.path.mkdir(parents=True)
+        # Not the folders above: an attempt that comes late finds them removed, and ends.
+        fresh.path.mkdir()
         try:
             yield fresh
             fresh.finish()
@@ -233,6 +234,10 @@ def begin_work(folder: JobFolder, plan: dict[str, Any], *, shared: bool = False)
         ConfigError: the folder is another plan's, or was not made by a job.
         DataError: another process works in it.
     """
+    with suppress(BusyError), folder.locked(seconds=0):
+        # Files may have been damaged since an earlier process compared them with their hashes.
+        folder.open(plan_digest(plan))
+        shutil.rmtree(folder.work / _CHECK, ignore_errors=True)
     with folder.locked(shared=shared):
         folder.begin(plan)
         yield Work(folder.work)
@@ -295,7 +300,7 @@ class StageRunner:
         Raises:
             DataError: a file is not what was written.
         """
-        self.run("check", check_task, self._most_tasks)
+        self.run(_CHECK, check_task, self._most_tasks)
 
 
 def _run_task_in(folder: str, stage: str, function: Task, task: int) -> Counts:

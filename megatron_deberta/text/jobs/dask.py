@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -44,6 +45,9 @@ def dask_executor(scheduler: str, jobs: int) -> Iterator[tuple[Executor, Callabl
                 cluster = stack.enter_context(SLURMCluster())
                 cluster.scale(jobs=jobs)
                 client = stack.enter_context(Client(cluster))
+                logging.getLogger(__name__).info(
+                    "--dask slurm: waiting for the first of %d jobs", jobs
+                )
             elif os.path.exists(scheduler):
                 client = Client(scheduler_file=scheduler, timeout=_CONNECT_SECONDS)
             else:

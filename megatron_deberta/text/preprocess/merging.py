@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -29,6 +28,7 @@ from megatron_deberta.text.jobs.shards import StagedShards
 from megatron_deberta.text.preprocess.units import WorkUnit, read_record
 from megatron_deberta.text.preprocess.worker import Job
 from megatron_deberta.text.readers.checks import refuse_bad
+from megatron_deberta.text.readers.records import Defect
 
 _QUARANTINE = "bad"
 
@@ -141,14 +141,8 @@ class Merger:
                     entry, tuple[int, int, int, int, str, str], unit.name, "a bad record",
                     remedy=RESTART,
                 )  # fmt: skip
-                content = {
-                    "file": self._job.sources[source].name,
-                    "line": bases[piece] + line,
-                    "offset": offset if offset >= 0 else None,
-                    "reason": reason,
-                    "detail": detail,
-                }
-                yield json.dumps(content, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+                defect = Defect(line, offset, reason, detail)
+                yield defect.describe(self._job.sources[source].name, bases[piece])
 
     def _refuse_bad(self, allow_bad: float | None) -> None:
         records = self._documents + self._reasons.total()

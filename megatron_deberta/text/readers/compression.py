@@ -106,6 +106,8 @@ class _FoldedText(_PlainText):
                 return 0
             except _ERRORS as error:
                 self.damage = f"compressed data is damaged ({error})"
+                if "too much memory" in str(error):
+                    self.damage = "compressed data with a window beyond 128 MiB (zstd --long=27)"
                 return 0
         size = min(len(self._piece), len(buffer))
         buffer[:size] = self._piece[:size]

@@ -74,6 +74,13 @@ class Defect(NamedTuple):
     reason: str
     detail: str
 
+    def describe(self, file: str, lines_before: int | None = None) -> bytes:
+        """Return the line of the quarantine list; None: the record's line is unknown."""
+        line = {} if lines_before is None else {"line": lines_before + self.line}
+        offset = {"offset": self.offset} if self.offset >= 0 else {}
+        content = {"file": file, **line, **offset, "reason": self.reason, "detail": self.detail}
+        return json.dumps(content, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+
 
 class RecordBatch(NamedTuple):
     """Some records of one file.

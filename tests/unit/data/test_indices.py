@@ -135,7 +135,9 @@ def test_command_builds_them_on_any_number_of_workers(
         assert re.search(rf"memory  0\.[1-9] GB for {count} workers", estimated)
         for _ in range(2):
             assert main(call) == 0
-            assert "indices; the run opens them" in capsys.readouterr().out
+            shown = capsys.readouterr()
+            assert "indices; the run opens them" in shown.out
+            assert shown.err.startswith("index: build")
         files = (path for path in sorted(cache.rglob("*")) if path.is_file())
         content.append({str(path.relative_to(cache)): path.read_bytes() for path in files})
     assert content[0] == content[1]

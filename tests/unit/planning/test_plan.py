@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -307,6 +308,32 @@ def test_local_checkpoints_cost_bytes_and_stalls_and_save_steps(large: RunConfig
     assert (alone.network_bytes, alone.disk_bytes) == (0, 2 * 12 * plan.parameters)
 
 
+@pytest.mark.parametrize(
+    ("mode", "local_every", "copies", "expected"),
+    [
+        ("auto", 0, 2.0, True),
+        ("auto", 0, 1.99, False),
+        # A local save may hold its copy at the same time.
+        ("auto", 5, 3.99, False),
+        ("auto", 5, 4.0, True),
+        ("auto", 0, 0.0, None),
+        (True, 0, 0.1, True),
+        (False, 0, 100.0, False),
+    ],
+)
+def test_saves_are_in_the_background_where_memory_allows(
+    large: RunConfig, mode: bool, local_every: int, copies: float, expected: bool | None
+) -> None:
+    """Copies of the state take at most half of a node's memory."""
+    checkpoint = replace(
+        large.checkpoint, asynchronous=mode, local_every=local_every, local_dir="/l"
+    )
+    config = replace(large, checkpoint=checkpoint)
+    size = make_plan(config, DGX2, 256, search=False).copy_bytes
+    machine = replace(DGX2, host_gib=copies * size / 2**30)
+    assert make_plan(config, machine, 256, search=False).saves_in_background is expected
+
+
 def test_documented_plan_shows_local_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
     page = (RUNS.parents[1] / "docs" / "local-checkpoints.md").read_text()
     command = shlex.split(page.split("```bash")[1].split("```")[0].replace("\\\n", ""))
@@ -315,6 +342,7 @@ def test_documented_plan_shows_local_checkpoints(capsys: pytest.CaptureFixture[s
     shown = " ".join(capsys.readouterr().out.split())
     assert "local checkpoints every 500 steps, per node: 1.18 GB written" in shown
     assert "minutes saved per day, stalls deducted" in shown
+    assert re.search(r"if a node writes [\d.]+ MB/s and sends [\d.]+ MB/s", shown)
     assert main([*arguments, "--json"]) == 0
     values = json.loads(capsys.readouterr().out)["local_checkpoints"]
     assert values["failures_per_day"] == pytest.approx(16 / 60)

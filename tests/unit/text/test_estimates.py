@@ -1,4 +1,4 @@
-"""``--estimate`` of commands over text describes what the command then needs, and writes nothing."""
+"""``--estimate`` of commands over text says what the command then needs, and writes nothing."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_a_few_bad_records_are_left_out(tmp_path: Path, caplog: pytest.LogCaptur
     path.write_bytes(good * 1500 + b'{"text": "a\\u0000b"}\n' + good * 10)
     assert len(sample(path, tmp_path / "out")) == 1510
     assert "1 records cannot be used and are left out; the first:" in caplog.text
-    assert f'"offset":{1500 * len(good)},"reason":"NUL character"' in caplog.text
+    assert f'"offset": {1500 * len(good)}, "reason": "NUL character"' in caplog.text
     path.write_bytes(good * 500 + b"{\n")
     with pytest.raises(DataError, match=r"1 of 501 records are bad \(1 malformed JSON\)") as error:
         sample(path, tmp_path / "many")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_deberta.cli.main import main
 from megatron_deberta.errors import DataError
-from megatron_deberta.text.jobs.executors import Share, order_tasks
+from megatron_deberta.text.deduplicate import output
+from megatron_deberta.text.jobs.executors import Engine, Share, order_tasks
 from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.jobs.progress import Counts
 from tests.support.duplicates import contents, run
@@ -56,15 +60,23 @@ def test_dask_workers_change_nothing(corpus: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["sign/000000/digest.raw", "write/000000/kept.jsonl"])
+@pytest.mark.parametrize("when", ["before the check", "after it", "while publishing"])
 def test_a_flipped_bit_is_found_before_publishing(
-    corpus: list[str], tmp_path: Path, name: str
+    corpus: list[str], tmp_path: Path, name: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop(stage: str, tasks: int, done: int, _: Counts) -> None:
-        if stage == "check":
-            raise KeyboardInterrupt
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        run(corpus, tmp_path / "out", advance=stop)
+    def stop(stage: str, tasks: int, done: int, _: Counts) -> None:
+        if stage == "check" and when == "before the check":
+            interrupt()
+
+    with monkeypatch.context() as patch:
+        if when != "before the check":
+            place = "take_parts" if when == "after it" else "concatenate"
+            patch.setattr(output, place, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(corpus, tmp_path / "out", advance=stop)
     (path,) = JobFolder(tmp_path / "out").path.glob(f"*/{name}")
     content = bytearray(path.read_bytes())
     content[5] ^= 4
@@ -72,6 +84,48 @@ def test_a_flipped_bit_is_found_before_publishing(
     with pytest.raises(DataError, match=f"{path.name}: is not what was written"):
         run(corpus, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("checks", [1, 2])
+def test_a_process_that_lost_its_folder_publishes_and_removes_nothing(
+    corpus: list[str], tmp_path: Path, checks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(corpus, tmp_path / "whole")
+    check_lock, calls = JobFolder.check_lock, []
+
+    def lose(folder: JobFolder) -> None:
+        calls.append(0)
+        if len(calls) == checks:
+            monkeypatch.undo()
+            # A file server that has given the lock to another node.
+            os.rename(tmp_path / "out.unfinished", tmp_path / "lost")
+            run(corpus, tmp_path / "out")
+        check_lock(folder)
+
+    monkeypatch.setattr(JobFolder, "check_lock", lose)
+    with pytest.raises(DataError, match="finished or restarted"):
+        run(corpus, tmp_path / "out", force=True)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_an_attempt_that_comes_late_leaves_nothing(corpus: list[str], tmp_path: Path) -> None:
+    """A worker of a killed driver wakes after another driver has published."""
+    calls: list[tuple[Any, ...]] = []
+
+    class Suspended(ThreadPoolExecutor):
+        def submit(self, function: Any, *arguments: Any, **named: Any) -> Any:
+            calls.append((function, *arguments))
+            raise KeyboardInterrupt
+
+    engine = Engine(Suspended(1), 1)
+    with pytest.raises(KeyboardInterrupt):
+        run(corpus, tmp_path / "out", engine=engine)
+    run(corpus, tmp_path / "out")
+    before = sorted(tmp_path.rglob("*"))
+    function, *arguments = calls[0]
+    with pytest.raises((DataError, OSError)):
+        function(*arguments)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_tasks_of_an_array_share_a_stage() -> None:

@@ -92,13 +92,22 @@ def test_preprocess_counts_what_all_processes_record(
     assert merged[-1][0] == merged[-1][1] > 0
 
 
-@pytest.mark.parametrize("command", ["deduplicate", "split", "train-tokenizer", "preprocess"])
+@pytest.mark.parametrize(
+    "command", ["deduplicate", "split", "train-tokenizer", "preprocess", "merge"]
+)
 def test_every_command_shows_rates_and_workers(
     command: str, tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "c.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents()))
     call = [command, "--input", str(path), "--output", str(tmp_path / "out"), "--workers", "1"]
+    if command == "merge":
+        shards = [str(tmp_path / name) for name in ("a", "b")]
+        for shard in shards:
+            make = ["preprocess", *call[1:3], "--tokenizer", tokenizer_dir, "--output", shard]
+            assert main(make) == 0
+        capsys.readouterr()
+        call = [command, *(f"{shard}_text_document" for shard in shards), *call[3:]]
     call += ["--tokenizer", tokenizer_dir] if command == "preprocess" else []
     call += ["--vocab-size", "500"] if command == "train-tokenizer" else []
     assert main(call) == 0

@@ -149,4 +149,6 @@ def test_a_zstd_window_of_two_gib_is_refused(tokenizer_dir: str, tmp_path: Path)
     path.write_bytes(b"\x28\xb5\x2f\xfd\x00\xa8" + block)
     with pytest.raises(DataError, match="truncated or damaged|damaged"):
         build(str(path), tokenizer_dir, tmp_path / "out")
+    (listed,) = tmp_path.glob("out/*/*/staged/bad")
+    assert "a window beyond 128 MiB (zstd --long=27)" in listed.read_text()
     assert shards(tmp_path / "out") == {}
