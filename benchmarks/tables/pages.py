@@ -104,6 +104,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "deduplicate": _of(text.deduplicate, "deduplicate", "deduplicate_long"),
     "deduplicate-quality": _of(text.deduplicate_quality, "deduplicate_quality"),
     "text-engines": _of(text.engines, "text_engines"),
+    "text-commands": _of(text.commands, "text_commands"),
     "sketches": _of(text.sketches, "sketches"),
     "faults": _of_lines(faults.chaos, "chaos"),
     "lost-nodes": _of_lines(faults.lost_nodes, "lost_nodes"),

@@ -143,14 +143,15 @@ def synchronizations(record: Result) -> str:
     """Waits for the device per optimizer step, now and at an older revision."""
     sides = ((record["before"], "before"), (record, "now"))
     rows = [
-        (title, f"{side['per_step']:g}", ", ".join(f"{k} {v:g}" for k, v in _waits(side).items()))
+        (title, f"{side['per_step']:g}", ", ".join(f"{k} {v:g}" for k, v in _waits(side).items()),
+         f"{sum(side['update_operators'].values())}")
         for side, title in sides
-    ]
+    ]  # fmt: skip
     revisions = [side["provenance"]["revision"] for side, _ in sides]
-    update = sum(record["update_operators"].values())
-    return markdown(("revision", "waits per step", "of which"), rows) + (
-        f"\nClipping and AdamW dispatch {update} operators per step now, however large the model "
-        "is.\n"
+    header = ("revision", "waits per step", "of which", "operators of clipping and AdamW")
+    return markdown(header, rows) + (
+        "\nThe number of operators now does not grow with the model; before, two per parameter "
+        "tensor did.\n"
         f"\n(DeepSpeed ZeRO-1, bf16, {record['micro_batches']} micro batches; revisions "
         f"{revisions[0]} and {revisions[1]}.)\n"
     )

@@ -181,6 +181,21 @@ def sketches(record: Result) -> str:
     return markdown(("library", "million n-grams/s, one core", "error of the estimate"), rows)
 
 
+def commands(record: Result) -> str:
+    """Time and memory of the commands without benchmarks of their own."""
+    rows = [
+        (f"`{case.split()[0]}`{case.removeprefix(case.split()[0])}", f"{found['seconds']:.1f} s",
+         f"{found['processor_seconds']:.1f} s", f"{found['peak_MiB']:.0f} MiB")
+        for case, found in record["cases"].items()
+    ]  # fmt: skip
+    place = (
+        f"\n(`split` of {record['text_bytes'] / 1e9:.2f} GB, samples of real text, shards of "
+        f"{record['shard_bytes'] / 1e9:.2f} GB; one worker, start-up included; "
+        f"{record['hardware']}, {record['cores']} cores, load {record['load']}.)\n"
+    )
+    return markdown(("command", "time", "processor time", "peak memory"), rows) + place
+
+
 def engines(record: Result) -> str:
     """Time of both commands on each engine."""
     rows = []

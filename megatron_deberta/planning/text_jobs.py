@@ -145,15 +145,7 @@ def estimate_split(
         DataError: a file of the sample cannot be read.
     """
     found = sample(sources, options)
-    serial = found.text_bytes / _COPY_BYTES_PER_SECOND
-    needed = Needs(
-        processor_seconds=found.text_bytes / _SPLIT_BYTES_PER_SECOND + serial,
-        serial_seconds=serial,
-        work_bytes=found.text_bytes,
-        result_bytes=found.text_bytes,
-        memory_bytes=_FIRST_PROCESS_BYTES + workers * _WORKER_BYTES,
-    )
-    return describe_needs(found, needed, nodes, workers)
+    return describe_needs(found, split_needs(found, workers), nodes, workers)
 
 
 def estimate_train_tokenizer(
@@ -172,18 +164,11 @@ def estimate_train_tokenizer(
         DataError: a file of the sample cannot be read.
     """
     found = sample(sources, options)
-    trained = min(sample_bytes or found.text_bytes, found.text_bytes)
-    serial = trained / _TRAIN_BYTES_PER_SECOND
-    needed = Needs(
-        processor_seconds=found.text_bytes / _DRAW_BYTES_PER_SECOND + serial,
-        serial_seconds=serial,
-        work_bytes=min(INPUT_PER_SAMPLE * trained, found.text_bytes),
-        result_bytes=_TOKENIZER_FILES_BYTES,
-        memory_bytes=_TRAINER_BYTES + _TRAINED_TIMES * trained + workers * _WORKER_BYTES,
-    )
+    needed = tokenizer_needs(found, sample_bytes, workers)
     return (
         f"{describe_needs(found, needed, nodes, workers)}\n"
-        f"sample  {trained / 1e6:,.0f} MB; SentencePiece trains on it in a single process"
+        f"sample  {_trained_bytes(found, sample_bytes) / 1e6:,.0f} MB; SentencePiece trains on "
+        "it in a single process"
     )
 
 
@@ -198,16 +183,9 @@ def estimate_merge(prefixes: Sequence[str], nodes: int, workers: int) -> str:
     size = sum(path.stat().st_size for path in files)
     tokens = sum(manifest.num_tokens for manifest in manifests)
     documents = sum(manifest.num_documents for manifest in manifests)
-    needed = Needs(
-        processor_seconds=size / _MERGE_BYTES_PER_SECOND + size / _HASH_BYTES_PER_SECOND,
-        serial_seconds=size / _HASH_BYTES_PER_SECOND,
-        work_bytes=size,
-        result_bytes=size,
-        memory_bytes=_FIRST_PROCESS_BYTES + workers * _WORKER_BYTES,
-    )
     return (
         f"shards  {len(prefixes):,} of {documents:,} documents, {tokens:,} tokens\n"
-        f"{_describe(needed, nodes, workers)}"
+        f"{_describe(merge_needs(size, workers), nodes, workers)}"
     )
 
 
@@ -252,6 +230,47 @@ def needs(text_bytes: float, documents: float, settings: Settings, workers: int)
         work_bytes=documents * document_bytes + run_bytes,
         result_bytes=text_bytes,
         memory_bytes=_FIRST_PROCESS_BYTES + workers_bytes + documents * _MAP_BYTES,
+    )
+
+
+def split_needs(found: Sample, workers: int) -> Needs:
+    """Compute what ``split`` needs."""
+    serial = found.text_bytes / _COPY_BYTES_PER_SECOND
+    return Needs(
+        processor_seconds=found.text_bytes / _SPLIT_BYTES_PER_SECOND + serial,
+        serial_seconds=serial,
+        work_bytes=found.text_bytes,
+        result_bytes=found.text_bytes,
+        memory_bytes=_FIRST_PROCESS_BYTES + workers * _WORKER_BYTES,
+    )
+
+
+def tokenizer_needs(found: Sample, sample_bytes: int, workers: int) -> Needs:
+    """Compute what ``train-tokenizer`` needs; ``sample_bytes`` as in the command, 0: all."""
+    trained = _trained_bytes(found, sample_bytes)
+    serial = trained / _TRAIN_BYTES_PER_SECOND
+    return Needs(
+        processor_seconds=found.text_bytes / _DRAW_BYTES_PER_SECOND + serial,
+        serial_seconds=serial,
+        work_bytes=min(INPUT_PER_SAMPLE * trained, found.text_bytes),
+        result_bytes=_TOKENIZER_FILES_BYTES,
+        memory_bytes=_TRAINER_BYTES + _TRAINED_TIMES * trained + workers * _WORKER_BYTES,
+    )
+
+
+def _trained_bytes(found: Sample, sample_bytes: int) -> float:
+    return min(sample_bytes or found.text_bytes, found.text_bytes)
+
+
+def merge_needs(shard_bytes: int, workers: int) -> Needs:
+    """Compute what ``merge`` needs, from the bytes of all files of the shards."""
+    serial = shard_bytes / _HASH_BYTES_PER_SECOND
+    return Needs(
+        processor_seconds=shard_bytes / _MERGE_BYTES_PER_SECOND + serial,
+        serial_seconds=serial,
+        work_bytes=shard_bytes,
+        result_bytes=shard_bytes,
+        memory_bytes=_FIRST_PROCESS_BYTES + workers * _WORKER_BYTES,
     )
 
 
