@@ -1,7 +1,8 @@
 """Results of fault-injection campaigns: one JSON line per case, with a digest of the tested code.
 
 A line counts only while the digest of the code is the same. The digest is taken over the syntax
-tree, so comments, docstrings, formatting and names of local variables do not change it.
+trees of the tested files and of all files of the project that they import, so comments, docstrings,
+formatting and names of local variables do not change it.
 """
 
 from __future__ import annotations
@@ -24,21 +25,69 @@ _SCOPES = (*_FUNCTIONS, *_COMPREHENSIONS, ast.ClassDef)
 
 
 def code_digest(places: Iterable[str]) -> str:
-    """Return the digest of files and folders; GPU kernels, which no campaign runs, are left out.
+    """Return the digest of files and folders, and of what they import.
+
+    GPU kernels, which no campaign runs, and the package of benchmarks are left out.
 
     Args:
         places: files, and folders whose Python files count, relative to the project's root.
     """
     digest = hashlib.sha256()
-    for place in places:
-        found = ROOT / place
-        for path in sorted(found.rglob("*.py")) if found.is_dir() else [found]:
-            name = path.relative_to(ROOT)
-            if "triton" not in name.parts:
-                text = path.read_text(encoding="utf-8")
-                content = canonical_code(text) if path.suffix == ".py" else text
-                digest.update(f"{name}\0{content}\0".encode())
+    for path in tested_files(places):
+        text = path.read_text(encoding="utf-8")
+        content = canonical_code(text) if path.suffix == ".py" else text
+        digest.update(f"{path.relative_to(ROOT)}\0{content}\0".encode())
     return digest.hexdigest()[:12]
+
+
+def tested_files(places: Iterable[str]) -> list[Path]:
+    """Return the files whose code a digest covers, sorted."""
+    left = [ROOT / place for place in places]
+    found: set[Path] = set()
+    while left:
+        path = left.pop()
+        if path.is_dir():
+            left += path.rglob("*.py")
+        elif path not in found and "triton" not in path.parts:
+            found.add(path)
+            if path.suffix == ".py":
+                names = imported_names(path.read_text(encoding="utf-8"), path.name)
+                left += [file for name in names for file in _files_of(name)]
+    return sorted(found)
+
+
+@cache
+def imported_names(source: str, name: str) -> tuple[str, ...]:
+    """Return the modules and objects that a file imports, also in functions.
+
+    Left out are imports for type checkers, and those in functions of a package's ``__init__.py``,
+    which serve a user who asks for a name.
+    """
+    nodes: list[ast.AST] = [ast.parse(source)]
+    names: list[str] = []
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, _FUNCTIONS) and name == "__init__.py":
+            continue
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name):
+            if node.test.id == "TYPE_CHECKING":
+                continue
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        nodes += ast.iter_child_nodes(node)
+    return tuple(names)
+
+
+def _files_of(name: str) -> list[Path]:
+    """Return the project's files that are run when a name is imported."""
+    parts = name.split(".")
+    if parts[0] not in ("megatron_deberta", "tests"):
+        return []
+    folders = [ROOT.joinpath(*parts[:length]) for length in range(1, len(parts) + 1)]
+    files = [folder / "__init__.py" for folder in folders] + [folders[-1].with_suffix(".py")]
+    return [path for path in files if path.is_file()]
 
 
 @cache

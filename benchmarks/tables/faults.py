@@ -97,9 +97,9 @@ CHAOS_CASES = {
     "kill-all": ChaosCase("SIGKILL of all four ranks", 50, _TRAINING),
     "preempt": ChaosCase("SIGTERM, SIGUSR1 or SIGUSR2 to one or all ranks", 100, _TRAINING),
     "save-crash": ChaosCase("SIGKILL at a system call of a save", ALL_POINTS, _CHECKPOINT),
-    "save-failure": ChaosCase("ENOSPC, EIO or EDQUOT at a system call", 100, _CHECKPOINT),
+    "save-failure": ChaosCase("ENOSPC, EIO or EDQUOT at a system call", ALL_POINTS, _CHECKPOINT),
     "damage": ChaosCase("checkpoint flipped, cut, swapped, deleted, emptied", 1000, _CHECKPOINT),
-    "double-start": ChaosCase("two starts in one folder without `flock`", 20, _STARTS),
+    "double-start": ChaosCase("two starts in one folder without `flock`", 50, _STARTS),
 }
 
 
@@ -114,6 +114,21 @@ def chaos(lines: list[Line]) -> str:
         slowest = _slowest(list(found.values()), keys, lambda key: key.removesuffix("_seconds"))
         rows.append((title, *_counts(list(found.values()), planned, slowest)))
     return markdown(("fault", "passed / done", "of", "slowest", "revision"), rows)
+
+
+def chaos_phases(lines: list[Line]) -> str:
+    """Kills and preemptions by phase: aimed at with a pause, or where a heartbeat was."""
+    kinds = ("kill-one", "kill-all", "preempt")
+    counts: dict[str, list[int]] = {}
+    for number, name in enumerate(kinds):
+        code = CHAOS_CASES[name].digest()
+        for line in lines:
+            if line["case"] == name and line["code"] == code and line["ok"]:
+                title = line["phase"] if line["is_aimed"] else f"any, heartbeat in {line['phase']}"
+                counts.setdefault(title, [0] * len(kinds))[number] += 1
+    order = sorted(counts, key=lambda title: (title.startswith("any"), title))
+    rows = [(title, *map(str, counts[title])) for title in order]
+    return markdown(("phase", *(f"`{name}`" for name in kinds)), rows or [("not run", "", "", "")])
 
 
 def hangs(lines: list[Line]) -> str:

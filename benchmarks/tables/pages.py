@@ -107,6 +107,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "text-commands": _of(text.commands, "text_commands"),
     "sketches": _of(text.sketches, "sketches"),
     "faults": _of_lines(faults.chaos, "chaos"),
+    "fault-phases": _of_lines(faults.chaos_phases, "chaos"),
     "lost-nodes": _of_lines(faults.lost_nodes, "lost_nodes"),
     "hangs": _of_lines(faults.hangs, "hangs"),
     "frozen-disks": _of_lines(faults.frozen_disks, "frozen_disks"),

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
@@ -30,6 +30,7 @@ from megatron_deberta.checkpoint.layout import step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.cli.main import main
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
+from tests.support import pauses
 
 RANK_IMPORTS = (
     "deepspeed", "megatron_deberta.cli.pretrain", "megatron_deberta.engine.deepspeed_runtime",
@@ -156,6 +157,7 @@ def _run_rank(environment: dict[str, str], arguments: list[str], log: str) -> No
         from megatron_deberta.checkpoint.local import parts
 
         parts.write_durably = _failing_write(failure, parts.write_durably)
+    pauses.install(environment)
     import torch
 
     torch.set_num_threads(1)
@@ -267,6 +269,7 @@ def start(
     *overrides: str,
     forked: bool = True,
     ranks_per_node: int = 0,
+    variables: Mapping[str, str] | None = None,
 ) -> Job:
     """Start the ranks of a run like a launcher; each has a log beside the run folder.
 
@@ -277,6 +280,7 @@ def start(
         overrides: of the config.
         forked: fork the ranks; False starts a new interpreter for each.
         ranks_per_node: ranks with the same node name; 0: the names are not set.
+        variables: further environment variables of all ranks.
     """
     port = free_port()
     arguments = ["pretrain", str(run), f"train.run_dir={run_dir}", *overrides]
@@ -284,7 +288,7 @@ def start(
     ranks: list[ForkedRank | subprocess.Popen[str]] = []
     for rank in range(world_size):
         environment = os.environ | rank_variables(rank, world_size, port)
-        environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(variables or {})}
         if ranks_per_node:
             environment["SLURMD_NODENAME"] = f"node{rank // ranks_per_node}"
         log = run_dir.parent / f"{run_dir.name}.{rank}.log"

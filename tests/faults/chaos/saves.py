@@ -19,9 +19,13 @@ import torch
 from megatron_deberta.checkpoint import store, writer
 from megatron_deberta.checkpoint.layout import KINDS, leftovers, step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.checkpoint.retention import Retention
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.errors import CheckpointError
-from tests.support.checkpoints import logical_states, save_alone
+from tests.distributed.test_background_save import Run
+from tests.support.checkpoints import logical_states, metadata, save_alone
+from tests.support.layout_matrix import Layout
+from tests.support.ranks import RankPool
 
 CALLS = (
     "openat", "write", "pwrite64", "ftruncate", "fsync", "fdatasync", "rename", "renameat",
@@ -31,6 +35,7 @@ CALLS = (
 ERRORS = ("ENOSPC", "EIO", "EDQUOT")
 OLD, NEW = 7, 14
 DAMAGES = ("flip", "cut", "swap", "delete", "empty")
+OWNERS = ("rank 0", "rank 1", "rank 2", "rank 3", "all")
 SMALL_FILE_BYTES = 1000
 """Splits a tiny state into several files."""
 _REFUSED = 3
@@ -75,8 +80,7 @@ class SaveCases:
 
     def failure(self, seed: int) -> dict[str, Any]:
         """A system call of a save fails like on a full or defective disk."""
-        rng = random.Random(f"failure {seed}")
-        call, number = rng.choice(self.points())
+        call, number = self.points()[seed % len(self.points())]
         error = ERRORS[seed % len(ERRORS)]
         self._begin()
         code = self._save_under_strace("-e", f"inject={call}:error={error}:when={number}")
@@ -91,13 +95,19 @@ class SaveCases:
         }  # fmt: skip
 
     def damage(self, seed: int) -> dict[str, Any]:
-        """A file of the newest checkpoint is damaged: the previous checkpoint is used."""
+        """A file of the newest of two checkpoints of four ranks is damaged: the other is used.
+
+        The file is one of each rank in turn, or of rank 0's that describe the whole checkpoint.
+        """
         rng = random.Random(f"damage {seed}")
         kind = DAMAGES[seed % len(DAMAGES)]
-        self._begin(NEW)
+        template = self._saved_by_four_ranks()
+        shutil.rmtree(self._run_dir, ignore_errors=True)
+        shutil.copytree(template, self._run_dir)
         newest = step_dir(self._run_dir, NEW)
         files = sorted(path for path in newest.rglob("*") if path.is_file())
-        file = rng.choice(files)
+        owner = OWNERS[seed // len(DAMAGES) % len(OWNERS)]
+        file = rng.choice([path for path in files if _owner(path) == owner])
         content = file.read_bytes()
         expected_names = [newest]
         if kind == "flip":
@@ -122,20 +132,29 @@ class SaveCases:
         except CheckpointError as error:
             message = str(error)
         is_named = any(str(path) in message for path in expected_names)
-        step = self._resume_step()
+        reader = store.choose_intact(self._run_dir, single_process_groups(torch.device("cpu")))
+        step = None if reader is None else reader.metadata.step
         return {
             "ok": is_named and step == OLD,
-            "damage": kind, "file": file.name, "refusal": message.replace(str(newest), "NEWEST"),
+            "damage": kind, "of": owner, "file": file.name,
+            "refusal": message.replace(str(newest), "NEWEST"),
             "found": step,
         }  # fmt: skip
 
-    def _begin(self, *more: int) -> None:
-        """Start with the old checkpoint and those of other steps, copied from a first save."""
-        template = self._run_dir.with_name(f"saved{len(more)}")
+    def _saved_by_four_ranks(self) -> Path:
+        """Return the folder of a run with two checkpoints of TP2 x DP2, ZeRO-1."""
+        template = self._run_dir.with_name("saved_by_four")
+        if not template.exists():
+            with RankPool(4) as ranks:
+                ranks.run(_save_twice, str(template))
+        return template
+
+    def _begin(self) -> None:
+        """Start with the old checkpoint, copied from a first save."""
+        template = self._run_dir.with_name("saved")
         if not template.exists():
             with mock.patch.object(writer, "FILE_BYTES", SMALL_FILE_BYTES):
-                for step in (OLD, *more):
-                    save_alone(template, step, seed=step)
+                save_alone(template, OLD, seed=OLD)
         shutil.rmtree(self._run_dir, ignore_errors=True)
         shutil.copytree(template, self._run_dir)
 
@@ -172,6 +191,20 @@ class SaveCases:
             strace.stderr.read()
         process.join(60)
         return process.exitcode
+
+
+def _owner(file: Path) -> str:
+    """Return the rank that wrote a file of a checkpoint; "all": it describes the whole."""
+    found = re.match(r"part-0*(\d+)-", file.name)
+    return f"rank {found[1]}" if found else "all"
+
+
+def _save_twice(rank: int, run_dir: str) -> None:
+    run = Run(Layout(2, 1, True, "none"), run_dir)
+    for step in (OLD, NEW):
+        run.step()
+        run.saver.save(metadata(step, run.config), Retention())
+    run.engine.destroy()
 
 
 def _save_on_request(run_dir: str, connection: Connection) -> None:

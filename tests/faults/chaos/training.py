@@ -8,33 +8,63 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_deberta.checkpoint.layout import committed_steps, step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.cluster.watchdog.heartbeat import FOLDER_VARIABLE, beat_path, read_beat
 from megatron_deberta.data.sample_log import read_sample_log
 from megatron_deberta.errors import EXIT_REQUEUE
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
+from megatron_deberta.observe.progress import Section
 from tests.support.jobs import TIMEOUT, Job, losses, start
+from tests.support.pauses import PHASES, Pause
 
 WORLD_SIZE = 4
 STEPS = 30
 SAVE_EVERY = 7
+KEPT = 2
 OVERRIDES = (
     "parallel.tensor_parallel_size=2", "precision.zero_stage=1",
-    f"checkpoint.save_every={SAVE_EVERY}", "log.tensorboard=false",
+    f"checkpoint.save_every={SAVE_EVERY}", f"checkpoint.keep_last={KEPT}", "log.tensorboard=false",
     # Time-out for a rank that is killed before the process groups exist.
     "cluster.collective_timeout_minutes=0.3",
 )  # fmt: skip
-PHASES = ("start-up", "step", "save", "evaluation", "end")
+ACCUMULATION = 2
+PREEMPTED_PHASES = (
+    "data", "forward", "backward", "optimizer", "save, before the commit", "validation",
+)  # fmt: skip
+GRACE_SECONDS = 30.0
+"""Time from SIGTERM to SIGKILL at SLURM's default (``KillWait``)."""
 LOG_CHARACTERS = 3000
 POLL_SECONDS = 0.001
 
 
+@dataclass(slots=True)
+class Instant:
+    """When a fault is injected.
+
+    Attributes:
+        phase: of ``PHASES`` if the rank was made to pause there, else the section of its heartbeat.
+        is_aimed: the rank paused.
+        sections: heartbeats of the ranks that are watched, at that instant.
+        step: completed steps by the first of these heartbeats.
+    """
+
+    phase: str
+    is_aimed: bool
+    sections: list[str]
+    step: int
+
+
 class TrainingCases:
     """Cases on one tiny run: TP2 x DP2, ZeRO-1, dropout on, a save every 7 steps.
+
+    With even seeds a rank pauses at one of ``PHASES`` in turn, so that the fault falls there; with
+    odd ones the fault comes at a random time, and the ranks' heartbeats say in which section.
 
     Args:
         folder: working folder.
@@ -48,11 +78,15 @@ class TrainingCases:
         self._steps = steps
         self._expected: dict[str, Any] | None = None
 
-    def _start(self, run_dir: Path) -> Job:
+    def _start(self, run_dir: Path, *overrides: str, pause: Pause | None = None) -> Job:
         for log in run_dir.parent.glob(f"{run_dir.name}.*.log"):
             log.unlink()
-        overrides = (*OVERRIDES, f"train.steps={self._steps}")
-        return start(self._run_yaml, run_dir, WORLD_SIZE, *overrides)
+        beats = self._folder / "beats"
+        shutil.rmtree(beats, ignore_errors=True)
+        beats.mkdir()
+        variables = {FOLDER_VARIABLE: str(beats), **(pause.variables() if pause else {})}
+        overrides = (*OVERRIDES, f"train.steps={self._steps}", *overrides)
+        return start(self._run_yaml, run_dir, WORLD_SIZE, *overrides, variables=variables)
 
     def expected(self) -> dict[str, Any]:
         """Return the result of the uninterrupted run."""
@@ -66,104 +100,138 @@ class TrainingCases:
         return self._expected
 
     def kill_one(self, seed: int) -> dict[str, Any]:
-        """SIGKILL of a random rank at a random time in a phase, then a resumed run."""
+        """SIGKILL of one rank, then a resumed run."""
         rng = random.Random(f"one {seed}")
-        victim = rng.randrange(WORLD_SIZE)
-        return self._interrupt(seed, rng, lambda job: job.ranks[victim].kill(), {"rank": victim})
+        return self._interrupt(seed, rng, [rng.randrange(WORLD_SIZE)])
 
     def kill_all(self, seed: int) -> dict[str, Any]:
         """SIGKILL of all ranks."""
+        return self._interrupt(seed, random.Random(f"all {seed}"), list(range(WORLD_SIZE)))
 
-        def kill(job: Job) -> None:
-            for rank in job.ranks:
-                rank.kill()
-
-        return self._interrupt(seed, random.Random(f"all {seed}"), kill, {})
-
-    def _interrupt(
-        self, seed: int, rng: random.Random, kill: Callable[[Job], None], plan: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _interrupt(self, seed: int, rng: random.Random, victims: list[int]) -> dict[str, Any]:
         expected = self.expected()
-        phase = PHASES[seed % len(PHASES)]
         run_dir = self._folder / "run"
         shutil.rmtree(run_dir, ignore_errors=True)
-        job = self._start(run_dir)
-        time_of_kill = self._wait_for(phase, rng, run_dir, job)
-        kill(job)
+        asynchronous = f"checkpoint.asynchronous={str(rng.random() < 0.5).lower()}"
+        pause = self._pause(seed, rng, victims[0], tuple(PHASES))
+        if pause is not None and pause.phase == "retention":
+            # Rank 0 deletes checkpoints.
+            victims = victims if len(victims) > 1 else [0]
+            pause = replace(pause, rank=0)
+        job = self._start(run_dir, asynchronous, pause=pause)
+        if pause is None:
+            self._wait_for_random_time(rng, run_dir, job)
+        else:
+            wait_until(Path(pause.token).exists, job)
+        for rank in victims:
+            job.ranks[rank].send_signal(signal.SIGSTOP)
+        instant = self._instant(pause, victims)
+        for rank in victims:
+            job.ranks[rank].kill()
         killed = time.monotonic()
         codes = job.wait()
         survivors = time.monotonic() - killed
-        # At the end a rank may finish before the kill.
-        stopped = None not in codes and (phase == "end" or 0 not in codes)
         committed = committed_steps(run_dir) if run_dir.exists() else []
-        again = self._start(run_dir)
+        # After the last save a rank may finish without the others.
+        is_done = committed[-1:] == [self._steps]
+        stopped = None not in codes and (is_done or 0 not in codes)
+        again = self._start(run_dir, asynchronous)
         resumed = again.wait()
         same = resumed == [0] * WORLD_SIZE and result(run_dir, self._steps) == expected
+        in_phase = _is_in_phase(instant, asynchronous.endswith("true"))
+        ok = stopped and same and in_phase
         return {
-            "ok": stopped and same,
-            "phase": phase, **plan, "at": time_of_kill, "codes": codes,
+            "ok": ok,
+            **asdict(instant), "ranks": victims, "save": asynchronous, "codes": codes,
             "survivors_seconds": round(survivors, 2), "committed": committed[-1:],
             "resumed_codes": resumed, "identical": same,
-            "left_over": left_over(run_dir), "log": log_end(again, stopped and same),
+            "left_over": left_over(run_dir), "log": log_end(again, ok),
         }  # fmt: skip
 
     def preempt(self, seed: int) -> dict[str, Any]:
-        """A signal to one or all ranks: a save within a step, exit code 75, resumed run."""
+        """A signal to one or all ranks: a save within the grace, exit code 75, resumed run."""
         rng = random.Random(f"signal {seed}")
         expected = self.expected()
         number = rng.choice((signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2))
         targets = rng.choice(([rng.randrange(WORLD_SIZE)], list(range(WORLD_SIZE))))
-        phase = ("step", "save", "evaluation")[seed % 3]
         run_dir = self._folder / "run"
         shutil.rmtree(run_dir, ignore_errors=True)
-        job = self._start(run_dir)
-        self._wait_for(phase, rng, run_dir, job)
+        pause = self._pause(seed, rng, targets[0], PREEMPTED_PHASES)
+        job = self._start(run_dir, pause=pause)
+        if pause is None:
+            step, delay = rng.randint(1, self._steps - 5), rng.uniform(0.0, 0.05)
+            wait_until(lambda: last_step(run_dir) >= step, job)
+            time.sleep(delay)
+        else:
+            wait_until(Path(pause.token).exists, job)
         before = last_step(run_dir)
+        instant = self._instant(pause, targets)
         for rank in targets:
             job.ranks[rank].send_signal(number)
         began = time.monotonic()
+        if pause is not None:
+            Path(pause.token).with_name("go").touch()
         codes = job.wait()
         seconds = time.monotonic() - began
         saved = committed_steps(run_dir)[-1]
         # The record of a step is written after the step: the signal arrived in the step after
-        # `before` or after its record, and the current step is still finished.
-        in_time = saved - before <= 2 and last_step(run_dir) == saved
+        # `before` or after its record, and the current step is still finished. A save in the
+        # background is completed then instead of a second one.
+        behind = last_step(run_dir) - saved
+        is_saved = behind == 0 or (saved % SAVE_EVERY == 0 and behind <= 2)
+        in_time = saved - before <= 2 and is_saved and seconds <= GRACE_SECONDS
         again = self._start(run_dir)
         resumed = again.wait()
         same = resumed == [0] * WORLD_SIZE and result(run_dir, self._steps) == expected
         ok = codes == [EXIT_REQUEUE] * WORLD_SIZE and in_time and same
         return {
             "ok": ok,
-            "phase": phase, "signal": signal.Signals(number).name, "ranks": targets,
-            "after_step": before, "saved_step": saved, "codes": codes,
-            "stop_seconds": round(seconds, 2), "identical": same, "log": log_end(again, ok),
+            **asdict(instant), "signal": signal.Signals(number).name, "ranks": targets,
+            "after_step": before, "saved_step": saved, "steps_behind": behind, "codes": codes,
+            "stop_seconds": round(seconds, 2), "grace_seconds": GRACE_SECONDS, "identical": same,
+            "log": log_end(again, ok),
         }  # fmt: skip
 
-    def _wait_for(self, phase: str, rng: random.Random, run_dir: Path, job: Job) -> str:
-        """Wait for a random time in a phase; return a description of it."""
-        if phase == "start-up":
-            delay = rng.uniform(0.0, 3.0)
-            end = time.monotonic() + delay
+    def _pause(
+        self, seed: int, rng: random.Random, rank: int, phases: Sequence[str]
+    ) -> Pause | None:
+        """Return where the rank pauses; None: nowhere."""
+        for name in ("token", "go"):
+            (self._folder / name).unlink(missing_ok=True)
+        if seed % 2:
+            return None
+        phase = phases[seed // 2 % len(phases)]
+        saves = -(-self._steps // SAVE_EVERY)
+        most = {
+            "start-up": 1, "end": 1, "retention": saves - KEPT, "data": self._steps - 5,
+            "optimizer": self._steps - 5, "forward": ACCUMULATION * (self._steps - 5),
+            "backward": ACCUMULATION * (self._steps - 5), "validation": 2,
+        }.get(phase, saves - 2)  # fmt: skip
+        return Pause(rank, phase, rng.randint(1, most), str(self._folder / "token"))
+
+    def _instant(self, pause: Pause | None, ranks: Sequence[int]) -> Instant:
+        beats = [read_beat(beat_path(self._folder / "beats", rank)) for rank in ranks]
+        sections = [beat.section.label if beat else Section.STARTUP.label for beat in beats]
+        phase = pause.phase if pause else sections[0]
+        return Instant(phase, pause is not None, sections, beats[0].step if beats[0] else 0)
+
+    def _wait_for_random_time(self, rng: random.Random, run_dir: Path, job: Job) -> None:
+        """Wait for a random time of start-up or training."""
+        if rng.random() < 0.2:
+            end = time.monotonic() + rng.uniform(0.0, 3.0)
             while time.monotonic() < end and last_step(run_dir) == 0:
                 time.sleep(POLL_SECONDS)
-            return f"{delay:.3f} s"
-        delay = rng.uniform(0.0, 0.05)
-        if phase == "save":
-            step = SAVE_EVERY * rng.randint(1, self._steps // SAVE_EVERY)
-            name = step_dir(run_dir, step).name
-            # Its temporary name, then its final one: the save is in progress.
-            wait_until(
-                lambda: any(name in path.name for path in (run_dir / "checkpoints").glob("*")
-                            if run_dir.exists()) or last_step(run_dir) > step,
-                job,
-            )  # fmt: skip
-            time.sleep(rng.uniform(0.0, 0.04))
-            return f"save of step {step}"
-        random_step = rng.randint(1, self._steps - 5)
-        step = {"step": random_step, "evaluation": 24, "end": self._steps}[phase]
+            return
+        step, delay = rng.randint(1, self._steps - 1), rng.uniform(0.0, 0.05)
         wait_until(lambda: last_step(run_dir) >= step, job)
         time.sleep(delay)
-        return f"{delay:.3f} s after step {step}"
+
+
+def _is_in_phase(instant: Instant, in_background: bool) -> bool:
+    """Return whether the heartbeat of a rank that paused confirms the phase."""
+    if not instant.is_aimed or (in_background and PHASES[instant.phase].section == Section.SAVE):
+        return True
+    return instant.sections[0] == PHASES[instant.phase].section.label
 
 
 def wait_until(condition: Callable[[], bool], job: Job) -> None:

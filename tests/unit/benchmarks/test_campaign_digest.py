@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.lib import campaigns
 from benchmarks.lib.campaigns import canonical_code, code_digest
+from benchmarks.tables import faults
 
 SOURCE = '''
 """Module."""
@@ -112,3 +115,31 @@ def test_digest_covers_files_and_folders(tmp_path, monkeypatch: pytest.MonkeyPat
     assert code_digest(places) == before
     (tmp_path / "job.sh").write_text("echo 2\n")
     assert code_digest(places) != before
+
+
+def test_digest_follows_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(campaigns, "ROOT", tmp_path)
+    package = tmp_path / "megatron_deberta"
+    (package / "deep").mkdir(parents=True)
+    (package / "__init__.py").write_text("def __getattr__(name): import megatron_deberta.lazy\n")
+    (package / "deep" / "__init__.py").write_text("")
+    (package / "deep" / "inner.py").write_text("x = 1\n")
+    (package / "lazy.py").write_text("x = 1\n")
+    (package / "types.py").write_text("x = 1\n")
+    (package / "top.py").write_text(
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from megatron_deberta import types\n"
+        "def f():\n    from megatron_deberta.deep.inner import x\n"
+    )
+    places = ("megatron_deberta/top.py",)
+    names = [str(path.relative_to(package)) for path in campaigns.tested_files(places)]
+    assert names == ["__init__.py", "deep/__init__.py", "deep/inner.py", "top.py"]
+    before = code_digest(places)
+    (package / "deep" / "inner.py").write_text("x = 2\n")
+    assert code_digest(places) != before
+
+
+def test_every_campaign_of_training_covers_the_functions_that_flush_files() -> None:
+    for places in (faults.LOST_NODES_CODE, faults.SLURM_CODE, faults.HANGS_CODE):
+        names = {str(path.relative_to(campaigns.ROOT)) for path in campaigns.tested_files(places)}
+        assert {"megatron_deberta/files.py", "megatron_deberta/hashing.py"} <= names

@@ -1,0 +1,120 @@
+"""Pauses of one rank at a phase of a training step, a save or the run, for kills that are aimed.
+
+``PAUSE`` names rank, phase and how often it is reached before; the rank then creates the file
+``token`` and waits until it is killed, or until the file ``go`` beside it exists.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_deberta.observe.progress import Section
+
+PAUSE = "MEGATRON_DEBERTA_TEST_PAUSE"
+"""Environment variable with a ``Pause`` as JSON."""
+WAIT_SECONDS = 60.0
+_ENGINE = ("megatron_deberta.engine.deepspeed_engine", "DeepSpeedZeroEngine")
+_BEAT = ("megatron_deberta.cluster.watchdog.heartbeat", "Heartbeat", "enter")
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Where a phase is.
+
+    Attributes:
+        places: module, class or nothing, and function.
+        section: in which the rank's heartbeat then is; for saves only if training waits for them.
+        entered: the function is one of all sections; the pause is at this one.
+        is_after: pause after the function, not before it.
+    """
+
+    places: tuple[tuple[str, str, str], ...]
+    section: Section
+    entered: Section | None = None
+    is_after: bool = False
+
+
+PHASES: Mapping[str, Phase] = {
+    "start-up": Phase((("megatron_deberta.train.run", "", "build_engine"),), Section.STARTUP),
+    "data": Phase((_BEAT,), Section.DATA, Section.DATA),
+    "forward": Phase((("megatron_deberta.train.step", "", "forward"),), Section.STEP),
+    "backward": Phase(((*_ENGINE, "backward"),), Section.STEP),
+    "optimizer": Phase(((*_ENGINE, "step"),), Section.STEP),
+    "save, before the commit": Phase(
+        (("megatron_deberta.checkpoint.writer", "", "write"),), Section.SAVE
+    ),
+    "save, after the commit": Phase(
+        (("megatron_deberta.checkpoint.writer", "", "commit"),), Section.SAVE, is_after=True
+    ),
+    "retention": Phase((("megatron_deberta.checkpoint.retention", "", "delete"),), Section.SAVE),
+    "validation": Phase((("megatron_deberta.train.evaluate", "", "forward"),), Section.EVALUATION),
+    "end": Phase((_BEAT,), Section.END, Section.END),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A pause.
+
+    Attributes:
+        rank: which rank pauses.
+        phase: one of ``PHASES``.
+        count: at which time that it reaches the phase, from 1.
+        token: file to create there.
+    """
+
+    rank: int
+    phase: str
+    count: int
+    token: str
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variable."""
+        return {PAUSE: json.dumps(asdict(self))}
+
+
+def install(environment: Mapping[str, str]) -> None:
+    """Wrap the functions of the phase if the environment names a pause of this rank."""
+    if PAUSE not in environment:
+        return
+    pause = Pause(**json.loads(environment[PAUSE]))
+    if str(pause.rank) != environment["RANK"]:
+        return
+    phase, reached = PHASES[pause.phase], 0
+
+    def reach() -> None:
+        nonlocal reached
+        reached += 1
+        if reached == pause.count:
+            token = Path(pause.token)
+            token.touch()
+            end = time.monotonic() + WAIT_SECONDS
+            while not token.with_name("go").exists() and time.monotonic() < end:
+                time.sleep(0.002)
+
+    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            # Of a method: the object, then the section.
+            is_here = phase.entered is None or args[1] is phase.entered
+            if is_here and phase.entered is None and not phase.is_after:
+                reach()
+            result = original(*args, **kwargs)
+            # A heartbeat is written first, so that it shows the section.
+            if is_here and (phase.entered is not None or phase.is_after):
+                reach()
+            return result
+
+        return function
+
+    for module_name, class_name, name in phase.places:
+        module = importlib.import_module(module_name)
+        owner = getattr(module, class_name) if class_name else module
+        setattr(owner, name, wrapped(getattr(owner, name)))
