@@ -24,24 +24,25 @@ _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _SCOPES = (*_FUNCTIONS, *_COMPREHENSIONS, ast.ClassDef)
 
 
-def code_digest(places: Iterable[str]) -> str:
+def code_digest(places: Iterable[str], *, imports: bool = True) -> str:
     """Return the digest of files and folders, and of what they import.
 
     GPU kernels, which no campaign runs, and the package of benchmarks are left out.
 
     Args:
         places: files, and folders whose Python files count, relative to the project's root.
+        imports: follow imports.
     """
     digest = hashlib.sha256()
-    for path in tested_files(places):
+    for path in covered_files(places, imports=imports):
         text = path.read_text(encoding="utf-8")
         content = canonical_code(text) if path.suffix == ".py" else text
         digest.update(f"{path.relative_to(ROOT)}\0{content}\0".encode())
     return digest.hexdigest()[:12]
 
 
-def tested_files(places: Iterable[str]) -> list[Path]:
-    """Return the files whose code a digest covers, sorted."""
+def covered_files(places: Iterable[str], *, imports: bool = True) -> list[Path]:
+    """Return the files whose code a digest covers, sorted; see ``code_digest``."""
     left = [ROOT / place for place in places]
     found: set[Path] = set()
     while left:
@@ -50,7 +51,7 @@ def tested_files(places: Iterable[str]) -> list[Path]:
             left += path.rglob("*.py")
         elif path not in found and "triton" not in path.parts:
             found.add(path)
-            if path.suffix == ".py":
+            if imports and path.suffix == ".py":
                 names = imported_names(path.read_text(encoding="utf-8"), path.name)
                 left += [file for name in names for file in _files_of(name)]
     return sorted(found)

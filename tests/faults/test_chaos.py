@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.lib.provenance import ROOT
 from benchmarks.tables import faults
 from benchmarks.tables.faults import CHAOS_CASES
+from tests.faults.__main__ import CAMPAIGNS
 from tests.faults.chaos.saves import SaveCases
 from tests.faults.chaos.starts import StartCases
 from tests.faults.chaos.training import TrainingCases
@@ -77,3 +81,17 @@ def test_table_ignores_results_of_other_code() -> None:
     table = faults.chaos([{**line, "seed": 0, "code": code}, {**line, "seed": 1, "code": "other"}])
     assert "(`damage`) | 1 / 1 | 1000 |" in table
     assert "(`kill-one`) | not run | 200 |" in table
+
+
+def test_one_command_runs_every_campaign() -> None:
+    files = [path for path in Path(__file__).parent.glob("*.py") if "test_" not in path.name]
+    found = {path.stem for path in files if "--output" in path.read_text()}
+    # Their result files are not by case.
+    found -= {"phases", "formats", "shard_damage"}
+    assert found | {"chaos"} == set(CAMPAIGNS)
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.faults", "mutants", "--seconds", "0"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert ended.stdout.endswith("mutants: not finished; the same command continues\n")

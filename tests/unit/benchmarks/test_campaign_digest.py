@@ -132,7 +132,7 @@ def test_digest_follows_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "def f():\n    from megatron_deberta.deep.inner import x\n"
     )
     places = ("megatron_deberta/top.py",)
-    names = [str(path.relative_to(package)) for path in campaigns.tested_files(places)]
+    names = [str(path.relative_to(package)) for path in campaigns.covered_files(places)]
     assert names == ["__init__.py", "deep/__init__.py", "deep/inner.py", "top.py"]
     before = code_digest(places)
     (package / "deep" / "inner.py").write_text("x = 2\n")
@@ -141,5 +141,5 @@ def test_digest_follows_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_every_campaign_of_training_covers_the_functions_that_flush_files() -> None:
     for places in (faults.LOST_NODES_CODE, faults.SLURM_CODE, faults.HANGS_CODE):
-        names = {str(path.relative_to(campaigns.ROOT)) for path in campaigns.tested_files(places)}
+        names = {str(path.relative_to(campaigns.ROOT)) for path in campaigns.covered_files(places)}
         assert {"megatron_deberta/files.py", "megatron_deberta/hashing.py"} <= names
