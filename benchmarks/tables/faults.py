@@ -13,11 +13,28 @@ from benchmarks.lib.campaigns import code_digest
 from benchmarks.tables.common import markdown
 
 Line = dict[str, Any]
-_TRAINING = ("checkpoint", "data", "engine", "model", "objectives", "ops", "distributed", "train")
+# Commands are imported by name.
+_RUN = "cli/pretrain.py"
+_TRAINING = (
+    _RUN, "checkpoint", "data", "engine", "model", "objectives", "ops", "distributed", "train",
+)  # fmt: skip
 _CHECKPOINT = ("checkpoint", "distributed")
-_STARTS = ("cluster/run_lock.py", "checkpoint/fence.py", "checkpoint/writer.py", "train/run.py")
-_SLURM = ("checkpoint", "cluster", "data", "engine", "train")
-_LAYOUTS = ("checkpoint", "data", "engine", "model", "objectives", "distributed", "train")
+_STARTS = (
+    _RUN, "cluster/run_lock.py", "checkpoint/fence.py", "checkpoint/writer.py", "train/run.py",
+)  # fmt: skip
+_SLURM = (
+    _RUN,
+    "cli/launch.py",
+    "cli/submit.py",
+    "checkpoint",
+    "cluster",
+    "data",
+    "engine",
+    "train",
+)
+_LAYOUTS = (
+    _RUN, "checkpoint", "data", "engine", "model", "objectives", "distributed", "train",
+)  # fmt: skip
 _SUPERVISION = ("hang", "heartbeat", "ranks", "report_exchange", "report_store", "supervisor")
 ALL_POINTS = 0
 
@@ -27,7 +44,8 @@ def _packages(names: Iterable[str]) -> tuple[str, ...]:
 
 
 HANGS_CODE = (
-    *_packages(("cluster", "train")), "tests/faults/forked_ranks.py", "tests/faults/hangs.py",
+    *_packages((_RUN, "cluster", "train")), "tests/faults/forked_ranks.py",
+    "tests/faults/hangs.py",
 )  # fmt: skip
 FROZEN_DISKS_CODE = (
     "megatron_deberta/cluster/event_log.py",
@@ -50,7 +68,7 @@ TEXT_KILLS_CODE = (
 )  # fmt: skip
 # Which model is trained on which data makes no difference to what is saved and resumed.
 LOST_NODES_CODE = (
-    *_packages(("checkpoint", "distributed", "engine", "train")),
+    *_packages((_RUN, "checkpoint", "distributed", "engine", "train")),
     "tests/faults/lost_nodes.py", "tests/faults/chaos/training.py",
 )  # fmt: skip
 LOST_NODES_COUNTS = {"process": 20, "node": 20, "replicas": 10}
@@ -87,9 +105,14 @@ class ChaosCase:
     count: int
     packages: tuple[str, ...]
 
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The tested packages and the campaign's own code."""
+        return (*_packages(self.packages), "tests/faults/chaos")
+
     def digest(self) -> str:
-        """Return the digest of the tested packages and of the campaign's own code."""
-        return code_digest((*_packages(self.packages), "tests/faults/chaos"))
+        """Return the digest of the code that counts."""
+        return code_digest(self.places)
 
 
 CHAOS_CASES = {

@@ -3,7 +3,8 @@
 All commands run with one worker, start-up included.
 
     python -m benchmarks.text.deduplicate make --folder /tmp/dedup300 --gigabytes 0.3
-    python -m benchmarks.text.commands --folder /tmp/dedup300 --corpus books-*.jsonl.gz --output F
+    python -m benchmarks.text.commands --folder /tmp/dedup300 \
+        --corpus ../shared/corpus/books-*.jsonl.gz
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -101,6 +102,8 @@ def run(folder: Path, workers: int) -> dict[str, Any]:
     for path in files:
         planted.update(json.loads(path.with_suffix(".kinds").read_text()))
     output = folder / "deduplicated"
+    for left in (output, Path(f"{output}.unfinished")):
+        shutil.rmtree(left, ignore_errors=True)
     command = deduplicate_command(files, output, workers)
     begin = time.monotonic()
     stages: dict[str, float] = {}
@@ -123,7 +126,7 @@ def run(folder: Path, workers: int) -> dict[str, Any]:
         "exit_code": process.returncode,
         "seconds": round(time.monotonic() - begin, 1),
         "processor_seconds": round(usage.ru_utime + usage.ru_stime, 1),
-        "seconds_when_stage_began": stages,
+        "seconds_at_first_line_of_stage": stages,
         "peak_memory_bytes": sum(watch.peaks.values()),
         "peak_memory_by_process": sorted(watch.peaks.values()),
         "peak_disk_bytes": watch.disk,

@@ -72,8 +72,12 @@ class Saver:
         """Whether a save has started and is not committed; the same on every rank."""
         return self._thread is not None
 
-    def save(self, metadata: CheckpointMetadata, retention: Retention) -> Saved:
+    def save(
+        self, metadata: CheckpointMetadata, retention: Retention, began: float | None = None
+    ) -> Saved:
         """Save and commit synchronously; no save may be in flight. Collective: all ranks.
+
+        The arguments are those of ``start``.
 
         Raises:
             CheckpointError: see ``store.save``.
@@ -82,8 +86,9 @@ class Saver:
         start = time.monotonic()
         source = self.run_dir, self.engine, self.specs, self.groups
         path = store.save(*source, metadata, retention=retention, fence=self.fence)
-        seconds = time.monotonic() - start
-        return Saved(path, metadata.step, seconds, seconds, metadata.consumed_samples)
+        now = time.monotonic()
+        blocked = now - (start if began is None else began)
+        return Saved(path, metadata.step, now - start, blocked, metadata.consumed_samples)
 
     def start(
         self, metadata: CheckpointMetadata, retention: Retention, began: float | None = None
@@ -95,7 +100,8 @@ class Saver:
         Args:
             metadata: of the checkpoint.
             retention: which older checkpoints are deleted after the commit.
-            began: since when training has waited for the save, by ``time.monotonic``; None: now.
+            began: ``time.monotonic()`` when training began to wait; None: now. The time until then
+                counts as blocked, not as part of the save.
 
         Raises:
             CheckpointError: there is too little disk space.

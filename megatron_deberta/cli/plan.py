@@ -262,8 +262,9 @@ def _show_local_saves(saves: LocalSavePlan, console: Console) -> None:
     interval = saves.every * saves.step_seconds
     written = saves.part_bytes * (1 + (saves.network_bytes > 0))
     console.print(
-        f"training waits for no save if a node writes {written / interval / 1e6:,.1f} MB/s and "
-        f"sends {saves.network_bytes / interval / 1e6:,.1f} MB/s"
+        f"saves do not delay training if each node writes at least "
+        f"{written / interval / 1e6:,.1f} MB/s and sends "
+        f"{saves.network_bytes / interval / 1e6:,.1f} MB/s"
     )
     console.print(
         f"at {saves.failures_per_day:.3g} failures per day (--failure-days) each loses "

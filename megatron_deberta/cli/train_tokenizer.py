@@ -24,6 +24,7 @@ from megatron_deberta.cli.text_input import (
     add_rerun_arguments,
 )
 from megatron_deberta.cli.text_job import add_estimate_arguments, estimated_input, open_work
+from megatron_deberta.errors import ConfigError
 from megatron_deberta.text.readers.checks import find_both_sides
 from megatron_deberta.text.sample import sampled_lines
 from megatron_deberta.tokenizer.training import refuse_existing, train_sentencepiece
@@ -61,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
     """Train the tokenizer and print a summary."""
     output = Path(args.output)
     sample_bytes = round(args.sample_mb * 1e6)
+    if sample_bytes < 0:
+        raise ConfigError(f"--sample-mb {args.sample_mb:g}: must be positive, or 0 for all")
     if args.estimate:
         from megatron_deberta.planning.text_jobs import estimate_train_tokenizer
 

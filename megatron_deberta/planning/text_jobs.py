@@ -1,4 +1,4 @@
-"""Time, disk and memory of jobs over text, estimated from a sample of the input.
+"""Time, disk and memory of jobs over text, from a sample of the input or the sizes of shards.
 
 The constants were measured on one core, on English text: those of ``deduplicate`` and
 ``preprocess`` by the benchmarks of their names, the others by
@@ -34,6 +34,7 @@ _COLLECT_BYTES_PER_SECOND = 90e6
 _SPLIT_BYTES_PER_SECOND = 90e6
 _COPY_BYTES_PER_SECOND = 1e9
 _DRAW_BYTES_PER_SECOND = 70e6
+# By the clock; SentencePiece's threads share some of the work.
 _TRAIN_BYTES_PER_SECOND = 3.9e6
 _MERGE_BYTES_PER_SECOND = 400e6
 _HASH_BYTES_PER_SECOND = 1.2e9
@@ -41,12 +42,14 @@ _SECONDS_PER_DOCUMENT = 30e-6
 _SERIAL_SECONDS_PER_DOCUMENT = 1.5e-6
 _FIRST_PROCESS_BYTES = 55e6
 _WORKER_BYTES = 140e6
+# Of a worker that only reads and copies.
+_COPYING_BYTES = 70e6
 _KEY_BYTES = 120
 _MAP_BYTES = 33
 _TOKENIZER_BYTES = 330e6
 _TOKENIZER_FILES_BYTES = 3e6
 # Of the process in which SentencePiece trains, and for each byte that it trains on.
-_TRAINER_BYTES = 215e6
+_TRAINER_BYTES = 150e6
 _TRAINED_TIMES = 14
 # Bytes that a long document takes in its worker: text, record, hashes and their set.
 _LONGEST_TIMES = 8
@@ -167,7 +170,7 @@ def estimate_train_tokenizer(
     needed = tokenizer_needs(found, sample_bytes, workers)
     return (
         f"{describe_needs(found, needed, nodes, workers)}\n"
-        f"sample  {_trained_bytes(found, sample_bytes) / 1e6:,.0f} MB; SentencePiece trains on "
+        f"sample  {_trained_bytes(found, sample_bytes) / 1e6:g} MB; SentencePiece trains on "
         "it in a single process"
     )
 
@@ -241,7 +244,7 @@ def split_needs(found: Sample, workers: int) -> Needs:
         serial_seconds=serial,
         work_bytes=found.text_bytes,
         result_bytes=found.text_bytes,
-        memory_bytes=_FIRST_PROCESS_BYTES + workers * _WORKER_BYTES,
+        memory_bytes=_FIRST_PROCESS_BYTES + workers * _COPYING_BYTES,
     )
 
 
@@ -254,7 +257,7 @@ def tokenizer_needs(found: Sample, sample_bytes: int, workers: int) -> Needs:
         serial_seconds=serial,
         work_bytes=min(INPUT_PER_SAMPLE * trained, found.text_bytes),
         result_bytes=_TOKENIZER_FILES_BYTES,
-        memory_bytes=_TRAINER_BYTES + _TRAINED_TIMES * trained + workers * _WORKER_BYTES,
+        memory_bytes=_TRAINER_BYTES + _TRAINED_TIMES * trained + workers * _COPYING_BYTES,
     )
 
 
@@ -270,7 +273,7 @@ def merge_needs(shard_bytes: int, workers: int) -> Needs:
         serial_seconds=serial,
         work_bytes=shard_bytes,
         result_bytes=shard_bytes,
-        memory_bytes=_FIRST_PROCESS_BYTES + workers * _WORKER_BYTES,
+        memory_bytes=_FIRST_PROCESS_BYTES + workers * _COPYING_BYTES,
     )
 
 

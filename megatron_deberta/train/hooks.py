@@ -212,7 +212,7 @@ class SaveHook:
     Args:
         config: schedule and failure policy; ``asynchronous`` is not ``auto``.
         begin: starts a save of a state; if the flag is set, also completes it. Its last argument is
-            the time, by ``time.monotonic``, since when training has waited. Collective.
+            ``time.monotonic()`` when training began to wait. Collective.
         saver: the saver that ``begin`` uses.
         meter: paused meanwhile.
         sample_log: flushed first, so that it contains every step of the checkpoint.

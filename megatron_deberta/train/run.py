@@ -477,7 +477,7 @@ def _save(
         None if selection is None else selection.best_step,
     )
     if wait:
-        return run.saver.save(metadata, retention)
+        return run.saver.save(metadata, retention, began)
     run.saver.start(metadata, retention, began)
     return None
 

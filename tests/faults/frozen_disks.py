@@ -347,7 +347,8 @@ def run_missing(numbers: list[int], args: argparse.Namespace, folder: Path) -> i
         append_line(args.output, {**line, **provenance()})
         print(f"{number}: {'ok' if line['ok'] else 'FAILED'} {line}", flush=True)
         failed += not line["ok"]
-    return 1 if failed else 0
+    on_file = [x for x in read_lines(args.output) if x["code_digest"] == code]
+    return 1 if failed or not all(x["ok"] for x in on_file) else 0
 
 
 if __name__ == "__main__":

@@ -134,9 +134,11 @@ def main() -> int:
 
 
 def run_cases(args: argparse.Namespace, folder: Path) -> int:
-    """Run the missing cases in turn, or those that `--seed` names; return the failures."""
-    end, failed, code = time.monotonic() + args.seconds, 0, code_digest(LOST_NODES_CODE)
-    done = {(x["case"], x["seed"]) for x in read_lines(args.output) if x["code_digest"] == code}
+    """Run the missing cases in turn, or those that `--seed` names; return the failures on file."""
+    end, code = time.monotonic() + args.seconds, code_digest(LOST_NODES_CODE)
+    known = [x for x in read_lines(args.output) if x["code_digest"] == code]
+    done = {(x["case"], x["seed"]) for x in known}
+    failed = sum(not x["ok"] for x in known)
     chosen = args.cases or list(LOST_NODES_COUNTS)
     # One of each kind first.
     planned = [

@@ -245,10 +245,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=OUTPUT)
     args = parser.parse_args()
-    done = {(line["mutant"], line["code_digest"]) for line in read_lines(args.output)}
+    done = {(line["mutant"], line["code_digest"]): line["ok"] for line in read_lines(args.output)}
     survivors = 0
     for mutant in MUTANTS:
-        if (mutant.name, mutant.code()) in done:
+        if (known := done.get((mutant.name, mutant.code()))) is not None:
+            survivors += not known
             continue
         line = run_mutant(mutant) | {"code_digest": mutant.code()} | provenance()
         append_line(args.output, line)

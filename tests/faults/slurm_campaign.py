@@ -228,13 +228,17 @@ def main() -> int:
     # So that the daemons are stopped.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     end, code = time.monotonic() + args.seconds, code_digest(faults.SLURM_CODE)
+    failed = 0
     with campaign(args.workspace) as running:
         for item in args.cases:
             case, _, count = item.partition("=")
             function: Callable[[int], dict[str, Any]] = getattr(running, case.replace("-", "_"))
             for seed in range(args.seed, args.seed + int(count)):
                 lines = read_lines(args.output)
-                if (case, seed, code) in {(x["case"], x["seed"], x["code_digest"]) for x in lines}:
+                key = (case, seed, code)
+                known = [x["ok"] for x in lines if (x["case"], x["seed"], x["code_digest"]) == key]
+                failed += False in known
+                if known:
                     continue
                 if time.monotonic() > end:
                     running.passed = True
@@ -252,7 +256,7 @@ def main() -> int:
                 if not outcome["ok"]:
                     return 1
         running.passed = True
-    return 0
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

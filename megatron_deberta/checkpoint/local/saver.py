@@ -102,7 +102,7 @@ class LocalSaver:
 
         Args:
             metadata: of the checkpoint.
-            began: since when training has waited for the save, by ``time.monotonic``; None: now.
+            began: ``time.monotonic()`` when training began to wait for the save; None: now.
 
         Returns:
             False if it is skipped: a save is still in progress on a rank, or a connection between

@@ -113,12 +113,8 @@ def take_parts(work: Work, name: str, folder: Path) -> None:
     """Give the units' files of documents their final names; empty ones are left out."""
     for task in range(len(work.units)):
         if work.info("write", task).get(Path(name).stem):
-            part = work.task_folder("write", task) / name
             target = folder / f"part-{task:06d}.jsonl{SUFFIXES[work.compression]}"
-            try:
-                os.link(part, target)
-            except OSError:  # The file system has no hard links.
-                shutil.copyfile(part, target)
+            os.link(work.task_folder("write", task) / name, target)
 
 
 def concatenate(work: Work, stage: str, name: str, folder: Path) -> None:

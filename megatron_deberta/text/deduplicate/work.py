@@ -234,10 +234,11 @@ def begin_work(folder: JobFolder, plan: dict[str, Any], *, shared: bool = False)
         ConfigError: the folder is another plan's, or was not made by a job.
         DataError: another process works in it.
     """
-    with suppress(BusyError), folder.locked(seconds=0):
-        # Files may have been damaged since an earlier process compared them with their hashes.
+    with suppress(BusyError, FileNotFoundError), folder.locked(seconds=0):
+        # Files may have been damaged since an earlier process compared them with their hashes. A
+        # late array task may do so just before the others publish, and then publishes itself.
         folder.open(plan_digest(plan))
-        shutil.rmtree(folder.work / _CHECK, ignore_errors=True)
+        (folder.work / _CHECK).rename(temporary_path(folder.work / _CHECK))
     with folder.locked(shared=shared):
         folder.begin(plan)
         yield Work(folder.work)

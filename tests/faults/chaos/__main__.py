@@ -66,7 +66,7 @@ class Campaign:
 
 
 def run_cases(args: argparse.Namespace, campaign: Campaign) -> int:
-    """Run the missing cases, or the one that `--seed` names; return the number of failures."""
+    """Run the missing cases, or the one that `--seed` names; return the failures on file."""
     end, failed = time.monotonic() + args.seconds, 0
     for item in args.cases or CHAOS_CASES:
         name, _, number = item.partition("=")
@@ -75,6 +75,7 @@ def run_cases(args: argparse.Namespace, campaign: Campaign) -> int:
         done = {line["seed"] for line in lines if (line["case"], line["code"]) == (name, code)}
         seeds = range(int(number) if number else campaign.count(name))
         missing = [seed for seed in seeds if seed not in done]
+        failed += sum(not x["ok"] for x in lines if (x["case"], x["code"]) == (name, code))
         for seed in missing if args.seed is None else [args.seed]:
             if time.monotonic() > end:
                 return failed

@@ -145,8 +145,11 @@ class SaveCases:
         """Return the folder of a run with two checkpoints of TP2 x DP2, ZeRO-1."""
         template = self._run_dir.with_name("saved_by_four")
         if not template.exists():
+            unfinished = template.with_suffix(".unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)
             with RankPool(4) as ranks:
-                ranks.run(_save_twice, str(template))
+                ranks.run(_save_twice, str(unfinished))
+            unfinished.rename(template)
         return template
 
     def _begin(self) -> None:

@@ -134,7 +134,8 @@ class TrainingCases:
         committed = committed_steps(run_dir) if run_dir.exists() else []
         # After the last save a rank may finish without the others.
         is_done = committed[-1:] == [self._steps]
-        stopped = None not in codes and (is_done or 0 not in codes)
+        killed_in_time = any(codes[rank] == -signal.SIGKILL for rank in victims)
+        stopped = killed_in_time and None not in codes and (is_done or 0 not in codes)
         again = self._start(run_dir, asynchronous)
         resumed = again.wait()
         same = resumed == [0] * WORLD_SIZE and result(run_dir, self._steps) == expected
@@ -222,7 +223,7 @@ class TrainingCases:
             while time.monotonic() < end and last_step(run_dir) == 0:
                 time.sleep(POLL_SECONDS)
             return
-        step, delay = rng.randint(1, self._steps - 1), rng.uniform(0.0, 0.05)
+        step, delay = rng.randint(1, self._steps - 2), rng.uniform(0.0, 0.05)
         wait_until(lambda: last_step(run_dir) >= step, job)
         time.sleep(delay)
 

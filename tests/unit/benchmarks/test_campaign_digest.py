@@ -140,6 +140,10 @@ def test_digest_follows_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_every_campaign_of_training_covers_the_functions_that_flush_files() -> None:
-    for places in (faults.LOST_NODES_CODE, faults.SLURM_CODE, faults.HANGS_CODE):
+    kinds = [case.places for case in faults.CHAOS_CASES.values()]
+    for places in (
+        *kinds, faults.LOST_NODES_CODE, faults.SLURM_CODE, faults.HANGS_CODE,
+        faults.LAYOUT_MOVES_CODE,
+    ):  # fmt: skip
         names = {str(path.relative_to(campaigns.ROOT)) for path in campaigns.covered_files(places)}
         assert {"megatron_deberta/files.py", "megatron_deberta/hashing.py"} <= names

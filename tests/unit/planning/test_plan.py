@@ -342,7 +342,7 @@ def test_documented_plan_shows_local_checkpoints(capsys: pytest.CaptureFixture[s
     shown = " ".join(capsys.readouterr().out.split())
     assert "local checkpoints every 500 steps, per node: 1.18 GB written" in shown
     assert "minutes saved per day, stalls deducted" in shown
-    assert re.search(r"if a node writes [\d.]+ MB/s and sends [\d.]+ MB/s", shown)
+    assert re.search(r"if each node writes at least [\d.]+ MB/s and sends [\d.]+ MB/s", shown)
     assert main([*arguments, "--json"]) == 0
     values = json.loads(capsys.readouterr().out)["local_checkpoints"]
     assert values["failures_per_day"] == pytest.approx(16 / 60)

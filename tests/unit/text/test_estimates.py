@@ -59,8 +59,9 @@ def test_train_tokenizer(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFix
     size = corpus.stat().st_size
     whole = estimate([*command, "--sample-mb", "0"], capsys, tmp_path)
     part = estimate([*command, "--sample-mb", "0.1"], capsys, tmp_path)
-    assert f"sample  {size / 1e6:,.0f} MB" in whole
-    assert "sample  0 MB" in part
+    assert re.search(rf"sample  {size // 10**6}\.?\d* MB", whole)
+    assert "sample  0.1 MB" in part
+    assert main([*command, "--sample-mb", "-1", "--estimate"]) == 2
     # A small sample needs less of everything.
     assert gigabytes("disk +N", part) < gigabytes("disk +N", whole)
     assert gigabytes("memory +N", part) < gigabytes("memory +N", whole)
@@ -76,19 +77,19 @@ def test_the_constants_are_what_was_measured() -> None:
     assert found.processor_seconds + 0.5 == pytest.approx(
         cases["split"]["processor_seconds"], rel=0.2
     )
-    assert found.memory_bytes / 2**20 == pytest.approx(cases["split"]["peak_MiB"], rel=0.6)
+    assert found.memory_bytes / 2**20 == pytest.approx(cases["split"]["peak_MiB"], rel=0.2)
     corpus_bytes = 77_139_753
     for case in [name for name in cases if name.startswith("train-tokenizer")]:
         sample_bytes = int(float(case.split()[1]) * 1e6)
         found = tokenizer_needs(Sample(corpus_bytes, 4_000, [], 0), sample_bytes, workers=1)
         seconds = cases[case]["seconds"]
         assert found.processor_seconds + 0.5 == pytest.approx(seconds, rel=0.25)
-        assert found.memory_bytes / 2**20 == pytest.approx(cases[case]["peak_MiB"], rel=0.4)
+        assert found.memory_bytes / 2**20 == pytest.approx(cases[case]["peak_MiB"], rel=0.2)
     found = merge_needs(measured["shard_bytes"], workers=1)
     assert found.processor_seconds + 0.5 == pytest.approx(
         cases["merge"]["processor_seconds"], rel=0.25
     )
-    assert found.memory_bytes / 2**20 == pytest.approx(cases["merge"]["peak_MiB"], rel=0.9)
+    assert found.memory_bytes / 2**20 == pytest.approx(cases["merge"]["peak_MiB"], rel=0.2)
 
 
 def test_merge(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
