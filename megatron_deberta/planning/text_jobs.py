@@ -170,7 +170,7 @@ def estimate_train_tokenizer(
     needed = tokenizer_needs(found, sample_bytes, workers)
     return (
         f"{describe_needs(found, needed, nodes, workers)}\n"
-        f"sample  {_trained_bytes(found, sample_bytes) / 1e6:g} MB; SentencePiece trains on "
+        f"sample  {_trained_bytes(found, sample_bytes) / 1e6:,.1f} MB; SentencePiece trains on "
         "it in a single process"
     )
 
