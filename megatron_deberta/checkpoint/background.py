@@ -83,12 +83,11 @@ class Saver:
             CheckpointError: see ``store.save``.
         """
         assert self._thread is None, "call finish() first"
-        start = time.monotonic()
+        start = time.monotonic() if began is None else began
         source = self.run_dir, self.engine, self.specs, self.groups
         path = store.save(*source, metadata, retention=retention, fence=self.fence)
-        now = time.monotonic()
-        blocked = now - (start if began is None else began)
-        return Saved(path, metadata.step, now - start, blocked, metadata.consumed_samples)
+        seconds = time.monotonic() - start
+        return Saved(path, metadata.step, seconds, seconds, metadata.consumed_samples)
 
     def start(
         self, metadata: CheckpointMetadata, retention: Retention, began: float | None = None
@@ -100,14 +99,13 @@ class Saver:
         Args:
             metadata: of the checkpoint.
             retention: which older checkpoints are deleted after the commit.
-            began: ``time.monotonic()`` when training began to wait; None: now. The time until then
-                counts as blocked, not as part of the save.
+            began: ``time.monotonic()`` when training began to wait for the save; None: now.
 
         Raises:
             CheckpointError: there is too little disk space.
         """
         assert self._thread is None, "call finish() first"
-        start = time.monotonic()
+        start = time.monotonic() if began is None else began
         if self._collector is None:
             group = dist.new_group(backend="gloo") if self.groups.world_size > 1 else None
             self._collector = StateCollector(self.engine, self.specs, self.groups, group)
@@ -116,7 +114,6 @@ class Saver:
         staged = writer.begin(self.run_dir, self.specs, self.groups, metadata, kinds, self.fence)
         copies = self._collector.copy()
         self._thread = _WriterThread(staged, self._collector, copies, retention, start)
-        self._thread.blocked_seconds = time.monotonic() - (start if began is None else began)
 
     def poll(self) -> Saved | None:
         """Commit the save in flight if all ranks have written it. Collective: all ranks.
@@ -175,9 +172,9 @@ class _WriterThread(threading.Thread):
         self.retention = retention
         self.error: Exception | None = None
         self.start_time = start
-        self.blocked_seconds = 0.0
         self._collector, self._copies = collector, copies
         self.start()
+        self.blocked_seconds = time.monotonic() - start
 
     def run(self) -> None:
         try:

@@ -470,12 +470,8 @@ def _save(
 ) -> Saved | None:
     metadata = _metadata(run, guard, records, state)
     checkpoint = run.config.checkpoint
-    retention = Retention(
-        checkpoint.keep_last,
-        checkpoint.keep_every,
-        guard.last_good_step,
-        None if selection is None else selection.best_step,
-    )
+    best = None if selection is None else selection.best_step
+    retention = Retention(checkpoint.keep_last, checkpoint.keep_every, guard.last_good_step, best)
     if wait:
         return run.saver.save(metadata, retention, began)
     run.saver.start(metadata, retention, began)

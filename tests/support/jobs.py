@@ -153,7 +153,7 @@ def _run_rank(environment: dict[str, str], arguments: list[str], log: str) -> No
     if WITHOUT_FLOCK in environment:
         fcntl.flock = _unsupported  # type: ignore[assignment]
     rank, _, failure = environment.get(LOCAL_DISK, "").partition(" ")
-    if rank == environment["RANK"]:
+    if rank and rank == environment.get("RANK"):
         from megatron_deberta.checkpoint.local import parts
 
         parts.write_durably = _failing_write(failure, parts.write_durably)

@@ -25,8 +25,8 @@ def components(calls: list[str], check_every: int) -> Any:
         groups=None,
         data=SimpleNamespace(identity=Identity("/tokenizer", "t" * 64, "d" * 64)),
         saver=SimpleNamespace(
-            save=lambda metadata, _: calls.append(f"save {metadata.step}"),
-            start=lambda metadata, _: calls.append(f"start {metadata.step}"),
+            save=lambda metadata, *_: calls.append(f"save {metadata.step}"),
+            start=lambda metadata, *_: calls.append(f"start {metadata.step}"),
         ),
     )
 
@@ -39,7 +39,7 @@ def test_replicas_are_compared_before_a_save(
     calls: list[str] = []
     monkeypatch.setattr(run, "check_replicas", lambda *args: calls.append(f"check {args[-1]}"))
     of_run = components(calls, check_every)
-    run._save(of_run, Guard.of_run(of_run.config), None, None, TrainState(7, 28), wait)
+    run._save(of_run, Guard.of_run(of_run.config), None, None, TrainState(7, 28), wait, 0.0)
     check = ["check 7"] if check_every else []
     assert calls == [*check, "save 7" if wait else "start 7"]
 
@@ -53,7 +53,7 @@ def test_differing_replicas_are_not_saved(monkeypatch: pytest.MonkeyPatch, wait:
     monkeypatch.setattr(run, "check_replicas", differing)
     of_run = components(calls, 50)
     with pytest.raises(ReplicaError, match="step 7"):
-        run._save(of_run, Guard.of_run(of_run.config), None, None, TrainState(7, 28), wait)
+        run._save(of_run, Guard.of_run(of_run.config), None, None, TrainState(7, 28), wait, 0.0)
     assert calls == []
 
 
@@ -65,7 +65,7 @@ def test_worst_case_of_a_stop_contains_the_check_of_replicas(
         longest_step=2.0, longest_check=0.0, record_checkpoint=lambda *_: None
     )
     of_run = components([], 50)
-    run._save(of_run, Guard.of_run(of_run.config), records, None, TrainState(7, 28), True)
+    run._save(of_run, Guard.of_run(of_run.config), records, None, TrainState(7, 28), True, 0.0)
     assert records.longest_check >= 0.01
     events: list[dict[str, Any]] = []
     of_run.lock = SimpleNamespace(record=lambda event, **values: events.append(values))
