@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from megatron_deberta.cli.finetune import add_task_arguments
-from megatron_deberta.errors import EXIT_DONE
+from megatron_deberta.errors import EXIT_DONE, MissingInputError
 from megatron_deberta.files import write_atomically
 
 
@@ -44,7 +44,11 @@ def run(args: argparse.Namespace) -> int:
     with open_predictor(
         args.task, Path(args.model), args.data, tuple(args.overrides), args.tokenizer
     ) as predictor:
-        split, outputs, _ = predictor.run(args.split)
+        try:
+            split, outputs, _ = predictor.run(args.split)
+        except MissingInputError as error:
+            splits = ", ".join(predictor.task.splits)
+            raise MissingInputError(f"{error}; choose a split with --split: {splits}") from error
         if predictor.groups.rank == 0:
             task, examples = predictor.task, split.examples
             predictions = predict(

@@ -145,7 +145,9 @@ def test_the_best_checkpoint_is_kept_and_used(
     assert "the head starts from new weights: none" in caplog.text
 
 
-def test_two_ranks_predict_as_one(tmp_path: Path, finetune: Finetune, data: Path) -> None:
+def test_two_ranks_predict_as_one(
+    tmp_path: Path, finetune: Finetune, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_dir, alone, together = (tmp_path / name for name in ("run", "alone", "together"))
     assert finetune(run_dir, "train.steps=1", "optimizer.warmup_steps=0") == EXIT_DONE
     command = ["predict", str(data / "task.yaml"), "--model", str(run_dir), "--data", str(data)]
@@ -160,6 +162,11 @@ def test_two_ranks_predict_as_one(tmp_path: Path, finetune: Finetune, data: Path
         for rank in (0, 1)
     ]
     assert [rank.wait(TIMEOUT) for rank in ranks] == [EXIT_DONE, EXIT_DONE]
+    (tested,) = data.glob("test.*")
+    tested.rename(tmp_path / "elsewhere")
+    assert main(command) == EXIT_USAGE
+    assert "no such file" in (error := capsys.readouterr().err)
+    assert "choose a split with --split: train, dev, test" in " ".join(error.split())
     # Rank 1 writes nothing, not even to standard output.
     assert "probabilities" not in (tmp_path / "1.log").read_text()
     expected, found = (
