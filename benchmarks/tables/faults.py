@@ -23,15 +23,8 @@ _STARTS = (
     _RUN, "cluster/run_lock.py", "checkpoint/fence.py", "checkpoint/writer.py", "train/run.py",
 )  # fmt: skip
 _SLURM = (
-    _RUN,
-    "cli/launch.py",
-    "cli/submit.py",
-    "checkpoint",
-    "cluster",
-    "data",
-    "engine",
-    "train",
-)
+    _RUN, "cli/launch.py", "cli/submit.py", "checkpoint", "cluster", "data", "engine", "train",
+)  # fmt: skip
 _LAYOUTS = (
     _RUN, "checkpoint", "data", "engine", "model", "objectives", "distributed", "train",
 )  # fmt: skip
@@ -107,11 +100,11 @@ class ChaosCase:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """The tested packages and the campaign's own code."""
+        """Files and folders on whose code the results depend."""
         return (*_packages(self.packages), "tests/faults/chaos")
 
     def digest(self) -> str:
-        """Return the digest of the code that counts."""
+        """Return the digest of ``places`` and of what they import."""
         return code_digest(self.places)
 
 
@@ -140,7 +133,11 @@ def chaos(lines: list[Line]) -> str:
 
 
 def chaos_phases(lines: list[Line]) -> str:
-    """Kills and preemptions by phase: aimed at with a pause, or where a heartbeat was."""
+    """Return the table of passed kills and preemptions by phase of training.
+
+    A fault was injected during a pause in the phase, or at a random time; then the row names the
+    section of the heartbeat.
+    """
     kinds = ("kill-one", "kill-all", "preempt")
     counts: dict[str, list[int]] = {}
     for number, name in enumerate(kinds):

@@ -182,7 +182,7 @@ def sketches(record: Result) -> str:
 
 
 def commands(record: Result) -> str:
-    """Time and memory of the commands without benchmarks of their own."""
+    """Return the table of time and memory of ``split``, ``merge`` and ``train-tokenizer``."""
     rows = [
         (f"`{case.split()[0]}`{case.removeprefix(case.split()[0])}", f"{found['seconds']:.1f} s",
          f"{found['processor_seconds']:.1f} s", f"{found['peak_MiB']:.0f} MiB")

@@ -31,8 +31,7 @@ _ENCODED_BYTES = 2_000_000
 _SIGN_BYTES_PER_SECOND = 42e6
 _READ_BYTES_PER_SECOND = 130e6
 _COLLECT_BYTES_PER_SECOND = 90e6
-_SPLIT_BYTES_PER_SECOND = 90e6
-_COPY_BYTES_PER_SECOND = 1e9
+_SPLIT_BYTES_PER_SECOND = 78e6
 _DRAW_BYTES_PER_SECOND = 70e6
 # By the clock; SentencePiece's threads share some of the work.
 _TRAIN_BYTES_PER_SECOND = 3.9e6
@@ -142,7 +141,7 @@ def estimate_preprocess(
 def estimate_split(
     sources: Sequence[Source], options: ReadOptions, nodes: int, workers: int
 ) -> str:
-    """Describe what ``split`` needs.
+    """Return a description of the time, disk space and memory that ``split`` requires.
 
     Raises:
         DataError: a file of the sample cannot be read.
@@ -154,7 +153,9 @@ def estimate_split(
 def estimate_train_tokenizer(
     sources: Sequence[Source], options: ReadOptions, sample_bytes: int, nodes: int, workers: int
 ) -> str:
-    """Describe what ``train-tokenizer`` needs: workers sample, then one process trains.
+    """Return a description of the time, disk space and memory that ``train-tokenizer`` requires.
+
+    Workers draw the sample; then a single process trains.
 
     Args:
         sources: input files.
@@ -176,7 +177,7 @@ def estimate_train_tokenizer(
 
 
 def estimate_merge(prefixes: Sequence[str], nodes: int, workers: int) -> str:
-    """Describe what ``merge`` needs.
+    """Return a description of the time, disk space and memory that ``merge`` requires.
 
     Raises:
         DataError: a shard has no manifest, or differs from the first.
@@ -237,19 +238,19 @@ def needs(text_bytes: float, documents: float, settings: Settings, workers: int)
 
 
 def split_needs(found: Sample, workers: int) -> Needs:
-    """Compute what ``split`` needs."""
-    serial = found.text_bytes / _COPY_BYTES_PER_SECOND
+    """Return the requirements of ``split``."""
     return Needs(
-        processor_seconds=found.text_bytes / _SPLIT_BYTES_PER_SECOND + serial,
-        serial_seconds=serial,
-        work_bytes=found.text_bytes,
+        processor_seconds=found.text_bytes / _SPLIT_BYTES_PER_SECOND,
+        serial_seconds=0.0,
+        # The files of the work become those of the result.
+        work_bytes=0.0,
         result_bytes=found.text_bytes,
         memory_bytes=_FIRST_PROCESS_BYTES + workers * _COPYING_BYTES,
     )
 
 
 def tokenizer_needs(found: Sample, sample_bytes: int, workers: int) -> Needs:
-    """Compute what ``train-tokenizer`` needs; ``sample_bytes`` as in the command, 0: all."""
+    """Return the requirements of ``train-tokenizer``; a sample of 0 bytes is all text."""
     trained = _trained_bytes(found, sample_bytes)
     serial = trained / _TRAIN_BYTES_PER_SECOND
     return Needs(
@@ -266,12 +267,13 @@ def _trained_bytes(found: Sample, sample_bytes: int) -> float:
 
 
 def merge_needs(shard_bytes: int, workers: int) -> Needs:
-    """Compute what ``merge`` needs, from the bytes of all files of the shards."""
+    """Return the requirements of ``merge`` for shards whose files have a total size."""
     serial = shard_bytes / _HASH_BYTES_PER_SECOND
     return Needs(
         processor_seconds=shard_bytes / _MERGE_BYTES_PER_SECOND + serial,
         serial_seconds=serial,
-        work_bytes=shard_bytes,
+        # The copies become the result.
+        work_bytes=0.0,
         result_bytes=shard_bytes,
         memory_bytes=_FIRST_PROCESS_BYTES + workers * _COPYING_BYTES,
     )

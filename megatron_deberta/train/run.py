@@ -439,7 +439,8 @@ def _record_saved(
         "checkpoint",
         step=saved.step,
         samples=saved.consumed_samples,
-        # A check of replicas may follow a step, and precedes each save.
+        # A check of replicas may follow a step. That of a save is part of its time; adding the
+        # longest one bounds those of later saves.
         save_seconds=saved.seconds + records.longest_check,
         step_seconds=records.longest_step + records.longest_check,
     )

@@ -134,7 +134,11 @@ def main() -> int:
 
 
 def run_cases(args: argparse.Namespace, folder: Path) -> int:
-    """Run the missing cases in turn, or those that `--seed` names; return the failures on file."""
+    """Run the missing cases in turn, or those that ``--seed`` selects.
+
+    Returns:
+        Number of failed cases of the present code in the output file.
+    """
     end, code = time.monotonic() + args.seconds, code_digest(LOST_NODES_CODE)
     known = [x for x in read_lines(args.output) if x["code_digest"] == code]
     done = {(x["case"], x["seed"]) for x in known}

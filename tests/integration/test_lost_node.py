@@ -71,10 +71,10 @@ def test_failing_disk_does_not_end_a_run(
     job = train_to_step_24(run_yaml, tmp_path, uninterrupted)
     found = records(tmp_path / "run", "local_checkpoint").values()
     assert found
+    failed = int(failure != "slow")
     for record in found:
         # Node 0 holds the replica of rank 1.
         assert record["is_complete"]
-        failed = int(failure != "slow")
         assert (record["failed_parts"], record["failed_replicas"]) == (failed, failed)
     assert job.output().count("training continues, and metrics.jsonl counts") == failed
 

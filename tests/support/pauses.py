@@ -1,7 +1,8 @@
-"""Pauses of one rank at a phase of a training step, a save or the run, for kills that are aimed.
+"""Pauses of one rank in a chosen phase of training, in which a campaign injects a fault.
 
-``PAUSE`` names rank, phase and how often it is reached before; the rank then creates the file
-``token`` and waits until it is killed, or until the file ``go`` beside it exists.
+The environment variable ``PAUSE`` selects the rank, the phase and the occurrence of the phase. The
+rank creates the file ``token`` there and waits until it is killed or the file ``go`` exists in the
+same folder.
 """
 
 from __future__ import annotations
@@ -26,36 +27,37 @@ _BEAT = ("megatron_deberta.cluster.watchdog.heartbeat", "Heartbeat", "enter")
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Where a phase is.
+    """Function at which a rank pauses.
 
     Attributes:
-        places: module, class or nothing, and function.
-        section: in which the rank's heartbeat then is; for saves only if training waits for them.
-        entered: the function is one of all sections; the pause is at this one.
+        place: its module, its class or an empty string, and its name.
+        section: section of the rank's heartbeat during the pause. A save in the background runs in
+            any section.
+        entered: for ``Heartbeat.enter``: the section whose start is the phase.
         is_after: pause after the function, not before it.
     """
 
-    places: tuple[tuple[str, str, str], ...]
+    place: tuple[str, str, str]
     section: Section
     entered: Section | None = None
     is_after: bool = False
 
 
 PHASES: Mapping[str, Phase] = {
-    "start-up": Phase((("megatron_deberta.train.run", "", "build_engine"),), Section.STARTUP),
-    "data": Phase((_BEAT,), Section.DATA, Section.DATA),
-    "forward": Phase((("megatron_deberta.train.step", "", "forward"),), Section.STEP),
-    "backward": Phase(((*_ENGINE, "backward"),), Section.STEP),
-    "optimizer": Phase(((*_ENGINE, "step"),), Section.STEP),
+    "start-up": Phase(("megatron_deberta.train.run", "", "build_engine"), Section.STARTUP),
+    "data": Phase(_BEAT, Section.DATA, Section.DATA),
+    "forward": Phase(("megatron_deberta.train.step", "", "forward"), Section.STEP),
+    "backward": Phase((*_ENGINE, "backward"), Section.STEP),
+    "optimizer": Phase((*_ENGINE, "step"), Section.STEP),
     "save, before the commit": Phase(
-        (("megatron_deberta.checkpoint.writer", "", "write"),), Section.SAVE
+        ("megatron_deberta.checkpoint.writer", "", "write"), Section.SAVE
     ),
     "save, after the commit": Phase(
-        (("megatron_deberta.checkpoint.writer", "", "commit"),), Section.SAVE, is_after=True
+        ("megatron_deberta.checkpoint.writer", "", "commit"), Section.SAVE, is_after=True
     ),
-    "retention": Phase((("megatron_deberta.checkpoint.retention", "", "delete"),), Section.SAVE),
-    "validation": Phase((("megatron_deberta.train.evaluate", "", "forward"),), Section.EVALUATION),
-    "end": Phase((_BEAT,), Section.END, Section.END),
+    "retention": Phase(("megatron_deberta.checkpoint.retention", "", "delete"), Section.SAVE),
+    "validation": Phase(("megatron_deberta.train.evaluate", "", "forward"), Section.EVALUATION),
+    "end": Phase(_BEAT, Section.END, Section.END),
 }
 
 
@@ -66,7 +68,7 @@ class Pause:
     Attributes:
         rank: which rank pauses.
         phase: one of ``PHASES``.
-        count: at which time that it reaches the phase, from 1.
+        count: occurrence of the phase on this rank, from 1.
         token: file to create there.
     """
 
@@ -102,19 +104,17 @@ def install(environment: Mapping[str, str]) -> None:
     def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def function(*args: Any, **kwargs: Any) -> Any:
-            # Of a method: the object, then the section.
-            is_here = phase.entered is None or args[1] is phase.entered
-            if is_here and phase.entered is None and not phase.is_after:
+            if not phase.is_after and phase.entered is None:
                 reach()
             result = original(*args, **kwargs)
-            # A heartbeat is written first, so that it shows the section.
-            if is_here and (phase.entered is not None or phase.is_after):
+            # After ``Heartbeat.enter(self, section)``, the heartbeat shows the section.
+            if phase.is_after or (phase.entered is not None and args[1] is phase.entered):
                 reach()
             return result
 
         return function
 
-    for module_name, class_name, name in phase.places:
-        module = importlib.import_module(module_name)
-        owner = getattr(module, class_name) if class_name else module
-        setattr(owner, name, wrapped(getattr(owner, name)))
+    module_name, class_name, name = phase.place
+    module = importlib.import_module(module_name)
+    owner = getattr(module, class_name) if class_name else module
+    setattr(owner, name, wrapped(getattr(owner, name)))

@@ -107,7 +107,7 @@ class _FoldedText(_PlainText):
             except _ERRORS as error:
                 self.damage = f"compressed data is damaged ({error})"
                 if "too much memory" in str(error):
-                    self.damage = "needs a window above 128 MiB, the limit (zstd --long=27)"
+                    self.damage = "its window exceeds 128 MiB; compress with at most zstd --long=27"
                 return 0
         size = min(len(self._piece), len(buffer))
         buffer[:size] = self._piece[:size]

@@ -66,7 +66,11 @@ class Campaign:
 
 
 def run_cases(args: argparse.Namespace, campaign: Campaign) -> int:
-    """Run the missing cases, or the one that `--seed` names; return the failures on file."""
+    """Run the missing cases, or the case that ``--seed`` selects.
+
+    Returns:
+        Number of failed cases of the present code in the output file.
+    """
     end, failed = time.monotonic() + args.seconds, 0
     for item in args.cases or CHAOS_CASES:
         name, _, number = item.partition("=")

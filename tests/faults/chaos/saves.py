@@ -95,9 +95,10 @@ class SaveCases:
         }  # fmt: skip
 
     def damage(self, seed: int) -> dict[str, Any]:
-        """A file of the newest of two checkpoints of four ranks is damaged: the other is used.
+        """Damage a file of the newest of two checkpoints; the older one must be used.
 
-        The file is one of each rank in turn, or of rank 0's that describe the whole checkpoint.
+        Four ranks saved them. The damaged file is one that rank 0, 1, 2 or 3 wrote, or one that
+        describes the whole checkpoint, in turn.
         """
         rng = random.Random(f"damage {seed}")
         kind = DAMAGES[seed % len(DAMAGES)]
@@ -142,7 +143,7 @@ class SaveCases:
         }  # fmt: skip
 
     def _saved_by_four_ranks(self) -> Path:
-        """Return the folder of a run with two checkpoints of TP2 x DP2, ZeRO-1."""
+        """Return a run folder with two checkpoints saved by four ranks (TP 2 x DP 2, ZeRO-1)."""
         template = self._run_dir.with_name("saved_by_four")
         if not template.exists():
             unfinished = template.with_suffix(".unfinished")

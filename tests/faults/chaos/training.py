@@ -45,13 +45,13 @@ POLL_SECONDS = 0.001
 
 @dataclass(slots=True)
 class Instant:
-    """When a fault is injected.
+    """Time at which a fault is injected.
 
     Attributes:
-        phase: of ``PHASES`` if the rank was made to pause there, else the section of its heartbeat.
+        phase: one of ``PHASES`` if the rank paused there, otherwise the section of its heartbeat.
         is_aimed: the rank paused.
-        sections: heartbeats of the ranks that are watched, at that instant.
-        step: completed steps by the first of these heartbeats.
+        sections: section of each observed rank's heartbeat at that time.
+        step: completed steps according to the first of these heartbeats.
     """
 
     phase: str
@@ -100,12 +100,12 @@ class TrainingCases:
         return self._expected
 
     def kill_one(self, seed: int) -> dict[str, Any]:
-        """SIGKILL of one rank, then a resumed run."""
+        """Kill one rank with SIGKILL, resume the run and compare the results."""
         rng = random.Random(f"one {seed}")
         return self._interrupt(seed, rng, [rng.randrange(WORLD_SIZE)])
 
     def kill_all(self, seed: int) -> dict[str, Any]:
-        """SIGKILL of all ranks."""
+        """Kill all ranks with SIGKILL, resume the run and compare the results."""
         return self._interrupt(seed, random.Random(f"all {seed}"), list(range(WORLD_SIZE)))
 
     def _interrupt(self, seed: int, rng: random.Random, victims: list[int]) -> dict[str, Any]:
@@ -150,7 +150,10 @@ class TrainingCases:
         }  # fmt: skip
 
     def preempt(self, seed: int) -> dict[str, Any]:
-        """A signal to one or all ranks: a save within the grace, exit code 75, resumed run."""
+        """Send a stop signal to one or all ranks, resume the run and compare the results.
+
+        The ranks must save and exit with code 75 within ``GRACE_SECONDS``.
+        """
         rng = random.Random(f"signal {seed}")
         expected = self.expected()
         number = rng.choice((signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2))

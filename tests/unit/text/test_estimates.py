@@ -1,4 +1,4 @@
-"""``--estimate`` of commands over text says what the command then needs, and writes nothing."""
+"""``--estimate`` prints the requirements of a command and creates no file."""
 
 from __future__ import annotations
 

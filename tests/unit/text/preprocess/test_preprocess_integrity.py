@@ -150,5 +150,5 @@ def test_a_zstd_window_of_two_gib_is_refused(tokenizer_dir: str, tmp_path: Path)
     with pytest.raises(DataError, match="truncated or damaged|damaged"):
         build(str(path), tokenizer_dir, tmp_path / "out")
     (listed,) = tmp_path.glob("out/*/*/staged/bad")
-    assert "needs a window above 128 MiB, the limit (zstd --long=27)" in listed.read_text()
+    assert "its window exceeds 128 MiB; compress with at most zstd --long=27" in listed.read_text()
     assert shards(tmp_path / "out") == {}
