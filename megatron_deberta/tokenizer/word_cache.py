@@ -22,7 +22,7 @@ from megatron_deberta.tokenizer.unigram_search import Ids, Lengths, UnigramSearc
 
 # Words in the cache. With half as many, words of 77 MB of novels were evicted and met again.
 _MAX_WORDS = 1 << 19
-# Characters of text split into words at once; longer texts are cut.
+# Characters of a text after which it is cut.
 _MOST_CHARACTERS = 1 << 23
 _LONGEST_KEPT = 64
 # Words whose ids are copied at once.
@@ -30,13 +30,14 @@ _GATHERED_WORDS = 1 << 16
 # Characters of cached words beyond which the cache is reduced, however few words it has.
 _MOST_CACHED_CHARACTERS = 1 << 24
 _SPACES = "\t\n\r \u00a0"
-_SPACES_AND_WORD = re.compile(f"[{_SPACES}]*[^{_SPACES}]*")
-# Characters at which pyarrow splits, but the normalizer may not.
-_OTHER_SPACES = "\x0b\x0c"
-# Latin letters, punctuation and whitespace: each is its own grapheme, and the normalizer works
+_NO_BREAK_SPACE = "\u00a0".encode()
+_TO_SPACE = bytes.maketrans(b"\t\n\r", b"   ")
+# Latin letters and punctuation: each is its own grapheme, and the normalizer works
 # grapheme by grapheme, so words of these characters do not change their neighbours.
-_LONE = "\t\n\r -~\u00a0-\u00ac\u00ae-\u024f\u2010-\u2027\u2030-\u205e\u20ac"
-_INTERACTING = re.compile(f"[^{_LONE}]+")
+_LONE = "!-~\u00a1-\u00ac\u00ae-\u024f\u2010-\u2027\u2030-\u205e\u20ac"
+_INTERACTING = re.compile(f"[^{_LONE}{_SPACES}]")
+# A space between words of lone characters.
+_CUT = re.compile(f"(?<![^{_SPACES}])[{_LONE}]+ (?=[{_LONE}]+(?![^{_SPACES}]))")
 # Patterns with the same meaning in ``re`` and ``tokenizers``: names, alternatives, look-ahead.
 _LITERALS = re.compile(r"(?:[^\\\[\](){}.*+?^$|]|\\\W|\||\(\?=|\))+")
 
@@ -120,46 +121,42 @@ class WordCache:
         if self._characters >= _TRIM_CHARACTERS:
             self._characters = 0
             _give_memory_back()
-        is_long = np.fromiter((len(text) > _MOST_CHARACTERS for text in texts), np.bool_)
         try:
-            ids, lengths, is_safe = self._encode_words(
-                ["" if long else text for text, long in zip(texts, is_long, strict=True)]
+            if max(map(len, texts), default=0) <= _MOST_CHARACTERS:
+                return self._encode_words(texts)
+            return _join(
+                [
+                    np.concatenate([self._encode_words([piece])[0] for piece in _cut(text)])
+                    for text in texts
+                ]
             )
-            alone = np.flatnonzero(is_long | ~is_safe).tolist()
-            if not alone:
-                return ids, lengths
-            parts = np.split(ids, np.cumsum(lengths)[:-1])
-            for index in alone:
-                parts[index] = np.concatenate([_NO_IDS, *self._encode_pieces(texts[index])])
-                lengths[index] = parts[index].size
         except UnicodeEncodeError:  # a lone surrogate, which encoding the whole text reports
             return None
-        return np.concatenate(parts), lengths
 
-    def _encode_pieces(self, text: str) -> Iterator[Ids]:
-        """Encode a text stretch by stretch, some of them whole, in bounded memory."""
-        for stretch, is_long in _stretches(text):
-            if is_long:
-                yield np.asarray(self._encode(stretch), np.int32)
-            else:
-                for piece in _cut(stretch):
-                    yield self._encode_words([piece])[0]
-
-    def _encode_words(self, texts: Sequence[str]) -> tuple[Ids, Lengths, npt.NDArray[np.bool_]]:
-        """Encode texts word by word; also return for which texts the ids are valid."""
-        words, codes, offsets = _split(texts)
+    def _encode_words(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
+        """Encode texts word by word, but stretches with interacting characters whole."""
+        encoded = [text.encode() for text in texts]
+        data = b"\n".join([*encoded, b""])
+        words, first_words = _split(data, encoded)
+        unique = pyarrow.compute.dictionary_encode(words, memory_pool=_POOL)
+        codes = unique.indices.to_numpy()
         cache = self._encoded_words()
-        slots = cache.find(words)
-        ids, ends = cache.gather(slots[codes])
-        is_safe = np.ones(len(texts), np.bool_)
+        slots = cache.find(unique.dictionary.to_pylist())
+        ids, ends = cache.of_words(slots)
+        ids, ends = _take(ids, ends[codes], np.diff(ends)[codes])
+        lengths = np.diff(ends[first_words])
         interacts = cache.interacts[slots]
-        if interacts.any():
-            owners = np.searchsorted(offsets, np.flatnonzero(interacts[codes]), side="right") - 1
-            is_safe[owners] = False
-        for index, text in enumerate(texts):
-            if any(space in text for space in _OTHER_SPACES):
-                is_safe[index] = False
-        return ids, np.diff(ends[offsets]), is_safe
+        if not interacts.any():
+            return ids, lengths
+        parts, done = [], 0
+        offsets = np.frombuffer(words.buffers()[1], np.int64)
+        for text, first, last in _stretches(interacts[codes], offsets, first_words):
+            stretch = data[offsets[first] : offsets[last + 1] - 1].decode()
+            found = np.asarray(self._encode(stretch), np.int32)
+            parts += [ids[done : ends[first]], found]
+            done = ends[last + 1]
+            lengths[text] += found.size - (done - ends[first])
+        return np.concatenate([*parts, ids[done:]]), lengths
 
     def _encoded_words(self) -> _EncodedWords:
         """Return the cache of the calling thread."""
@@ -169,90 +166,88 @@ class WordCache:
         return words
 
 
-def _split(texts: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int32], Lengths]:
-    """Split texts at spaces.
+def _split(data: bytes, texts: Sequence[bytes]) -> tuple[pyarrow.LargeStringArray, Lengths]:
+    """Split texts after each space.
+
+    Args:
+        data: the texts, each followed by a newline.
+        texts: the texts, in UTF-8.
 
     Returns:
-        Unique words, the index of every word among them, int32 ``[words]``, and the first word
-        of each text, int64 ``[texts + 1]``.
+        Words with the space after them, some of them only a space, at the same places as in
+        ``data``; the first word of each text, int64 ``[texts + 1]``.
     """
-    column = pyarrow.array(
-        # A space to the normalizer but not to ascii_split_whitespace.
-        [text.replace("\u00a0", " ") for text in texts],
-        pyarrow.large_string(),
-        memory_pool=_POOL,
+    data = data.replace(_NO_BREAK_SPACE, b"  ").translate(_TO_SPACE)
+    spaces = np.flatnonzero(np.frombuffer(data, np.uint8) == ord(" "))
+    offsets = np.concatenate([[0], spaces + 1])
+    sizes = np.fromiter(map(len, texts), np.int64, len(texts)) + 1
+    first_words = np.searchsorted(offsets, np.concatenate([[0], np.cumsum(sizes)]))
+    words = pyarrow.LargeStringArray.from_buffers(
+        spaces.size, pyarrow.py_buffer(offsets), pyarrow.py_buffer(data)
     )
-    lists = pyarrow.compute.ascii_split_whitespace(column, memory_pool=_POOL)
-    words = pyarrow.compute.dictionary_encode(lists.values, memory_pool=_POOL)
-    return words.dictionary.to_pylist(), words.indices.to_numpy(), lists.offsets.to_numpy()
+    return words, first_words
 
 
 def _cut(text: str) -> Iterator[str]:
-    """Cut a text at spaces into pieces of bounded size, or of one word."""
+    """Cut a text between words that do not change their neighbours."""
     begin = 0
-    while len(text) - begin > _MOST_CHARACTERS:
-        end = text.rfind(" ", begin, begin + _MOST_CHARACTERS)
-        if end <= begin and (end := text.find(" ", begin + _MOST_CHARACTERS)) < 0:
-            break
-        yield text[begin:end]
-        begin = end
+    while match := _CUT.search(text, begin + _MOST_CHARACTERS):
+        yield text[begin : match.end()]
+        begin = match.end()
     yield text[begin:]
 
 
-def _stretches(text: str) -> Iterator[tuple[str, bool]]:
-    """Cut a text at spaces into stretches; True: must be encoded whole."""
-    begin = end = word_end = 0
-    for match in _INTERACTING.finditer(text):
-        if match.start() < word_end:
-            continue
-        first = _word_begin(text, _word_begin(text, match.start(), end), end)
-        word_end = _word_end(text, match.end())
-        if first > end:
-            if end:
-                yield text[begin:end], True
-            yield text[end:first], False
-            begin = first
-        end = _word_end(text, word_end)
-    if end:
-        yield text[begin:end], True
-    yield text[end:], False
+def _stretches(
+    interacts: npt.NDArray[np.bool_], offsets: Lengths, first_words: Lengths
+) -> Iterator[tuple[int, int, int]]:
+    """Find stretches from the word before interacting characters to the word after them.
 
+    Args:
+        interacts: ``[words]``, which contain such characters.
+        offsets: int64 ``[words + 1]``, bytes before each word.
+        first_words: int64 ``[texts + 1]``, the first word of each text.
 
-def _word_begin(text: str, position: int, least: int) -> int:
-    """Return the beginning of the word before ``position``, skipping spaces."""
-    while position > least and text[position - 1] in _SPACES:
-        position -= 1
-    while position > least and text[position - 1] not in _SPACES:
-        position -= 1
-    return position
-
-
-def _word_end(text: str, position: int) -> int:
-    """Return the end of the word after ``position``, skipping spaces."""
-    match = _SPACES_AND_WORD.match(text, position)
-    return match.end() if match else position
+    Yields:
+        Text, first word, last word.
+    """
+    centres = np.flatnonzero(interacts)
+    texts = np.searchsorted(first_words, centres, side="right") - 1
+    filled = np.flatnonzero(np.diff(offsets) > 1)
+    places = np.searchsorted(filled, centres)
+    first = np.where(places > 0, filled[places - 1], 0)
+    first = np.maximum(first, first_words[texts])
+    last = np.append(filled, interacts.size)[places + 1]
+    last = np.minimum(last, first_words[texts + 1] - 1)
+    is_apart = first[1:] > last[:-1]
+    begins = np.concatenate([[True], is_apart])
+    ends = np.concatenate([is_apart, [True]])
+    yield from zip(texts[begins].tolist(), first[begins].tolist(), last[ends].tolist(), strict=True)
 
 
 class _WordEncoder:
-    """Encodes words that are not cached; arguments as for ``WordCache``."""
+    """Encodes words that are not cached, each with a space after it; arguments as ``WordCache``."""
 
     def __init__(
         self, spec: Mapping[str, Any], backend: Backend, encode: Callable[[str], list[int]]
     ) -> None:
         self._encode = encode
-        self.encode_plain = UnigramSearch(spec["model"]["vocab"])
+        self._search = UnigramSearch(spec["model"]["vocab"])
         unchanged = "".join(
             character
-            for character in self.encode_plain.characters
+            for character in self._search.characters
             if not _INTERACTING.match(character)
             and character not in _SPACES
             and backend.normalizer.normalize_str(character) == character
         )
         _, *guards = _pre_tokenizers(spec)
         apart = "".join(f"(?!.*(?:{guard['pattern']['Regex']}))" for guard in guards)
-        pattern = f"{apart}[{re.escape(unchanged)}]{{1,{_LONGEST_KEPT}}}" if unchanged else "(?!)"
+        pattern = f"{apart}[{re.escape(unchanged)}]{{1,{_LONGEST_KEPT}}} " if unchanged else "(?!)"
         # Whether the pipeline passes a word to the model unchanged.
         self.is_plain = re.compile(pattern).fullmatch
+
+    def encode_plain(self, words: Sequence[str]) -> tuple[Ids, Lengths]:
+        """Encode words for which ``is_plain`` holds."""
+        return self._search([word[:-1] for word in words])
 
     def encode_other(self, words: Sequence[str]) -> tuple[Ids, Lengths, npt.NDArray[np.bool_]]:
         """Encode other words.
@@ -263,7 +258,7 @@ class _WordEncoder:
         interacts = np.fromiter(map(bool, map(_INTERACTING.search, words)), np.bool_, len(words))
         ids, sizes = _join(
             [
-                np.asarray([] if depends or not word else self._encode(word), np.int32)
+                np.asarray([] if depends or word == " " else self._encode(word[:-1]), np.int32)
                 for word, depends in zip(words, interacts, strict=True)
             ]
         )
@@ -272,6 +267,32 @@ class _WordEncoder:
 
 def _join(parts: list[Ids]) -> tuple[Ids, Lengths]:
     return np.concatenate([_NO_IDS, *parts]), np.fromiter(map(len, parts), np.int64, len(parts))
+
+
+def _take(
+    ids: Ids, starts: npt.NDArray[np.integer[Any]], sizes: npt.NDArray[np.integer[Any]]
+) -> tuple[Ids, Lengths]:
+    """Concatenate the ids of words.
+
+    Args:
+        ids: int32, of all words.
+        starts: ``[words]``, where the ids of each word begin in ``ids``.
+        sizes: ``[words]``, how many they are.
+
+    Returns:
+        Ids, int32 ``[tokens]``, and 0 followed by the end of each word, int64 ``[words + 1]``.
+    """
+    ends = np.zeros(starts.size + 1, np.int64)
+    np.cumsum(sizes, out=ends[1:])
+    found = np.empty(ends[-1], np.int32)
+    # In chunks: the indices take several times the memory of the ids.
+    for begin in range(0, starts.size, _GATHERED_WORDS):
+        some = slice(begin, begin + _GATHERED_WORDS)
+        first, last = ends[begin], ends[min(begin + _GATHERED_WORDS, starts.size)]
+        places = np.repeat(starts[some] - ends[:-1][some], sizes[some])
+        places += np.arange(first, last)
+        np.take(ids, places, out=found[first:last], mode="clip")
+    return found, ends
 
 
 class _EncodedWords:
@@ -321,23 +342,9 @@ class _EncodedWords:
         self._uses[slots] += 1
         return slots
 
-    def gather(self, slots: npt.NDArray[np.integer[Any]]) -> tuple[Ids, Lengths]:
-        """Concatenate the ids of words.
-
-        Returns:
-            Ids, int32 ``[tokens]``, and 0 followed by the end of each word, int64 ``[words + 1]``.
-        """
-        ends = np.zeros(slots.size + 1, np.int64)
-        np.cumsum(self._sizes[slots], out=ends[1:])
-        ids = np.empty(ends[-1], np.int32)
-        # In chunks: the indices take several times the memory of the ids.
-        for begin in range(0, slots.size, _GATHERED_WORDS):
-            some = slots[begin : begin + _GATHERED_WORDS]
-            first, last = ends[begin], ends[begin + some.size]
-            shifts = self._starts[some] - ends[begin : begin + some.size]
-            places = np.repeat(shifts, self._sizes[some]) + np.arange(first, last)
-            ids[first:last] = self._ids[places]
-        return ids, ends
+    def of_words(self, slots: npt.NDArray[np.integer[Any]]) -> tuple[Ids, Lengths]:
+        """Return the ids of words, and 0 followed by the end of each word in them."""
+        return _take(self._ids, self._starts[slots], self._sizes[slots])
 
     def _slots_of(self, words: list[str]) -> npt.NDArray[np.int32]:
         """Return the slot of each word; -1: not cached."""
@@ -380,7 +387,7 @@ class _EncodedWords:
         kept = np.argsort(-uses, kind="stable")[: min(_MAX_WORDS // 2, np.count_nonzero(uses))]
         kept.sort()
         sizes, interacts, uses = self._sizes[kept], self.interacts[kept], uses[kept] // 2
-        ids, _ = self.gather(kept)
+        ids, _ = self.of_words(kept)
         self._clear()
         self._add([words[slot] for slot in kept], ids, sizes, interacts)
         self._uses[: uses.size] = uses

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import sys
 import threading
@@ -40,6 +41,37 @@ def test_long_texts_are_cut_and_keep_their_ids(
     expected = reference_ids(unigram_dir, texts)
     assert encode_together(tokenizer, texts) == expected
     assert [tokenizer.encode(text) for text in texts[::7]] == expected[::7]
+
+
+def test_characters_that_interact_across_spaces(unigram_dir: str) -> None:
+    odd = [
+        *[
+            "",
+            "\u0301",
+            "\u0300e",
+            "\u200d",
+            "\u00ad",
+            "\u0e33",
+            "\u1100",
+            "\ufeff",
+            "\ufdfa",
+            "\u00bd",
+        ],
+        *["\x00", "\x07", "\x0b", "\x0c", "\u0085", "\u2003", "\u2028", "\u202e", "\u0928\u092e"],
+    ]
+    words = [word for line in real_lines(300) for word in line.split()]
+    draw = random.Random(0)
+
+    def text(share: float) -> str:
+        return "".join(
+            draw.choice(["", " ", "  ", "\n", "\u00a0"])
+            + draw.choice(odd if draw.random() < share else words)
+            for _ in range(draw.randrange(10))
+        )
+
+    texts = [text(share) for share in (0.1, 0.5) for _ in range(4000)]
+    tokenizer = load_tokenizer(unigram_dir)
+    assert encode_together(tokenizer, texts) == reference_ids(unigram_dir, texts)
 
 
 def test_small_cache_gives_the_same_ids(unigram_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
