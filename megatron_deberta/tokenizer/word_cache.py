@@ -135,9 +135,7 @@ class WordCache:
 
     def _encode_words(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
         """Encode texts word by word, but stretches with interacting characters whole."""
-        encoded = [text.encode() for text in texts]
-        data = b"\n".join([*encoded, b""])
-        words, first_words = _split(data, encoded)
+        data, words, first_words = _split(texts)
         unique = pyarrow.compute.dictionary_encode(words, memory_pool=_POOL)
         codes = unique.indices.to_numpy()
         cache = self._encoded_words()
@@ -166,26 +164,26 @@ class WordCache:
         return words
 
 
-def _split(data: bytes, texts: Sequence[bytes]) -> tuple[pyarrow.LargeStringArray, Lengths]:
+def _split(texts: Sequence[str]) -> tuple[bytes, pyarrow.LargeStringArray, Lengths]:
     """Split texts after each space.
 
-    Args:
-        data: the texts, each followed by a newline.
-        texts: the texts, in UTF-8.
-
     Returns:
-        Words with the space after them, some of them only a space, at the same places as in
-        ``data``; the first word of each text, int64 ``[texts + 1]``.
+        The texts in UTF-8, each followed by a newline; words with the space after them, some of
+        them only a space, at the same places as in the texts; the first word of each text, int64
+        ``[texts + 1]``.
     """
-    data = data.replace(_NO_BREAK_SPACE, b"  ").translate(_TO_SPACE)
+    encoded = [text.encode() for text in texts]
+    sizes = np.fromiter(map(len, encoded), np.int64, len(texts)) + 1
+    original = b"\n".join([*encoded, b""])
+    del encoded
+    data = original.replace(_NO_BREAK_SPACE, b"  ").translate(_TO_SPACE)
     spaces = np.flatnonzero(np.frombuffer(data, np.uint8) == ord(" "))
     offsets = np.concatenate([[0], spaces + 1])
-    sizes = np.fromiter(map(len, texts), np.int64, len(texts)) + 1
     first_words = np.searchsorted(offsets, np.concatenate([[0], np.cumsum(sizes)]))
     words = pyarrow.LargeStringArray.from_buffers(
         spaces.size, pyarrow.py_buffer(offsets), pyarrow.py_buffer(data)
     )
-    return words, first_words
+    return original, words, first_words
 
 
 def _cut(text: str) -> Iterator[str]:

@@ -29,7 +29,7 @@ from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 from megatron_deberta.tokenizer.batch_encoders import BatchEncoder, sentencepiece_encoder
 
 # Of text that is encoded at once: its words repeat, and each is looked up once.
-ENCODED_BYTES = 1 << 23
+ENCODED_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
