@@ -35,6 +35,8 @@ CPU_LENGTH = 40
 RACECHECK_SECONDS = 90
 GATHERED_DONE = "gathered kernels: done"
 REPEATS = 3
+# The interpreter, one thread, takes seconds for a call.
+CPU_REPEATS = 2
 Function = Callable[..., Tensor]
 
 
@@ -135,7 +137,8 @@ def compare(
         return [x.detach().double().cpu() for x in (output, *gradients)]
 
     expected = work(reference or function, "cpu", torch.float64)
-    found, *again = (work(function, device, dtype) for _ in range(REPEATS))
+    repeats = REPEATS if device == "cuda" else CPU_REPEATS
+    found, *again = (work(function, device, dtype) for _ in range(repeats))
     bound = 2 * OPERATOR[dtype]
     errors = {
         f"result {index}": float((a - b).norm() / b.norm().clamp(min=1e-9))

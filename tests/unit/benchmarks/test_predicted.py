@@ -79,7 +79,7 @@ def test_smoke_part_launches_every_kernel(monkeypatch: pytest.MonkeyPatch) -> No
         return launch(kernel, *arguments, **options)
 
     monkeypatch.setattr(interpreter.InterpretedFunction, "run", record)
-    monkeypatch.setattr(smoke, "REPEATS", 1)
+    monkeypatch.setattr(smoke, "CPU_REPEATS", 1)
     for gathered, documents in ((True, False), (False, True), (False, False)):
         if not gathered and not documents:
             monkeypatch.setattr(smoke, "CPU_LENGTH", smoke.LENGTH)
