@@ -119,17 +119,73 @@ CHAOS_CASES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Campaign:
+    """A campaign with a file of results of its own.
+
+    Attributes:
+        title: for the table.
+        count: cases of the whole campaign.
+        places: files and folders on whose code the results depend.
+    """
+
+    title: str
+    count: int
+    places: tuple[str, ...]
+
+
+CAMPAIGNS = {
+    "hangs": Campaign("a rank stopped, blocked, killed or slow, or no fault", 96, HANGS_CODE),
+    "slurm_campaign": Campaign(
+        "on SLURM: nodes killed, two launches of a run, a job cut off, a chain", 62, SLURM_CODE
+    ),
+    "lost_nodes": Campaign("processes, nodes and replicas lost", 50, LOST_NODES_CODE),
+    "frozen_disks": Campaign("the shared disk frozen, full or slow", 30, FROZEN_DISKS_CODE),
+    "layout_moves": Campaign("a killed run resumed on another layout", 14, LAYOUT_MOVES_CODE),
+    "text_kills": Campaign("processes and nodes of a job over text killed", 100, TEXT_KILLS_CODE),
+}
+
+
+_HEADER = ("fault", "passed / done", "of", "slowest", "revision")
+
+
+def campaigns(chaos_lines: list[Line], mutant_lines: list[Line], *others: list[Line]) -> str:
+    """Return the table of passed and completed cases of every campaign.
+
+    Args:
+        chaos_lines: lines of ``chaos.jsonl``.
+        mutant_lines: lines of ``mutants.jsonl``.
+        others: lines of ``CAMPAIGNS``, in that order.
+    """
+    rows = _chaos_rows(chaos_lines)
+    for (name, campaign), lines in zip(CAMPAIGNS.items(), others, strict=True):
+        code = code_digest(campaign.places)
+        found = [x for x in lines if x["code_digest"] == code]
+        rows.append((f"{campaign.title} (`{name}`)", *_counts(found, f"{campaign.count}", "")))
+    states = list(_mutant_states(mutant_lines).values())
+    done = len(states) - states.count("not run")
+    passed = f"{states.count('yes')} / {done}" if done else "not run"
+    revision = str(mutant_lines[-1]["revision"]) if done else ""
+    title = "a line of the package broken (`mutants`)"
+    rows.append((title, passed, str(len(states)), "", revision))
+    return markdown(_HEADER, rows)
+
+
 def chaos(lines: list[Line]) -> str:
-    """Passed and completed cases by kind of fault."""
+    """Return the table of passed and completed cases of ``tests.faults.chaos``."""
+    return markdown(_HEADER, _chaos_rows(lines))
+
+
+def _chaos_rows(lines: list[Line]) -> list[tuple[str, ...]]:
     rows = []
     for name, case in CHAOS_CASES.items():
         code = case.digest()
-        found = {x["seed"]: x for x in lines if x["case"] == name and x["code"] == code}
-        title, planned = f"{case.title} (`{name}`)", str(case.count or "every call")
+        found = [x for x in lines if x["case"] == name and x["code"] == code]
+        title, planned = f"{case.title} (`chaos {name}`)", str(case.count or "every call")
         keys = ("survivors_seconds", "stop_seconds", "refused_seconds")
-        slowest = _slowest(list(found.values()), keys, lambda key: key.removesuffix("_seconds"))
-        rows.append((title, *_counts(list(found.values()), planned, slowest)))
-    return markdown(("fault", "passed / done", "of", "slowest", "revision"), rows)
+        slowest = _slowest(found, keys, lambda key: key.removesuffix("_seconds"))
+        rows.append((title, *_counts(found, planned, slowest)))
+    return rows
 
 
 def chaos_phases(lines: list[Line]) -> str:
@@ -245,18 +301,27 @@ def hostile_files(lines: list[Line]) -> str:
 
 def mutants(lines: list[Line]) -> str:
     """Faults of the code, and the test that fails with each."""
-    rows = []
-    for line in {x["mutant"]: x for x in lines}.values():
+    tests = {line["mutant"]: f"`{line['test']}`" for line in lines}
+    states = _mutant_states(lines)
+    return markdown(
+        ("fault", "test", "fails"), [(name, tests[name], state) for name, state in states.items()]
+    )
+
+
+def _mutant_states(lines: list[Line]) -> dict[str, str]:
+    """Return for each mutant whether its test fails: yes, no or not run."""
+    states = {}
+    for line in lines:
         test = line["test"].split("::")[0]
         code = code_digest((f"megatron_deberta/{line['file']}", f"tests/{test}"), imports=False)
-        state = "not run" if code != line["code_digest"] else "yes" if line["ok"] else "no"
-        rows.append((line["mutant"], f"`{line['test']}`", state))
-    return markdown(("fault", "test", "fails"), rows)
+        is_old = code != line["code_digest"]
+        states[line["mutant"]] = "not run" if is_old else "yes" if line["ok"] else "no"
+    return states
 
 
 def _counts(found: list[Line], *middle: str) -> tuple[str, ...]:
     """Return the cells of a row after its title: the counts, other cells, the revision."""
-    passed = f"{sum(x['ok'] for x in found)} / {len(found)}" if found else "not run"
+    passed = f"{sum(x['ok'] for x in found):,} / {len(found):,}" if found else "not run"
     return (passed, *middle, str(found[-1]["revision"]) if found else "")
 
 

@@ -49,12 +49,13 @@ def _of(write: Callable[..., str], name: str, *others: str) -> Callable[[str], s
     return table_of
 
 
-def _of_lines(write: Callable[..., str], name: str) -> Callable[[str], str]:
-    """Return the writer of a table of a campaign's results."""
+def _of_lines(write: Callable[..., str], *names: str) -> Callable[[str], str]:
+    """Return the writer of a table of the results of campaigns."""
 
     def table_of(device: str) -> str:
-        lines = read_lines(ROOT / "benchmarks" / "results" / device / f"{name}.jsonl")
-        return write(lines) if lines else NOTHING
+        folder = ROOT / "benchmarks" / "results" / device
+        lines = [read_lines(folder / f"{name}.jsonl") for name in names]
+        return write(*lines) if any(lines) else NOTHING
 
     return table_of
 
@@ -106,7 +107,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "text-engines": _of(text.engines, "text_engines"),
     "text-commands": _of(text.commands, "text_commands"),
     "sketches": _of(text.sketches, "sketches"),
-    "faults": _of_lines(faults.chaos, "chaos"),
+    "faults": _of_lines(faults.campaigns, "chaos", "mutants", *faults.CAMPAIGNS),
     "fault-phases": _of_lines(faults.chaos_phases, "chaos"),
     "lost-nodes": _of_lines(faults.lost_nodes, "lost_nodes"),
     "hangs": _of_lines(faults.hangs, "hangs"),

@@ -181,7 +181,7 @@ class Campaign:
             "loss_error": worst,
             "same_order": same_order,
             "seconds": round(time.monotonic() - start, 1),
-            "passed": not differing and same_scalars and worst <= LAYOUT_LOSS and same_order,
+            "ok": not differing and same_scalars and worst <= LAYOUT_LOSS and same_order,
         }
 
     def _train(self, layout: Layout, run_dir: str, exit_step: int, *overrides: str) -> Path:
@@ -214,9 +214,9 @@ def main() -> int:
                 case = campaign.run_case(number) | {"code_digest": code} | provenance()
                 known.append(case)
                 append_line(output, case)
-                print(f"{case['from']} -> {case['to']}: {case['passed']}", flush=True)
-    print(f"{sum(case['passed'] for case in known)} of {len(known)} passed")
-    return 0 if all(case["passed"] for case in known) else 1
+                print(f"{case['from']} -> {case['to']}: {case['ok']}", flush=True)
+    print(f"{sum(case['ok'] for case in known)} of {len(known)} passed")
+    return 0 if all(case["ok"] for case in known) else 1
 
 
 if __name__ == "__main__":

@@ -13,4 +13,4 @@ from tests.faults.layout_moves import Campaign
 def test_run_resumes_on_another_layout(tmp_path: Path) -> None:
     with Campaign(tmp_path, end=15) as campaign:
         case = campaign.run_case(3)
-    assert case["passed"], case
+    assert case["ok"], case
