@@ -79,8 +79,8 @@ def test_table_ignores_results_of_other_code() -> None:
     code = CHAOS_CASES["damage"].digest()
     line = {"case": "damage", "ok": True, "revision": "abc"}
     table = faults.chaos([{**line, "seed": 0, "code": code}, {**line, "seed": 1, "code": "other"}])
-    assert "(`damage`) | 1 / 1 | 1000 |" in table
-    assert "(`kill-one`) | not run | 200 |" in table
+    assert "(`chaos damage`) | 1 / 1 | 1000 |" in table
+    assert "(`chaos kill-one`) | not run | 200 |" in table
 
 
 def test_one_command_runs_every_campaign() -> None:
