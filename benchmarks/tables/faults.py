@@ -126,7 +126,7 @@ class Campaign:
     Attributes:
         title: for the table.
         count: cases of the whole campaign.
-        places: files and folders on whose code the results depend.
+        places: files and folders; a change to their code voids the results.
     """
 
     title: str

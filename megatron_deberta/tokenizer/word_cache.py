@@ -134,7 +134,7 @@ class WordCache:
             return None
 
     def _encode_words(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
-        """Encode texts word by word, but stretches with interacting characters whole."""
+        """Encode texts word by word, and words that change their neighbours together with them."""
         data, words, first_words = _split(texts)
         unique = pyarrow.compute.dictionary_encode(words, memory_pool=_POOL)
         codes = unique.indices.to_numpy()
@@ -165,12 +165,11 @@ class WordCache:
 
 
 def _split(texts: Sequence[str]) -> tuple[bytes, pyarrow.LargeStringArray, Lengths]:
-    """Split texts after each space.
+    """Split texts into words that keep the space after them.
 
     Returns:
-        The texts in UTF-8, each followed by a newline; words with the space after them, some of
-        them only a space, at the same places as in the texts; the first word of each text, int64
-        ``[texts + 1]``.
+        The texts in UTF-8, each followed by a newline; their words, of which some are only a
+        space, with the same byte offsets; the first word of each text, int64 ``[texts + 1]``.
     """
     encoded = [text.encode() for text in texts]
     sizes = np.fromiter(map(len, encoded), np.int64, len(texts)) + 1
@@ -198,7 +197,9 @@ def _cut(text: str) -> Iterator[str]:
 def _stretches(
     interacts: npt.NDArray[np.bool_], offsets: Lengths, first_words: Lengths
 ) -> Iterator[tuple[int, int, int]]:
-    """Find stretches from the word before interacting characters to the word after them.
+    """Find the ranges of words that must be encoded together.
+
+    A range holds the words with interacting characters and one neighbour on either side.
 
     Args:
         interacts: ``[words]``, which contain such characters.

@@ -109,7 +109,7 @@ def test_a_process_that_lost_its_folder_publishes_and_removes_nothing(
 
 
 def test_an_attempt_that_comes_late_leaves_nothing(corpus: list[str], tmp_path: Path) -> None:
-    """A unit of a killed driver that runs after another driver has published creates no file."""
+    """A unit that starts after another driver has published creates no file."""
     calls: list[tuple[Any, ...]] = []
 
     class Suspended(ThreadPoolExecutor):
