@@ -73,7 +73,8 @@ rates = {
 print(max(rates, key=rates.get))
 PYTHON
 )"
-most_steps=1700
+# The same number on every machine that is fast enough, so that the same text gives the same model.
+full_steps=1100
 pretrain() {
   # torchrun's own log has nothing to say here unless a rank fails.
   torchrun --nproc-per-node 2 --log-dir "$out/torchrun" -m megatron_deberta pretrain \
@@ -85,7 +86,7 @@ pretrain() {
 
 say "5/7 Pretraining on two ranks; the job will be killed once, on purpose"
 pretrain_started=$SECONDS
-pretrain "$most_steps" checkpoint.save_every=100 &
+pretrain "$full_steps" checkpoint.save_every=100 &
 job=$!
 # torchrun gives each rank a session of its own, so a process group does not hold them all.
 kill_job() {
@@ -119,23 +120,23 @@ done
 trap - EXIT
 # The shell would announce the death of its child.
 { kill_job; wait "$job" || true; } 2>/dev/null
-# As many steps as fit into the time at the speed of the last steps.
-steps="$(python - "$out/run" $((seconds - (SECONDS - started))) "$most_steps" <<'PYTHON'
+# On a slow machine, as many steps as fit into the time at the speed of the last steps.
+steps="$(python - "$out/run" $((seconds - (SECONDS - started))) "$full_steps" <<'PYTHON'
 import sys
 from pathlib import Path
 
 from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.observe.metrics import read_metrics
 
-run, left, most = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+run, left, full = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
 train = [r for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "train"][-4:]
 tokens_per_second = sum(r["tokens_per_second"] for r in train) / len(train)
 # The start, validations, export and filling of masks take 65 seconds.
 steps = max(committed_steps(run)) + (left - 65) * tokens_per_second / (32 * 64)
-print(4 * round(max(500, min(steps, most)) / 4))
+print(full if steps > 0.9 * full else 4 * round(max(500, steps) / 4))
 PYTHON
 )"
-say "Killed (SIGKILL, every process). Starting it again for $steps steps, which fit into the time"
+say "Killed (SIGKILL, every process). Starting it again, to step $steps"
 pretrain "$steps" "checkpoint.save_every=$((steps / 4))" --allow-config-change
 
 say "6/7 Exporting to Hugging Face format"
