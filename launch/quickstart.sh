@@ -73,7 +73,8 @@ rates = {
 print(max(rates, key=rates.get))
 PYTHON
 )"
-# The same number on every machine that is fast enough, so that the same text gives the same model.
+# The same number on every machine that is fast enough: the same text then gives the same model on the
+# same processor.
 full_steps=1100
 pretrain() {
   # torchrun's own log has nothing to say here unless a rank fails.
@@ -146,7 +147,7 @@ say "7/7 Filling one mask in each of 40 held-out sentences"
 # After eight minutes a model answers with a frequent word wherever it is not sure; the prior weight
 # takes part of the frequency out of the scores (docs/export.md).
 tools/fill_held_out.py --model "$out/exported" --input "$out"/text/validation/part-*.jsonl \
-  --prior-weight 0.65 --prior-shards "$out/shards/train_text_document"
+  --prior-weight 0.5 --prior-shards "$out/shards/train_text_document"
 
 say "Result"
 python - "$out/run" <<'PYTHON'
