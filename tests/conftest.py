@@ -32,8 +32,3 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return next((start for start in TOGETHER if path.startswith(start)), path)
 
     return Scheduling(config, log)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that share fixtures: they take longest, and one worker runs them all."""
-    items.sort(key=lambda item: not item.nodeid.startswith(TOGETHER))
