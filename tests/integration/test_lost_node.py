@@ -47,6 +47,7 @@ def test_lost_node_is_replaced_by_its_replicas(
     assert losses(run_dir) == losses(uninterrupted)[:24]
 
 
+@pytest.mark.slow
 def test_hung_disk_neither_blocks_nor_ends_a_run(
     run_yaml: Path, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,7 +58,9 @@ def test_hung_disk_neither_blocks_nor_ends_a_run(
     assert job.output().count("a local checkpoint takes longer than") == 1, job.output()
 
 
-@pytest.mark.parametrize("failure", ["slow", "full", "read-only"])
+@pytest.mark.parametrize(
+    "failure", [pytest.param("slow", marks=pytest.mark.slow), "full", "read-only"]
+)
 def test_failing_disk_does_not_end_a_run(
     run_yaml: Path, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     failure: str,

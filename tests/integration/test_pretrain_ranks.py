@@ -54,6 +54,7 @@ def assert_two_ranks_trained(run_dir: Path, uninterrupted: Path) -> None:
     assert losses(run_dir) == pytest.approx(losses(uninterrupted)[:2], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_started_by_mpirun(run_yaml: Path, uninterrupted: Path, tmp_path: Path) -> None:
     beside = Path(sys.executable).parent / "mpirun"
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")

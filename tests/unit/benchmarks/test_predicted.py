@@ -68,6 +68,7 @@ def test_smoke_checks_of_the_kernels_pass(dtype: torch.dtype) -> None:
         assert not item["wrong"], item
 
 
+@pytest.mark.slow
 def test_smoke_part_launches_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long rows have tiles beyond the reach of the position table."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
