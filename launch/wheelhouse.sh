@@ -171,12 +171,10 @@ until pip download --quiet "${tags[@]}" --find-links "$extra" --dest "$wheels" \
     fail "pip cannot collect the wheels:"$'\n'"$(grep -v '^WARNING' "$work/log" | tail -5)"
   touch "$work/built-$missing"
   echo "Building $missing, which has no wheel for that"
-  isolation=()
-  if "$python" -c 'import setuptools' 2>/dev/null; then
-    isolation=(--no-build-isolation)
-  fi
-  pip wheel --quiet --no-deps "${isolation[@]}" --wheel-dir "$work/new" "$missing" \
-    >"$work/log" 2>&1 || fail "$missing is not to be had for Python $target on $platform, neither" \
+  # First with the build tools that the package names; without them where the index has none.
+  pip wheel --quiet --no-deps --wheel-dir "$work/new" "$missing" >"$work/log" 2>&1 ||
+    pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$work/new" "$missing" \
+      >>"$work/log" 2>&1 || fail "$missing is not to be had for Python $target on $platform, neither" \
     "as a wheel nor to build:"$'\n'"$(grep -v '^WARNING' "$work/log" | tail -5)"
   for wheel in "$work"/new/*.whl; do
     [[ "$wheel" == *-none-any.whl ]] ||

@@ -19,7 +19,7 @@ Items that the same source finished on the same hardware, or that crashed, are n
 --force is given.
 
 Exit code: 0 if everything ran and passed, 1 if a check failed or an item could not run, 75 if time
-ran out: start it again.
+ran out: start it again. 2: no GPU, or a package of requirements.txt is missing; nothing is run.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from packaging.requirements import Requirement
+
 from benchmarks.gpu.record import Options, Record, note_crash, result_path
-from benchmarks.lib.provenance import ROOT
-from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
+from benchmarks.lib.provenance import ROOT, program_environment, version
+from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USAGE
 
 # By value: what broke, the step's speed, and so on.
 PARTS = ("smoke", "step", "attention", "peers", "parity", "train", "learn")
@@ -180,7 +182,6 @@ def run_part(args: argparse.Namespace, options: Options) -> str | None:
 def environment(args: argparse.Namespace, options: Options) -> dict[str, str]:
     """Return the environment of a part's process."""
     added = {
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", str(options.work / "triton")),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -188,7 +189,15 @@ def environment(args: argparse.Namespace, options: Options) -> dict[str, str]:
     if options.device == "cpu":
         added |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         added |= {"TRITON_INTERPRET": "1"} if options.part == "smoke" else {}
-    return {**os.environ, **added}
+    return program_environment(**added)
+
+
+def missing_packages() -> list[str]:
+    """Return the packages of requirements.txt that are not installed."""
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    wanted = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    needed = [one.name for one in wanted if one.marker is None or one.marker.evaluate()]
+    return [name for name in needed if version(name) is None]
 
 
 def problems(content: dict[str, Any]) -> list[str]:
@@ -227,19 +236,28 @@ def report(parts: list[str], args: argparse.Namespace, errors: dict[str, str | N
     return code
 
 
+def refuse(message: str) -> int:
+    """Print why nothing is run; return the exit code."""
+    print(f"gpu_suite: error: {message}", file=sys.stderr)
+    return EXIT_USAGE
+
+
 def main() -> int:
     """Run the parts in order."""
     args = parse_arguments()
     if args.worker:
         work_on(options_of(args, args.worker))
         return EXIT_DONE
+    if missing := missing_packages():
+        return refuse(
+            f"not installed: {', '.join(missing)}; install requirements.txt, or on a machine "
+            "without network the wheels of launch/wheelhouse.sh (docs/without-network.md)"
+        )
     if args.device == "cuda":
         import torch
 
         if not torch.cuda.is_available():
-            message = "no GPU found; test the script with --device cpu --small"
-            print(f"gpu_suite: error: {message}", file=sys.stderr)
-            return 2
+            return refuse("no GPU found; test the script with --device cpu --small")
     args.out.mkdir(parents=True, exist_ok=True)
     args.work.mkdir(parents=True, exist_ok=True)
     return report(args.part, args, run_parts(args))

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import statistics
 import subprocess
@@ -32,7 +31,7 @@ from typing import Any
 import torch
 
 from benchmarks.lib.measuring import read_json, write_json
-from benchmarks.lib.provenance import ROOT, provenance
+from benchmarks.lib.provenance import ROOT, program_environment, provenance
 from benchmarks.step.batch import make_batch
 from benchmarks.step.measure import compete
 from benchmarks.step.sides import Ours, Setting
@@ -156,7 +155,7 @@ def _pretrain(experiment: Experiment, run: Run, seconds: float) -> int:
     with (run.folder / "log.txt").open("ab") as log:
         process = subprocess.Popen(
             [*command, *experiment.overrides(run)], stdout=log, stderr=log, cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env=program_environment(),
         )  # fmt: skip
         try:
             return process.wait(seconds)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import resource
 import shutil
 import signal
@@ -33,7 +32,7 @@ from typing import Any
 import yaml
 
 from benchmarks.lib.measuring import read_json, write_json
-from benchmarks.lib.provenance import ROOT, provenance
+from benchmarks.lib.provenance import ROOT, program_environment, provenance
 from megatron_deberta.checkpoint.layout import committed_steps, step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.config import load_config
@@ -225,7 +224,7 @@ class Processes:
         """
         log.parent.mkdir(parents=True, exist_ok=True)
         threads = str(self._study.threads)
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": threads}
+        environment = program_environment(OMP_NUM_THREADS=threads)
         begin = time.monotonic()
         with log.open("ab") as stream:
             process = subprocess.Popen(

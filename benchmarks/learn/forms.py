@@ -14,14 +14,13 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.measuring import read_json, write_json
-from benchmarks.lib.provenance import ROOT, provenance
+from benchmarks.lib.provenance import ROOT, program_environment, provenance
 from benchmarks.lib.shards import shards_of
 from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.observe.metrics import read_metrics
@@ -118,9 +117,7 @@ def measure(name: str, args: argparse.Namespace, data: Path, text: Path) -> dict
 
 
 def _run(*arguments: str) -> None:
-    environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
-    }  # fmt: skip
+    environment = program_environment(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
     command = [sys.executable, "-m", "megatron_deberta", *arguments]
     subprocess.run(command, check=True, cwd=ROOT, env=environment)
 

@@ -11,7 +11,6 @@ an export and ``tools/fill_held_out.py``. Finished recipes are kept when the pro
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shutil
 import subprocess
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.measuring import read_json, write_json
-from benchmarks.lib.provenance import ROOT, provenance
+from benchmarks.lib.provenance import ROOT, program_environment, provenance
 from megatron_deberta.observe.metrics import read_metrics
 
 PRIOR_WEIGHT = 0.6
@@ -116,9 +115,7 @@ def _number(name: str, table: str) -> int:
 
 
 def _run(*command: str) -> str:
-    environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
-    }  # fmt: skip
+    environment = program_environment(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
     result = subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE
     )

@@ -14,14 +14,13 @@ calling every token replaced, 2 p / (1 + p) for a share p of replaced tokens.
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.measuring import write_json
-from benchmarks.lib.provenance import ROOT, provenance
+from benchmarks.lib.provenance import ROOT, program_environment, provenance
 from megatron_deberta.config import load_config
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
 from megatron_deberta.observe.metrics import read_metrics
@@ -42,7 +41,7 @@ def train(data: str, tokenizer: str, run: Path, overrides: list[str]) -> None:
         sys.executable, "-m", "megatron_deberta", "pretrain", str(CONFIG), f"data.train=[{data}]",
         f"tokenizer.path={tokenizer}", "model.vocab_size=auto", f"train.run_dir={run}", *overrides,
     ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = program_environment(OMP_NUM_THREADS="1")
     code = subprocess.run(command, env=environment).returncode
     if code not in (EXIT_DONE, EXIT_REQUEUE):
         raise SystemExit(f"{run}: pretrain ended with exit code {code}")

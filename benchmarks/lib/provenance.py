@@ -48,6 +48,20 @@ def version(package: str) -> str | None:
         return None
 
 
+def program_environment(**variables: str) -> dict[str, str]:
+    """Return the environment of a program that imports this checkout.
+
+    Args:
+        variables: further variables.
+
+    Returns:
+        This process's environment, with the checkout first in ``PYTHONPATH``; the folders that are
+        there already may hold the installed packages.
+    """
+    folders = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": folders, **variables}
+
+
 def revision() -> str:
     """Return the commit, or an empty string without git or a repository."""
     if shutil.which("git") is None:

@@ -1,6 +1,7 @@
 """The offline bundle, made from wheels that this test builds, without network access."""
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -9,23 +10,26 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs" / "without-network.md"
 
 
-def make_wheel(folder, name, version, tag="py3-none-any", needs=()):
+def make_wheel(folder, name, version, tag="py3-none-any", needs=(), module=""):
     info = f"{name}-{version}.dist-info"
     metadata = [f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}"]
     metadata += [f"Requires-Dist: {need}" for need in needs]
     with zipfile.ZipFile(folder / f"{name}-{version}-{tag}.whl", "w") as wheel:
-        wheel.writestr(f"{name}.py", "")
+        wheel.writestr(f"{name}.py", module)
         wheel.writestr(f"{info}/METADATA", "\n".join(metadata) + "\n")
         wheel.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
         wheel.writestr(f"{info}/RECORD", "")
 
 
-def make_source(folder, name, version):
+def make_source(folder, name, version, build_system=None):
     """Make a package without a wheel, like DeepSpeed."""
     source = folder / f"{name}-{version}"
     source.mkdir()
+    if build_system is not None:
+        (source / "pyproject.toml").write_text(f"[build-system]\n{build_system}\n")
     (source / "setup.py").write_text(
         f"from setuptools import setup\nsetup(name={name!r}, version={version!r}, py_modules=[])\n"
     )
@@ -44,6 +48,15 @@ def index(tmp_path_factory):
     make_wheel(folder, "torch", "2.13.0+cu126", "cp312-cp312-manylinux_2_28_x86_64")
     make_wheel(folder, "old", "1.0")
     make_source(folder, "gamma", "3.0")
+    # A package whose build tool only the index has, like seqeval.
+    (folder / "built").mkdir()
+    make_wheel(folder / "built", "delta", "4.0")
+    built = str(folder / "built" / "delta-4.0-py3-none-any.whl")
+    make_wheel(folder, "tool", "1.0", module=(
+        "import shutil\n"
+        f"def build_wheel(folder, *_): return shutil.copy({built!r}, folder).split('/')[-1]\n"
+    ))  # fmt: skip
+    make_source(folder, "delta", "4.0", 'requires = ["tool"]\nbuild-backend = "tool"')
     return folder
 
 
@@ -61,6 +74,22 @@ def wheelhouse(index, output, lines, *options):
 
 def wheels(output):
     return sorted(path.name.split("-")[0] for path in output.glob("*.whl"))
+
+
+def test_build_tools_come_from_the_index(index, tmp_path):
+    done = wheelhouse(index, tmp_path / "a", ["delta"], "--python", "3.12")
+    assert done.returncode == 0, done.stderr
+    assert wheels(tmp_path / "a") == ["delta"]
+
+
+def test_documented_subset_covers_the_requirements():
+    """The table names what a GPU image has and what is brought to it."""
+    row = re.search(r"\| a GPU image that has (.*) \| .*--only (\S+)`", DOCS.read_text())
+    has = [word.split()[0] for word in re.split(", | and ", row[1])]
+    known = {name.lower() for name in (*has, *row[2].split(","))}
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    wanted = {re.split("[=;]", line)[0] for line in lines if not line.startswith("#")}
+    assert {name.replace("_", "-") for name in wanted} <= known
 
 
 LINES = ["alpha==1.0", "# said", "gamma", 'old==1.0; python_version < "3.12"']
@@ -99,7 +128,7 @@ def test_torch_build_is_chosen(index, tmp_path):
     [
         (["nowhere==1"], [], 1, "nowhere==1 is not to be had for Python 3.12 on manylinux_2_28"),
         (["alpha==1.0"], ["--torch", "torch==9"], 1, "torch==9"),
-        (["alpha==1.0"], ["--only", "beta,delta"], 1, "--only delta: not among alpha, beta"),
+        (["alpha==1.0"], ["--only", "beta,epsilon"], 1, "--only epsilon: not among alpha, beta"),
         (["alpha = 1"], [], 1, "is no requirement"),
         (["alpha"], ["--platform", "win_amd64"], 2, "--platform 'win_amd64' is not like"),
         (["alpha"], ["--python", "312"], 2, "--python '312' is not like 3.12"),

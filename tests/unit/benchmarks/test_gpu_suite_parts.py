@@ -7,6 +7,7 @@ from benchmarks.gpu import suite as gpu_suite
 from benchmarks.gpu.one_step import part_of
 from benchmarks.gpu.record import result_path
 from benchmarks.gpu.step import micro_batches, wrong_losses
+from benchmarks.lib.provenance import ROOT
 
 
 @pytest.fixture
@@ -69,6 +70,21 @@ def test_parts_end_within_the_time_of_all(args, capsys, monkeypatch, total, minu
 def test_part_without_results_is_wrong(args, capsys):
     assert gpu_suite.report(["train"], args, {"train": "the process ended with -9"}) == 1
     assert "ended with -9" in capsys.readouterr().out
+
+
+def test_missing_package_stops_the_suite(capsys, monkeypatch, tmp_path):
+    found = gpu_suite.version
+    monkeypatch.setattr(gpu_suite, "version", lambda n: None if n == "orjson" else found(n))
+    monkeypatch.setattr("sys.argv", ["suite", "--device", "cpu", "--out", str(tmp_path / "out")])
+    assert gpu_suite.main() == 2
+    assert "not installed: orjson; install requirements.txt" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_environment_keeps_the_folders_of_pythonpath(args, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/packages")
+    options = gpu_suite.options_of(args, "learn")
+    assert gpu_suite.environment(args, options)["PYTHONPATH"] == f"{ROOT}:/packages"
 
 
 def test_losses_of_a_step_are_checked():
