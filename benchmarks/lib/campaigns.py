@@ -124,6 +124,8 @@ class _Writer:
         yield f"({type(node).__name__} "
         for name in fields:
             value = getattr(node, name, None)
+            if isinstance(node, ast.JoinedStr):  # Python 3.12 ends some with an empty constant
+                value = [item for item in value if getattr(item, "value", None) != ""]
             if value is None or value == []:
                 continue
             yield f"{name}="

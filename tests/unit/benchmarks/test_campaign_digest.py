@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -147,3 +148,12 @@ def test_every_campaign_of_training_covers_the_functions_that_flush_files() -> N
     ):  # fmt: skip
         names = {str(path.relative_to(campaigns.ROOT)) for path in campaigns.covered_files(places)}
         assert {"megatron_deberta/files.py", "megatron_deberta/hashing.py"} <= names
+
+
+def test_empty_constant_at_the_end_of_an_fstring_does_not_count() -> None:
+    """Python 3.12 adds one to nested format specifications."""
+    source = 'text = f"{name:<{width}}"\n'
+    tree = ast.parse(source)
+    for node in [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]:
+        node.values.append(ast.Constant(""))
+    assert "".join(campaigns._Writer().tokens(tree)) == canonical_code(source)
