@@ -18,6 +18,8 @@ esac
 launch/setup_venv.sh --dev
 export PATH="$PWD/.venv/bin:$PATH"
 
+# The tests start hundreds of processes: each would compile the package anew.
+unset PYTHONDONTWRITEBYTECODE
 # One thread per process: distributed tests start up to four processes.
 export OMP_NUM_THREADS=1
 export DS_ACCELERATOR=cpu
