@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import learn, one_step, peers, step, train
+from benchmarks.gpu import learn, one_step, peers, smoke, step, train
 from benchmarks.gpu.record import Options, Record, result_path
 from tests.support.jobs import ForkedRank, fork_server
 
@@ -39,7 +39,7 @@ def assert_passed(content: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_parts_run_in_processes_and_pass(tmp_path: Path) -> None:
-    parts = ("smoke", "attention", "parity")
+    parts = ("attention", "parity")
     done = run(tmp_path, "--device", "cpu", "--small", "--minutes", "20", "--part", *parts)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     for part in parts:
@@ -75,7 +75,7 @@ def measure_one_step(arguments: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [train, step, peers, learn])
+@pytest.mark.parametrize("part", [smoke, train, step, peers, learn])
 def test_part_runs_and_passes(
     part: Any, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
