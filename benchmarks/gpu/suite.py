@@ -237,7 +237,7 @@ def report(parts: list[str], args: argparse.Namespace, errors: dict[str, str | N
 
 
 def refuse(message: str) -> int:
-    """Print why nothing is run; return the exit code."""
+    """Print an error message; return the exit code."""
     print(f"gpu_suite: error: {message}", file=sys.stderr)
     return EXIT_USAGE
 

@@ -52,11 +52,11 @@ def program_environment(**variables: str) -> dict[str, str]:
     """Return the environment of a program that imports this checkout.
 
     Args:
-        variables: further variables.
+        variables: variables to set.
 
     Returns:
-        This process's environment, with the checkout first in ``PYTHONPATH``; the folders that are
-        there already may hold the installed packages.
+        This process's environment with these variables and the checkout first in ``PYTHONPATH``,
+        whose other folders are kept: they may hold installed packages.
     """
     folders = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": folders, **variables}

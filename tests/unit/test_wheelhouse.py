@@ -83,7 +83,7 @@ def test_build_tools_come_from_the_index(index, tmp_path):
 
 
 def test_documented_subset_covers_the_requirements():
-    """The table names what a GPU image has and what is brought to it."""
+    """Each package of requirements.txt is in the row of the GPU image: present there or brought."""
     row = re.search(r"\| a GPU image that has (.*) \| .*--only (\S+)`", DOCS.read_text())
     has = [word.split()[0] for word in re.split(", | and ", row[1])]
     known = {name.lower() for name in (*has, *row[2].split(","))}

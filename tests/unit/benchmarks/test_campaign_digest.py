@@ -151,7 +151,7 @@ def test_every_campaign_of_training_covers_the_functions_that_flush_files() -> N
 
 
 def test_empty_constant_at_the_end_of_an_fstring_does_not_count() -> None:
-    """Python 3.12 adds one to nested format specifications."""
+    """Python 3.12 adds an empty constant to nested format specifications."""
     source = 'text = f"{name:<{width}}"\n'
     tree = ast.parse(source)
     for node in [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]:
