@@ -20,9 +20,6 @@ from torch import Tensor
 from megatron_deberta.ops import RelativePositions, disentangled_attention
 from megatron_deberta.ops.packed_rows import PackedRows, packed_attention
 
-_opaque_attention = torch.compiler.disable(disentangled_attention)
-"""The operator outside of compiled graphs: the CPU's backend is not traceable."""
-
 
 class Heads(NamedTuple):
     """Inputs of one attention layer, by head.
@@ -81,9 +78,7 @@ class PaddedLayout:
 
     def attend(self, heads: Heads) -> Tensor:
         """Return ``[B, N, A * H]``."""
-        compiling = torch.compiler.is_compiling() and not heads.query.is_cuda
-        attention = _opaque_attention if compiling else disentangled_attention
-        out: Tensor = attention(
+        out = disentangled_attention(
             heads.query.transpose(1, 2),
             heads.key.transpose(1, 2),
             heads.value.transpose(1, 2),

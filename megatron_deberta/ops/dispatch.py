@@ -11,6 +11,7 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from megatron_deberta.ops import chunked, reference
 from megatron_deberta.ops.arguments import (
@@ -29,6 +30,8 @@ from megatron_deberta.ops.relative_positions import RelativePositions
 _BACKENDS = ("reference", "chunked", "native", "triton")
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _KERNEL_HEAD_SIZES = (32, 64, 128)
+TRITON_INSTALLED = find_spec("triton") is not None
+# Looked up at import: torch 2.11 cannot compile a function that looks it up.
 _log = logging.getLogger(__name__)
 
 
@@ -145,6 +148,13 @@ def disentangled_attention(
 
     Source: He et al. 2021, arXiv:2006.03654, section 3.1 and Algorithm 1.
     """
+    if torch.compiler.is_dynamo_compiling() and not _is_traceable(backend, q):
+        return _outside_graph(
+            q, k, v, pos_key, pos_query, positions, q_positions=q_positions,
+            key_padding=key_padding, document_ids=document_ids, causal=causal, dropout_p=dropout_p,
+            seed=seed, head_offset=head_offset, scale=scale, p2c_index=p2c_index,
+            return_lse=return_lse, backend=backend, masks=masks,
+        )  # fmt: skip
     if scale is None:
         scale = default_scale(q.shape[-1], pos_key, pos_query)
     arguments = AttentionArguments(
@@ -160,6 +170,19 @@ def disentangled_attention(
     return output if lse is None else (output, lse)
 
 
+_outside_graph = _disable_dynamo(disentangled_attention)
+"""The operator behind a graph break of ``torch.compile``. ``torch.compiler.disable`` does the same
+and imports the compiler at once, which takes most of a second."""
+
+
+def _is_traceable(requested: str | None, q: Tensor) -> bool:
+    """Return whether ``torch.compile`` can trace the backend that would be chosen."""
+    _, name = _requested_backend(requested)
+    if name == "auto":
+        return q.device.type == "cuda" and not why_not_fused(q)
+    return name in ("reference", "triton")
+
+
 def choose_backend(requested: str | None, q: Tensor) -> str:
     """Return the backend to use: the requested one, else the environment's, else the fastest.
 
@@ -170,10 +193,7 @@ def choose_backend(requested: str | None, q: Tensor) -> str:
     Raises:
         ValueError: there is no such backend, or it cannot run here.
     """
-    source, name = "backend", requested
-    if name is None or name == "auto":
-        source = "MEGATRON_DEBERTA_ATTENTION"
-        name = os.environ.get(source, "auto")
+    source, name = _requested_backend(requested)
     if name == "auto":
         if q.device.type == "cuda":
             return "chunked" if why_not_fused(q) else "triton"
@@ -187,9 +207,17 @@ def choose_backend(requested: str | None, q: Tensor) -> str:
     return name
 
 
+def _requested_backend(requested: str | None) -> tuple[str, str]:
+    """Return the argument or variable that chooses the backend, and its value."""
+    if requested is not None and requested != "auto":
+        return "backend", requested
+    source = "MEGATRON_DEBERTA_ATTENTION"
+    return source, os.environ.get(source, "auto")
+
+
 def why_not_fused(q: Tensor) -> str | None:
     """Return why the fused kernels cannot run on these queries, or None if they can."""
-    if not _has_triton():
+    if not TRITON_INSTALLED:
         return "Triton is not installed"
     if q.dtype not in _KERNEL_DTYPES:
         return f"the kernels do not support {q.dtype}"
@@ -209,11 +237,6 @@ def why_not_fused(q: Tensor) -> str | None:
 
 _LIMITS = {"triton": why_not_fused, "native": why_not_native}
 """Why a backend cannot run on some queries."""
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def _backend(name: str) -> Callable[[AttentionArguments], tuple[Tensor, Tensor | None]]:

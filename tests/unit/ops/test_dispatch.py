@@ -65,7 +65,7 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_invalid_arguments_raise(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
+    monkeypatch.setattr(dispatch, "TRITON_INSTALLED", True)
     with pytest.raises(ValueError, match=f"^{message}.*expected"):
         disentangled_attention(**arguments(**BAD[message]))
 
@@ -138,13 +138,13 @@ def test_ampere_and_newer_gpus_use_the_fused_kernels(
     capability: tuple[int, int], q: Any, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MEGATRON_DEBERTA_ATTENTION", raising=False)
-    monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
+    monkeypatch.setattr(dispatch, "TRITON_INSTALLED", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     assert choose_backend(None, q) == chosen
     if chosen == "triton":
         assert choose_backend("triton", q) == "triton"
         assert choose_backend("chunked", q) == "chunked"
-        monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
+        monkeypatch.setattr(dispatch, "TRITON_INSTALLED", False)
         assert choose_backend(None, q) == "chunked"
         return
     reason = "this GPU is sm_7" if capability[0] < 8 else "heads have 80"
@@ -163,7 +163,7 @@ def test_ampere_and_newer_gpus_use_the_fused_kernels(
 def test_requesting_a_backend_that_cannot_run_gives_the_reason(
     triton: bool, interpret: str, dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "_has_triton", lambda: triton)
+    monkeypatch.setattr(dispatch, "TRITON_INSTALLED", triton)
     monkeypatch.setenv("TRITON_INTERPRET", interpret)
     monkeypatch.setenv("MEGATRON_DEBERTA_ATTENTION", "triton")
     with pytest.raises(
@@ -213,3 +213,19 @@ def test_without_triton_the_operator_runs_and_its_tests_are_found() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "written in Triton" in done.stdout
+
+
+@pytest.mark.parametrize("backend", ["auto", "chunked", "reference"])
+def test_a_function_that_calls_the_operator_compiles(backend: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 2, 9, 32),) * 3 + ((2, 16, 32),) * 2
+    leaves = [torch.randn(s, generator=generator).requires_grad_() for s in shapes]
+
+    def attend(*x: torch.Tensor) -> torch.Tensor:
+        return disentangled_attention(*x, positions=POSITIONS, backend=backend).sin().sum()
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=backend == "reference")
+    expected = torch.autograd.grad(attend(*leaves), leaves)
+    actual = torch.autograd.grad(compiled(*leaves), leaves)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
