@@ -147,6 +147,8 @@ def _whole_variants(quick: bool) -> Iterator[Variant]:
     if quick:
         for kernel, sm in (("forward", 90), ("key", 90), ("table_gradient", 80), ("forward", 100)):
             yield Variant(kernel, sm, 64, torch.bfloat16, "dropout")
+        for kernel in ("key_gradient", "query_gradient", "table_gradient"):
+            yield Variant(kernel, 90, 64, torch.bfloat16, "dropout")
         yield Variant("key", 90, 128, torch.bfloat16, "everything")
         return
     for kernel, sm in itertools.product(KERNELS, (90, 80, 100)):
@@ -234,6 +236,8 @@ def broken_limits(variant: Variant, result: dict[str, Any]) -> list[str]:
         wrong.append(f"{result['spills_in_loops']} > {in_loops} accesses to the stack in loops")
     if result["shared_bytes"] > SHARED_BYTES[variant.sm]:
         wrong.append(f"shared memory {result['shared_bytes']} > {SHARED_BYTES[variant.sm]} bytes")
+    if result["product_hazards"]:
+        wrong.append(f"{result['product_hazards']} accesses to registers of running products")
     if result["atomics"]:
         wrong.append(f"{result['atomics']} atomic instructions, whose order is not fixed")
     multiplies = variant.kernel not in ("fold", "end_products", "end_gradient", "output_products")

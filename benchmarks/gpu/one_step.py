@@ -49,6 +49,8 @@ PARTS = (
     ("copies", r"memcpy|memset|copy|cat"),
     ("lookups", r"embedding|index|gather|scatter"),
 )
+PLAIN_ATTENTION = ["model.position_terms=none", "model.normalize_position_table=false"]
+"""Settings of a run without position terms."""
 # Modules whose kernels are named after the part that they belong to.
 OTHERS = ("layer_norm", "cross_entropy")
 
@@ -87,12 +89,18 @@ class Run:
         return float(result.loss), time.perf_counter() - start
 
 
-def breakdown(run: Run, steps: int) -> dict[str, Any]:
-    """Profile steps: seconds by part of the model, and shares of each kind of kernel."""
+def breakdown(run: Run, steps: int, trace: Path | None) -> dict[str, Any]:
+    """Profile steps: seconds by part of the model, and shares of each kind of kernel.
+
+    Args:
+        run: whose steps are profiled.
+        steps: their number.
+        trace: file for the profiler's trace, compressed if it ends in ``.gz``; None: none.
+    """
     on_gpu = run.groups.device.type == "cuda"
     labels = Labels(run.engine.module, run.engine)
     start = time.perf_counter()
-    events, sums = profile_steps(run.take, steps, labels, on_gpu=on_gpu)
+    events, sums = profile_steps(run.take, steps, labels, on_gpu=on_gpu, trace=trace)
     profiled = (time.perf_counter() - start) / steps
     parts = time_by_part(events, steps, on_gpu=on_gpu)
     kinds: dict[str, float] = defaultdict(float)
@@ -144,8 +152,10 @@ def predicted_bytes(config: RunConfig, device: torch.device) -> int:
     return estimate_memory(config, 1, attention=attention, device_type=device.type).total
 
 
-def measure(config: RunConfig, plain: bool, warm_up: int, steps: int) -> dict[str, Any]:
-    """Measure speed, memory and losses of the run's steps."""
+def measure(
+    config: RunConfig, plain: bool, warm_up: int, steps: int, trace: Path | None = None
+) -> dict[str, Any]:
+    """Measure speed, memory and losses of the run's steps; ``trace`` as in ``breakdown``."""
     run = Run(config, plain)
     device = run.groups.device.type
     rate = measure_matmul_rate(run.groups.device, DTYPES[config.precision.dtype])
@@ -171,7 +181,7 @@ def measure(config: RunConfig, plain: bool, warm_up: int, steps: int) -> dict[st
         "peak_gib": peak / 2**30,
         "predicted_gib": predicted_bytes(config, run.groups.device) / 2**30,
         "losses": [loss for loss, _ in (*untimed, *timed)],
-        **breakdown(run, min(2, steps)),
+        **breakdown(run, 1 if trace else min(2, steps), trace),
     }
     run.engine.destroy()
     return result
@@ -186,17 +196,18 @@ def main() -> None:
     parser.add_argument("--plain-attention", action="store_true")
     parser.add_argument("--small", action="store_true", help="few steps")
     parser.add_argument("--steps", type=int, help="timed steps (default 20, small 5)")
+    parser.add_argument("--trace", type=Path, help="write the profiler's trace of one step here")
     parser.add_argument("--threads", type=int, help="of torch, on a CPU")
     args = parser.parse_intermixed_args()
     if args.threads:
         torch.set_num_threads(args.threads)
     overrides = args.overrides
     if args.plain_attention:
-        overrides += ["model.position_terms=none", "model.normalize_position_table=false"]
+        overrides += PLAIN_ATTENTION
     try:
         config = load_config(args.config, overrides)
         steps = args.steps or (5 if args.small else 20)
-        result = measure(config, args.plain_attention, min(6, steps), steps)
+        result = measure(config, args.plain_attention, min(6, steps), steps, args.trace)
         write_json(args.result, result)
     finally:
         shutdown()

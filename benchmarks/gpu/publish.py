@@ -1,9 +1,11 @@
 """Convert the suite's results to the committed result files that the tables are made from.
 
     python -m benchmarks.gpu.publish runs/gpu_suite benchmarks/results/cuda
+    python -m benchmarks.gpu.publish runs/first_contact benchmarks/results/h100
     python -m benchmarks.tables --write
 
-Items that failed a check or could not run are left out.
+The first is the folder of ``benchmarks.gpu.suite``, whose items that failed a check or could not
+run are left out; the second that of ``benchmarks.gpu.first_contact``, which is kept whole.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.first_contact import read_stages
 from benchmarks.learn.ablations import plot
 from benchmarks.lib.measuring import write_json
+from benchmarks.lib.provenance import revision, source_digest
 from benchmarks.step.parts import draw
 
 # Result file by comparison of ``benchmarks/step/compare.py``.
@@ -32,6 +36,9 @@ def publish(suite_results: Path, results: Path) -> list[Path]:
     Returns:
         The written files.
     """
+    stages = suite_results / "stages.jsonl"
+    if stages.exists():
+        return [publish_first_contact(read_stages(stages), results / "first_contact.json")]
     parts = {path.stem: json.loads(path.read_text()) for path in suite_results.glob("*.json")}
     written = []
     for part, name in (("attention", "attention"), ("parity", "parity"), ("step", "large_step")):
@@ -55,6 +62,19 @@ def publish(suite_results: Path, results: Path) -> list[Path]:
         write_json(written[-1], parts["learning_curves"])
         plot(parts["learning_curves"], results / "learn.png")
     return written
+
+
+def publish_first_contact(stages: list[dict[str, Any]], target: Path) -> Path:
+    """Write the stages of a first contact; return the file.
+
+    The copy on the GPU's machine has no repository: its revision is this checkout's if both have
+    the same source.
+    """
+    for stage in stages:
+        if not stage["revision"] and stage["source"] == source_digest():
+            stage["revision"] = revision()
+    write_json(target, {"stages": stages})
+    return target
 
 
 def is_valid(item: dict[str, Any]) -> bool:

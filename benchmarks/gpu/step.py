@@ -13,6 +13,7 @@ import math
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,11 +105,17 @@ def micro_batches(device: str, rows: int) -> list[int]:
     return sizes[:4]
 
 
-def measure(record: Record, work: Measurement) -> Item:
-    """Run a measurement with the largest micro batch that fits."""
+def measure(record: Record, work: Measurement, extra: Sequence[str] = ()) -> Item:
+    """Run a measurement with the largest micro batch that fits.
+
+    Args:
+        record: of the part.
+        work: what to measure.
+        extra: options of ``one_step``.
+    """
     options = record.options
     settings = overrides(record, shards_of(record), work.tokens, work.length)
-    flags = ["--plain-attention"] * work.plain + ["--small"] * options.small
+    flags = ["--plain-attention"] * work.plain + ["--small"] * options.small + list(extra)
     too_large = []
     for micro in micro_batches(options.device, work.tokens // work.length):
         found = one_step(options, [*settings, *work.settings], micro, flags)

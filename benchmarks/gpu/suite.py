@@ -36,7 +36,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 from packaging.requirements import Requirement
 
@@ -155,14 +155,47 @@ def run_part(args: argparse.Namespace, options: Options) -> str | None:
     command += ["--small"] * options.small
     command += [] if options.corpus is None else ["--corpus", *options.corpus]
     grace = grace_of(options)
-    deadline = time.monotonic() + 60 * (options.minutes + grace)
+    return run_restarting(
+        command,
+        options,
+        seconds=60 * (options.minutes + grace),
+        grace=60 * grace,
+        environment=environment(args, options),
+    )
+
+
+def run_restarting(
+    command: list[str],
+    options: Options,
+    *,
+    seconds: float,
+    grace: float,
+    environment: dict[str, str],
+    log: IO[bytes] | None = None,
+) -> str | None:
+    """Run a process that records its items, restarting it after crashes; kill it at the end.
+
+    Args:
+        command: to which ``--minutes``, in which items may start, is added.
+        options: of the part that the process works on.
+        seconds: after which it is killed.
+        grace: the last seconds, in which no item may start.
+        environment: of the process.
+        log: receives its output; None: this process's.
+
+    Returns:
+        None, or the error.
+    """
+    deadline = time.monotonic() + seconds
     force = ["--force"] * options.force
     for _ in range(MAX_CRASHES):
-        minutes = (deadline - time.monotonic()) / 60 - grace
+        minutes = (deadline - time.monotonic() - grace) / 60
         process = subprocess.Popen(
             [*command, "--minutes", str(minutes), *force],
-            env=environment(args, options),
+            env=environment,
             start_new_session=True,
+            stdout=log,
+            stderr=log,
         )
         try:
             code = process.wait(max(1.0, deadline - time.monotonic()))

@@ -13,6 +13,7 @@ import triton
 
 from benchmarks.lib.measuring import read_json, write_json
 from benchmarks.lib.provenance import provenance
+from benchmarks.lib.wgmma import wgmma_hazards
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 # Atomics on global memory; those on shared memory (``ATOMS``) allocate Blackwell's tensor memory.
@@ -29,7 +30,8 @@ def resources(cubin: bytes) -> dict[str, Any]:
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if found is None:
         raise ValueError(f"cuobjdump: got {usage[:200]!r}, expected REG and STACK")
-    names, loops = _instructions(_output("nvdisasm", "-c", cubin))
+    disassembly = _output("nvdisasm", "-c", cubin)
+    names, loops = _instructions(disassembly)
     counts = Counter(names)
     in_loops = set().union(*(range(*loop) for loop in loops))
     tensor_core = sum(n for name, n in counts.items() if name.endswith("MMA"))
@@ -42,6 +44,7 @@ def resources(cubin: bytes) -> dict[str, Any]:
         "spill_loads": counts["LDL"],
         "spills_in_loops": sum(names[i] in ("STL", "LDL") for i in in_loops),
         "tensor_core_instructions": tensor_core,
+        "product_hazards": len(wgmma_hazards(disassembly)),
         "shuffles": counts["SHFL"],
         "barriers": counts["BAR"],
         "atomics": sum(counts[name] for name in ATOMICS),

@@ -102,9 +102,17 @@ class Labels:
 
 
 def profile_steps(
-    take: Callable[[], Any], steps: int, labels: Labels, *, on_gpu: bool
+    take: Callable[[], Any],
+    steps: int,
+    labels: Labels,
+    *,
+    on_gpu: bool,
+    trace: Path | None = None,
 ) -> tuple[list[Any], Any]:
-    """Profile steps with torch's profiler; return its events and its sums by name."""
+    """Profile steps with torch's profiler; return its events and its sums by name.
+
+    ``trace``: file for the profiler's trace, compressed if it ends in ``.gz``.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -112,6 +120,8 @@ def profile_steps(
         for _ in range(steps):
             with torch.profiler.record_function("step"):
                 take()
+    if trace is not None:
+        profile.export_chrome_trace(str(trace))
     return list(profile.events()), profile.key_averages()
 
 

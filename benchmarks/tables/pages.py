@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.lib.campaigns import read_lines
 from benchmarks.lib.provenance import ROOT
-from benchmarks.tables import attention, data, faults, learn, onnx, step, text
+from benchmarks.tables import attention, data, faults, gpu, learn, onnx, step, text
 from benchmarks.tables.common import NOTHING
 from megatron_deberta.files import write_atomically
 
@@ -82,6 +82,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "synchronizations": _of(step.synchronizations, "synchronizations"),
     "predicted": _of(step.predicted, "predicted"),
     "step-kernels": _of(step.step_kernels, "step_kernels"),
+    "first-contact": _of(gpu.first_contact_tables, "first_contact"),
     "large-step": _of(step.large_step, "large_step"),
     "same-batches": _of(learn.same_batches, "same_batches"),
     "learn": _of(learn.learn, "learn"),

@@ -95,6 +95,26 @@ def test_part_runs_and_passes(
     assert part.table(content["items"])
 
 
+@pytest.mark.slow
+def test_first_contact_runs_on_a_cpu(tmp_path: Path) -> None:
+    """The script, every stage in a process of its own, with small sizes; then nothing is left."""
+    command = [ROOT / "launch" / "gpu_first_contact.sh", "--device", "cpu", "--small"]
+    command += ["--out", tmp_path / "out", "--work", tmp_path / "work", "--total-seconds", "3600"]
+    environment = {**os.environ, "PYTHON": sys.executable}
+    for kept in (False, True):
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        lines = (tmp_path / "out" / "stages.jsonl").read_text().splitlines()
+        stages = [json.loads(line) for line in lines]
+        assert {stage["state"] for stage in stages} == {"passed"}
+        assert len(stages) == 10
+        assert all(stage.get("kept", False) is kept for stage in stages)
+    files = {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
+    assert len(files) <= 6
+    assert max(files.values()) <= 16 * 2**20
+    assert {"stages.jsonl", "summary.txt", "logs.tar.xz", "trace.json.gz"} <= set(files)
+
+
 def test_missing_gpu_is_reported(tmp_path: Path) -> None:
     done = run(tmp_path, "--part", "attention")
     assert done.returncode == 2

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import smoke, suite
+from benchmarks.gpu import kernel_checks, smoke, suite
 from benchmarks.gpu.record import Options, Record
 from benchmarks.lib.measuring import read_json
 from benchmarks.lib.provenance import ROOT
@@ -64,8 +64,22 @@ def test_smoke_part_ends_after_three_minutes_on_a_gpu() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_smoke_checks_of_the_kernels_pass(dtype: torch.dtype) -> None:
     pytest.importorskip("triton")
-    for item in (smoke.layer_norm("cpu", dtype), smoke.cross_entropy("cpu", dtype)):
+    for item in (kernel_checks.layer_norm("cpu", dtype), kernel_checks.cross_entropy("cpu", dtype)):
         assert not item["wrong"], item
+
+
+def test_attention_at_full_size_is_compared_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    for name, value in (("FULL_BATCH", 1), ("FULL_HEADS", 3), ("CPU_REPEATS", 1)):
+        monkeypatch.setattr(kernel_checks, name, value)
+    monkeypatch.setattr(kernel_checks, "FULL_POSITIONS", kernel_checks.POSITIONS)
+    item = kernel_checks.full_size_attention("cpu", torch.float16, 32, 24)
+    assert not item["wrong"], item
+    right = torch.ones(1, 3, 24, 32)
+    wrong = right.clone()
+    wrong[:, 2] *= 1.02
+    assert kernel_checks.relative_error(wrong, right, by_head=True) == pytest.approx(0.02, rel=1e-3)
+    assert kernel_checks.relative_error(wrong, right, by_head=False) < 0.012
 
 
 @pytest.mark.slow
@@ -80,13 +94,16 @@ def test_smoke_part_launches_every_kernel(monkeypatch: pytest.MonkeyPatch) -> No
         return launch(kernel, *arguments, **options)
 
     monkeypatch.setattr(interpreter.InterpretedFunction, "run", record)
-    monkeypatch.setattr(smoke, "CPU_REPEATS", 1)
+    monkeypatch.setattr(kernel_checks, "CPU_REPEATS", 1)
     for gathered, documents in ((True, False), (False, True), (False, False)):
         if not gathered and not documents:
-            monkeypatch.setattr(smoke, "CPU_LENGTH", 136)
-        item = smoke.attention("cpu", torch.float32, 32, gathered, documents)
+            monkeypatch.setattr(kernel_checks, "CPU_LENGTH", 136)
+        item = kernel_checks.attention("cpu", torch.float32, 32, gathered, documents)
         assert not item["wrong"], item
-    for item in (smoke.layer_norm("cpu", torch.float32), smoke.cross_entropy("cpu", torch.float32)):
+    for item in (
+        kernel_checks.layer_norm("cpu", torch.float32),
+        kernel_checks.cross_entropy("cpu", torch.float32),
+    ):
         assert not item["wrong"], item
     sources = (ROOT / "megatron_deberta" / "ops" / "triton").glob("*.py")
     defined = {
@@ -101,16 +118,16 @@ def test_smoke_check_of_attention_passes_and_failures_print_their_stack(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    item = smoke.attention("cpu", torch.float16, 32, gathered=True)
+    item = kernel_checks.attention("cpu", torch.float16, 32, gathered=True)
     assert not item["wrong"], item
     record = Record(Options("smoke", tmp_path, tmp_path, "cpu", small=True, minutes=1))
 
     def broken(*_: object) -> None:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(smoke, "layer_norm", broken)
-    monkeypatch.setattr(smoke, "cross_entropy", lambda *_: {"wrong": []})
-    smoke.check_kernels(record, torch.float32)
+    monkeypatch.setattr(kernel_checks, "layer_norm", broken)
+    monkeypatch.setattr(kernel_checks, "cross_entropy", lambda *_: {"wrong": []})
+    kernel_checks.check_kernels(record, torch.float32)
     assert "in broken" in capsys.readouterr().err
     assert "no such kernel" in record.items["layer norm float32"]["error"]
     assert "error" not in record.items["cross-entropy float32"]

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize(
     ("module", "count", "variants"),
     [
-        ("benchmarks.attention.compiled_kernels", "tensor_core_instructions", 6),
+        ("benchmarks.attention.compiled_kernels", "tensor_core_instructions", 9),
         ("benchmarks.step.compiled_kernels", "narrow_accesses", 7),
     ],
 )

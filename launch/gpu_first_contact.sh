@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# First contact with a GPU in at most nine minutes: correctness, attention, whole steps.
+#
+#   launch/gpu_carry.sh                                  before, on a machine with network
+#   launch/gpu_first_contact.sh [--only STAGE ...]       on the machine with the GPU
+#   launch/gpu_first_contact.sh --device cpu --small     a rehearsal on a CPU
+#
+# Results go to $OUT, or to --out. Options: python -m benchmarks.gpu.first_contact --help
+#
+# Environment:
+#   PYTHON   interpreter that has torch (default: python3)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python="${PYTHON:-python3}"
+site="${TMPDIR:-/tmp}/megatron_deberta_first_contact_site"
+if compgen -G ".first_contact/wheels/*.whl" >/dev/null && [[ ! -e "$site" ]]; then
+  "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir \
+    --target "$site.tmp" .first_contact/wheels/*.whl
+  mv "$site.tmp" "$site"
+fi
+[[ ! -e "$site" ]] || export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
+exec "$python" -m benchmarks.gpu.first_contact "$@"
