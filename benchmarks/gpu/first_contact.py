@@ -91,12 +91,11 @@ class Stage:
 # Without what a stage does not need, so that a package that is missing fails only these stages.
 _STEPS = "step_stages"
 STAGES = (
-    Stage("machine", 25, ("benchmarks/gpu/operator_stages.py",)),
+    Stage("machine", 35, ("benchmarks/gpu/operator_stages.py",)),
     Stage("numerics", 50, _OPERATOR, interpreted=True),
     Stage("attention", 70, _OPERATOR),
     Stage("launch_settings", 40, _OPERATOR, interpreted=True),
     Stage("layers", 70, _TRAINING, _STEPS, reads_shards=True),
-    Stage("optimizer", 15, ("benchmarks/gpu/step_stages.py",), _STEPS),
     Stage("step", 110, _TRAINING, _STEPS, reads_shards=True),
     Stage("models", 80, _TRAINING, _STEPS),
     Stage("resume", 60, _TRAINING, _STEPS, reads_shards=True),

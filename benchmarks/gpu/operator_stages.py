@@ -52,6 +52,8 @@ PRODUCTS = {
     "FFN in": (16384, 1536, 6144),
     "FFN out": (16384, 6144, 1536),
 }
+ADAM_ELEMENTS = 1_570_000_000
+"""The weights of the 1.5B model, as DeepSpeed keeps them: in one tensor."""
 ATTENTION_CASES = [
     Case(batch, heads, length, dropout, dtype="bf16", device="cuda")
     for batch, heads, length in ((32, 24, 512), (2, 12, 8192))
@@ -84,10 +86,12 @@ def apply_environment() -> None:
 
 
 def machine(record: Record) -> None:
-    """Versions, copy bandwidth, rate of matrix products, a collective on one rank."""
+    """Versions, rates of copies, matrix products and AdamW, a collective on one rank."""
     device, small = record.options.device, record.options.small
     record.run("versions", lambda: versions(device))
     record.run("rates", lambda: rates(device, small))
+    elements = 2**16 if small else ADAM_ELEMENTS
+    record.run("fused AdamW", lambda: time_adam(elements, device))
     record.run("collective on one rank", lambda: one_rank_collective(device))
 
 
@@ -157,6 +161,15 @@ def one_rank_collective(device: str) -> Item:
     finally:
         dist.destroy_process_group()
     return {"backend": backend, "wrong": wrong}
+
+
+def time_adam(elements: int, device: str) -> Item:
+    """Return the seconds of an update and its bytes per second (seven fp32 tensors move)."""
+    weight = torch.nn.Parameter(torch.zeros(elements, device=device))
+    weight.grad = torch.full_like(weight, 1e-3)
+    adam = torch.optim.AdamW([weight], lr=1e-4, fused=True)
+    seconds = in_turns({"": partial(timed, adam.step, device)}, least=3, most=8, budget=1.0)[""][0]
+    return {"elements": elements, "seconds": seconds, "bytes_per_second": 28 * elements / seconds}
 
 
 def numerics(record: Record) -> None:

@@ -15,10 +15,8 @@ from torch import Tensor
 
 from benchmarks.gpu import one_step, train
 from benchmarks.gpu import step as whole_step
-from benchmarks.gpu.operator_stages import timed
 from benchmarks.gpu.peers import TINY
 from benchmarks.gpu.record import Item, Record
-from benchmarks.lib.measuring import in_turns
 from benchmarks.step.batch import make_batch
 from benchmarks.step.measure import compete
 from benchmarks.step.peers import Peer, variants
@@ -30,7 +28,6 @@ from megatron_deberta.hf import accelerate
 from megatron_deberta.observe.throughput import measure_matmul_rate
 
 DEPTHS = (4, 12)
-ADAM_ELEMENTS = 1_570_000_000
 RESUMED = train.Size(
     8.0,
     8192,
@@ -84,21 +81,6 @@ def time_steps(overrides: list[str], plain: bool, steps: int) -> Item:
         "losses": losses,
     }
     return found | {"wrong": whole_step.wrong_losses(found)}
-
-
-def optimizer(record: Record) -> None:
-    """Fused AdamW over as many weights as the 1.5B model has, in one tensor."""
-    elements = 2**16 if record.options.small else ADAM_ELEMENTS
-    record.run("fused AdamW", lambda: time_adam(elements, record.options.device))
-
-
-def time_adam(elements: int, device: str) -> Item:
-    """Return the seconds of an update and its bytes per second (seven fp32 tensors move)."""
-    weight = torch.nn.Parameter(torch.zeros(elements, device=device))
-    weight.grad = torch.full_like(weight, 1e-3)
-    adam = torch.optim.AdamW([weight], lr=1e-4, fused=True)
-    seconds = in_turns({"": partial(timed, adam.step, device)}, least=3, most=8, budget=1.0)[""][0]
-    return {"elements": elements, "seconds": seconds, "bytes_per_second": 28 * elements / seconds}
 
 
 def step(record: Record) -> None:

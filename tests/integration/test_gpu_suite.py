@@ -107,7 +107,7 @@ def test_first_contact_runs_on_a_cpu(tmp_path: Path) -> None:
         lines = (tmp_path / "out" / "stages.jsonl").read_text().splitlines()
         stages = [json.loads(line) for line in lines]
         assert {stage["state"] for stage in stages} == {"passed"}
-        assert len(stages) == 10
+        assert len(stages) == 9
         assert all(stage.get("kept", False) is kept for stage in stages)
     files = {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
     assert len(files) <= 6
