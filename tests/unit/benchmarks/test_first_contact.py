@@ -94,11 +94,11 @@ def test_a_second_start_runs_what_failed_or_changed(
     assert len(lines) == len(STAGES)
     digest = first_contact.digest
     monkeypatch.setattr(
-        first_contact, "digest", lambda c: "new" if c is STAGES[5].covers else digest(c)
+        first_contact, "digest", lambda c: "new" if c is STAGES[0].covers else digest(c)
     )
-    assert [stage for stage, _ in start(tmp_path, monkeypatch, {})[1].begun] == [STAGES[5].name]
-    _, runs, _ = start(tmp_path, monkeypatch, {}, only=["machine"])
-    assert [stage for stage, _ in runs.begun] == ["machine"]
+    assert [stage for stage, _ in start(tmp_path, monkeypatch, {})[1].begun] == [STAGES[0].name]
+    _, runs, _ = start(tmp_path, monkeypatch, {}, only=["attention"])
+    assert [stage for stage, _ in runs.begun] == ["attention"]
     moved = tmp_path / "elsewhere"
     _, runs, _ = start(moved, monkeypatch, {}, previous=tmp_path / "work" / "stages.jsonl")
     assert not runs.begun
