@@ -253,6 +253,9 @@ class OptimizerConfig:
     """Decay of the second moment."""
     eps: float = positive(1e-6)
     """Added to the square root of the second moment."""
+    implementation: Literal["torch", "apex"] = "torch"
+    """``torch``: torch's fused AdamW. ``apex``: NVIDIA apex's ``FusedAdam``, on GPUs with ZeRO
+    stages 0 to 2 without offload; it needs a pass of its own for clipping."""
     bias_correction: bool = True
     """False: no bias correction of the moments, as in the release."""
     layer_decay: float = fraction(1.0)

@@ -125,26 +125,28 @@ def build_optimizer(
     allow_apex: bool,
     offloads: bool = False,
 ) -> torch.optim.Optimizer:
-    """Create the fastest AdamW that is installed.
+    """Create the AdamW of ``optimizer.implementation``.
 
-    NVIDIA apex's if allowed, else torch's fused one, else (without bias correction)
-    :class:`UncorrectedAdamW`. All use the state keys of ``MOMENTS``.
+    ``torch``: torch's fused AdamW, or without bias correction :class:`UncorrectedAdamW`. All use
+    the state keys of ``MOMENTS``.
 
     Args:
         groups: from :func:`parameter_groups`.
         config: hyperparameters.
         allow_apex: the update runs on a GPU, once for each group.
         offloads: the update runs on the CPU, the model elsewhere.
+
+    Raises:
+        ConfigError: apex is chosen, but not installed or not usable here.
     """
     arguments: dict[str, Any] = {
         "lr": config.learning_rate,
         "betas": (config.beta1, config.beta2),
         "eps": config.eps,
     }
-    fused_adam = apex_fused_adam() if allow_apex else None
     optimizer: torch.optim.Optimizer
-    if fused_adam is not None:
-        optimizer = fused_adam(
+    if config.implementation == "apex":
+        optimizer = _apex_fused_adam(allow_apex)(
             groups, adam_w_mode=True, bias_correction=config.bias_correction, **arguments
         )
     elif config.bias_correction:
@@ -161,17 +163,29 @@ def build_optimizer(
     return optimizer
 
 
-def apex_fused_adam() -> Callable[..., torch.optim.Optimizer] | None:
-    """NVIDIA apex's ``FusedAdam``, or None if it is not installed.
+def _apex_fused_adam(is_usable: bool) -> Callable[..., torch.optim.Optimizer]:
+    """NVIDIA apex's ``FusedAdam``.
 
     ``amp_C`` distinguishes it from PyPI's unrelated ``apex`` and from builds without kernels.
+
+    Raises:
+        ConfigError: it is not installed, or not usable here.
     """
+    key = "optimizer.implementation=apex"
+    if not is_usable:
+        raise ConfigError(
+            f"{key}: apex's FusedAdam needs a GPU and ZeRO stages 0 to 2 without offload; use "
+            "optimizer.implementation=torch"
+        )
     try:
         importlib.import_module("amp_C")
         optimizers = importlib.import_module("apex.optimizers")
-    except ImportError:
-        return None
-    fused_adam: Callable[..., torch.optim.Optimizer] | None = getattr(optimizers, "FusedAdam", None)
+        fused_adam: Callable[..., torch.optim.Optimizer] = optimizers.FusedAdam
+    except (ImportError, AttributeError):
+        raise ConfigError(
+            f"{key}: NVIDIA's apex with its CUDA extensions is not installed (PyPI's apex is "
+            "another package); install it, or use optimizer.implementation=torch"
+        ) from None
     return fused_adam
 
 

@@ -12,7 +12,6 @@ from megatron_deberta.config.schema import ModelConfig, OptimizerConfig
 from megatron_deberta.engine.optimizer import (
     UncorrectedAdamW,
     adam_step,
-    apex_fused_adam,
     build_optimizer,
     decays,
     parameter_groups,
@@ -104,12 +103,15 @@ def nvidia_apex(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "amp_C", ModuleType("amp_C"))
 
 
+def groups_of(parameter: nn.Parameter) -> list[dict[str, Any]]:
+    return parameter_groups([("x.weight", parameter)], 0.1)
+
+
 @pytest.mark.usefixtures("nvidia_apex")
-def test_apex_is_taken_where_it_may_be_and_its_step_is_kept() -> None:
+def test_apex_is_used_where_it_is_asked_for_and_its_step_is_kept() -> None:
     parameter = nn.Parameter(torch.zeros(1))
-    groups = parameter_groups([("x.weight", parameter)], 0.1)
-    config = OptimizerConfig(bias_correction=False)
-    optimizer = build_optimizer(groups, config, allow_apex=True)
+    config = OptimizerConfig(bias_correction=False, implementation="apex")
+    optimizer = build_optimizer(groups_of(parameter), config, allow_apex=True)
     assert isinstance(optimizer, _CountingInGroups)
     assert optimizer.defaults["bias_correction"] is False
     assert optimizer.defaults["adam_w_mode"] is True
@@ -117,14 +119,29 @@ def test_apex_is_taken_where_it_may_be_and_its_step_is_kept() -> None:
     set_adam_step(optimizer, [parameter], 7)
     optimizer.step()
     assert adam_step(optimizer, [parameter]) == 8
-    assert isinstance(build_optimizer(groups, config, allow_apex=False), UncorrectedAdamW)
+    with pytest.raises(ConfigError, match=r"implementation=apex.*needs a GPU and ZeRO stages 0"):
+        build_optimizer(groups_of(parameter), config, allow_apex=False)
 
 
-def test_pypis_apex_is_not_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no ``apex.optimizers``, and no compiled ``amp_C`` beside it."""
+@pytest.mark.usefixtures("nvidia_apex")
+def test_torch_is_the_default_where_apex_is_installed() -> None:
+    """Otherwise the choice would depend on the image, and clipping would be a pass of its own."""
+    groups = groups_of(nn.Parameter(torch.zeros(1)))
+    optimizer = build_optimizer(groups, OptimizerConfig(), allow_apex=True)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert optimizer.defaults["fused"] is True
+
+
+@pytest.mark.parametrize("kernels", [None, ModuleType("amp_C")], ids=["pypi", "old"])
+def test_apex_of_pypi_is_not_nvidias(
+    kernels: ModuleType | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyPI's has no ``apex.optimizers``, and no compiled ``amp_C`` beside it."""
     monkeypatch.setitem(sys.modules, "apex", ModuleType("apex"))
-    monkeypatch.setitem(sys.modules, "amp_C", None)
-    assert apex_fused_adam() is None
+    monkeypatch.setitem(sys.modules, "amp_C", kernels)
+    config = OptimizerConfig(implementation="apex")
+    with pytest.raises(ConfigError, match="NVIDIA's apex with its CUDA extensions is not"):
+        build_optimizer(groups_of(nn.Parameter(torch.zeros(1))), config, allow_apex=True)
 
 
 def test_rates_by_layer_and_frozen_parameters() -> None:
