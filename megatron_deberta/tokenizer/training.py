@@ -65,7 +65,7 @@ def train_sentencepiece(
         DataError: there is no text, or training fails for another reason.
         OSError: the disk is full or ``output`` cannot be written.
     """
-    _check_settings(vocab_size, character_coverage)
+    check_settings(vocab_size, character_coverage)
     refuse_existing(output, force)
     lines = [line for text in texts for line in split_lines(text)]
     if not lines:
@@ -101,7 +101,12 @@ def refuse_existing(output: str, force: bool) -> None:
         )
 
 
-def _check_settings(vocab_size: int, character_coverage: float) -> None:
+def check_settings(vocab_size: int, character_coverage: float) -> None:
+    """Check the options that need no text.
+
+    Raises:
+        ConfigError: a setting is out of range.
+    """
     if vocab_size < 5:
         raise ConfigError(f"--vocab-size {vocab_size}: must exceed the 4 special pieces")
     if not 0.9 <= character_coverage <= 1.0:
