@@ -113,9 +113,14 @@ def run(args: argparse.Namespace) -> int:
     statistics = [_Statistics(each.length) for each in phases]
     documents = sum(len(corpus) for corpus in corpora.train)
     tokens = sum(corpus.num_tokens for corpus in corpora.train)
-    held_out = 0 if corpora.validation is None else len(corpora.validation)
+    held_out = corpora.validation
+    held_out_documents, held_out_tokens = (
+        (len(held_out), held_out.num_tokens) if held_out else (0, 0)
+    )
     print(
-        f"training: {documents:,} documents, {tokens:,} tokens; validation: {held_out:,} documents"
+        f"training: {documents:,} documents, {tokens:,} tokens; validation: "
+        f"{held_out_documents:,} documents, {held_out_tokens:,} tokens "
+        f"({held_out_tokens / max(tokens + held_out_tokens, 1):.1%})"
     )
     for number in range(max(args.num_samples, args.statistics)):
         sample = np.array([args.first_sample + number])

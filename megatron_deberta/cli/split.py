@@ -66,9 +66,13 @@ def run(args: argparse.Namespace) -> int:
         print(NOT_LAST.format(args.output))
         return EXIT_DONE
     used = summary["train"] + summary["validation"]
+    share = f"{summary['validation'] / used:.2%}"
+    # Summaries of earlier versions have no sizes.
+    if size := summary.get("train_bytes", 0) + summary.get("validation_bytes", 0):
+        share += f", {summary['validation_bytes'] / size:.2%} of the bytes"
     print(
         f"{args.output}: {summary['documents']:,} documents = {summary['train']:,} train + "
-        f"{summary['validation']:,} validation ({summary['validation'] / used:.2%}) + "
+        f"{summary['validation']:,} validation ({share}) + "
         f"{sum(summary['quarantined'].values()):,} quarantined"
     )
     return EXIT_DONE

@@ -5,7 +5,8 @@ for Hugging Face's AutoTokenizer and this package. Ids: 0 [PAD], 1 [CLS], 2 [SEP
 the other pieces, [MASK] last.
 
 After an interruption, run the same command: it keeps the part of the sample that it has. A smaller
---vocab-size, where the text supports no larger one, does not sample again.
+--vocab-size, where the text supports no larger one, does not sample again. After an error, a
+command with other options begins anew.
 
 Example:
   megatron-deberta train-tokenizer --input corpus/*.jsonl.gz --vocab-size 32000 --output tokenizer
@@ -27,7 +28,7 @@ from megatron_deberta.cli.text_job import add_estimate_arguments, estimated_inpu
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.text.readers.checks import find_both_sides
 from megatron_deberta.text.sample import sampled_lines
-from megatron_deberta.tokenizer.training import refuse_existing, train_sentencepiece
+from megatron_deberta.tokenizer.training import check_settings, refuse_existing, train_sentencepiece
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
         with estimated_input(args, output) as (sources, options, workers):
             print(estimate_train_tokenizer(sources, options, sample_bytes, args.nodes, workers))
         return 0
+    check_settings(args.vocab_size, args.character_coverage)
     refuse_existing(args.output, args.force)
     with open_work(args, output, "train-tokenizer") as (sources, options, run_options):
         if sides := find_both_sides(sources):

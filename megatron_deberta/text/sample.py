@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_deberta.errors import ConfigError
+from megatron_deberta.errors import ConfigError, MegatronDebertaError
 from megatron_deberta.text.deduplicate.output import QUARANTINE, concatenate
 from megatron_deberta.text.deduplicate.units import Record, UnitReader, plan_units
 from megatron_deberta.text.deduplicate.work import (
@@ -53,6 +53,8 @@ def sampled_lines(
 ) -> Iterator[list[str]]:
     """Yield the sample; units that are done stay in ``{output}.unfinished`` if the block fails.
 
+    Where it fails with an error of ours, a sample with other arguments replaces them.
+
     Args:
         sources: input files.
         output: what is made from the sample, for the name of the unfinished work.
@@ -80,10 +82,15 @@ def sampled_lines(
         count = run.workers if len(work.units) > 1 else 0
         engine = run.engine or stack.enter_context(local_engine(count, start_method="spawn"))
         runner = StageRunner(work, engine, run.advance)
-        runner.run("sample", _sample_unit, len(work.units))
-        runner.check()
-        _refuse_bad(work, run.allow_bad)
-        yield _gather(work, sample_bytes)
+        try:
+            runner.run("sample", _sample_unit, len(work.units))
+            runner.check()
+            _refuse_bad(work, run.allow_bad)
+            yield _gather(work, sample_bytes)
+        except MegatronDebertaError:
+            # The corrected command may read other files, or the same ones otherwise.
+            folder.mark_failed()
+            raise
         folder.remove()
 
 

@@ -132,6 +132,7 @@ def _run_stages(work: Work, runner: StageRunner) -> None:
 def _split_unit(work: Work, task: int, folder: TaskFolder) -> None:
     choose = _chooser(work)
     counts: Counter[str] = Counter(members=0)
+    sizes: Counter[str] = Counter()
     quarantined: Counter[str] = Counter()
     with (
         folder.open("train.jsonl", work.compression) as train,
@@ -145,13 +146,15 @@ def _split_unit(work: Work, task: int, folder: TaskFolder) -> None:
                 side, is_member = choose(digest_of(record.text))
                 counts[side] += 1
                 counts["members"] += is_member
+                sizes[side] += len(record.content)
                 streams[side].write(record.content + b"\n")
                 continue
             source, defect = record
             quarantined[defect.reason] += 1
             quarantine.write(defect.describe(work.sources[source].name))
     folder.counts = reader.counts
-    folder.save_json("info", {**counts, "quarantined": quarantined})
+    info = {f"{side}_bytes": size for side, size in sizes.items()}
+    folder.save_json("info", {**counts, **info, "quarantined": quarantined})
 
 
 def _chooser(work: Work) -> Callable[[bytes], tuple[str, bool]]:
@@ -205,6 +208,7 @@ def _compare_members(work: Work, found: int) -> None:
 def _gather(work: Work, staged: Path) -> dict[str, Any]:
     counts, quarantined = add_counts(work)
     _compare_members(work, counts.pop("members"))
+    sizes = {f"{side}_bytes": counts.pop(f"{side}_bytes", 0) for side in SIDES}
     for side in SIDES:
         if not counts[side]:
             raise NoDocumentsError(
@@ -217,6 +221,7 @@ def _gather(work: Work, staged: Path) -> dict[str, Any]:
     return {
         "documents": counts.total() + quarantined.total(),
         **{side: counts[side] for side in SIDES},
+        **sizes,
         "quarantined": dict(sorted(quarantined.items())),
         **work.parameters,
         "sources": [source.name for source in work.sources],

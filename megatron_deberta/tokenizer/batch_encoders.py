@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import mmap
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,19 +87,19 @@ def fast_bpe_encoder(tokenizer: Tokenizer, dtype: npt.DTypeLike = np.int32) -> B
     if spec["model"]["type"] != "BPE":
         return None
     # Special tokens in a corpus are text, so the library must not know them.
-    plain = {**spec, "added_tokens": [], "post_processor": None}
-    trims = _trims_end(spec)
-    if trims:
-        normalizer = spec["normalizer"]
+    normalizer = tokenizer.plain_normalizer
+    plain = {**spec, "normalizer": normalizer, "added_tokens": [], "post_processor": None}
+    trims = _trims_end(plain)
+    if trims and normalizer is not None:
         plain["normalizer"] = {**normalizer, "normalizers": normalizer["normalizers"][:-1]}
     try:
         encode = _BytePairs(orjson.dumps(plain).decode(), np.dtype(dtype))
     except Exception:  # not installed; or the bare exceptions it has for what it does not support
         return None
-    if not trims:
-        return encode
     space = spec["model"]["vocab"].get(_SPACE_PIECE)
-    return None if space is None else functools.partial(_encode_trimmed, tokenizer, encode, space)
+    if trims and space is None:
+        return None
+    return functools.partial(_encode_plain, tokenizer, encode, space if trims else None)
 
 
 def _trims_end(spec: Mapping[str, Any]) -> bool:
@@ -107,22 +108,37 @@ def _trims_end(spec: Mapping[str, Any]) -> bool:
     return bool(steps[-1].get("pattern") == {"Regex": " \\z"} and steps[-1]["content"] == "")
 
 
-def _encode_trimmed(
-    tokenizer: Tokenizer, encode: BatchEncoder, space: int, texts: Sequence[str]
+def _encode_plain(
+    tokenizer: Tokenizer, encode: BatchEncoder, space: int | None, texts: Sequence[str]
 ) -> tuple[Ids, Lengths]:
-    """Encode with a library that leaves a space at the end: it is a token by itself, taken off.
+    """Encode plain texts with a library, and others with the tokenizer.
 
-    In texts that hold the sign for a space it could be that sign, which stays, so those go to the
-    tokenizer.
+    The library leaves a space at the end: it is a token by itself, taken off. In texts that hold
+    the sign for a space it could be that sign, which stays, so those go to the tokenizer; so do
+    texts with sequences that normalization must compose.
+
+    Args:
+        tokenizer: decides the ids.
+        encode: the library.
+        space: id of a space that normalization takes off the end; None: it takes none off.
+        texts: what to encode.
     """
-    ids, lengths = encode(["" if _SPACE_PIECE in text else text for text in texts])
-    has_ids = lengths > 0
-    last = np.cumsum(lengths)[has_ids] - 1
-    is_spaced = np.zeros(lengths.size, np.bool_)
-    is_spaced[has_ids] = ids[last] == space
-    ids = np.delete(ids, last[is_spaced[has_ids]])
-    lengths = lengths - is_spaced
-    alone = [index for index, text in enumerate(texts) if _SPACE_PIECE in text]
+    plain: list[str] = []
+    alone: list[int] = []
+    for index, text in enumerate(texts):
+        found = tokenizer.plain_text(text)
+        if found is None or (space is not None and _SPACE_PIECE in text):
+            alone.append(index)
+            found = ""
+        plain.append(found)
+    ids, lengths = encode(plain)
+    if space is not None:
+        has_ids = lengths > 0
+        last = np.cumsum(lengths)[has_ids] - 1
+        is_spaced = np.zeros(lengths.size, np.bool_)
+        is_spaced[has_ids] = ids[last] == space
+        ids = np.delete(ids, last[is_spaced[has_ids]])
+        lengths = lengths - is_spaced
     if not alone:
         return ids, lengths
     parts: list[Ids] = np.split(ids, np.cumsum(lengths)[:-1])
@@ -146,6 +162,7 @@ def sentencepiece_encoder(tokenizer: Tokenizer) -> BatchEncoder:
     """Return SentencePiece's own segmentation.
 
     It differs from ``tokenizer.encode_texts`` where two segmentations have nearly equal scores.
+    Text is composed before it if the tokenizer composes text.
 
     Raises:
         ConfigError: the tokenizer has no SentencePiece model.
@@ -157,6 +174,8 @@ def sentencepiece_encoder(tokenizer: Tokenizer) -> BatchEncoder:
     model = SentencePieceProcessor(model_proto=tokenizer.sentencepiece_model)
 
     def encode(texts: Sequence[str]) -> tuple[Ids, Lengths]:
+        if tokenizer.composes:
+            texts = [unicodedata.normalize("NFC", text) for text in texts]
         parts = [model.encode_as_ids(text) for text in texts]
         lengths = np.fromiter(map(len, parts), np.int64, len(parts))
         ids = np.fromiter(itertools.chain.from_iterable(parts), np.int32, int(lengths.sum()))

@@ -6,8 +6,10 @@ plain text, are rejected.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +22,7 @@ from typing_extensions import TypedDict
 from megatron_deberta.errors import DataError, MissingInputError
 from megatron_deberta.files import did_you_mean
 from megatron_deberta.parsing import Number, parse_json
+from megatron_deberta.tokenizer.charsmap import is_longest_match
 from megatron_deberta.tokenizer.sentencepiece_model import build_backend, rows_for
 from megatron_deberta.tokenizer.special_tokens import (
     USUAL_NAMES,
@@ -39,6 +42,8 @@ from megatron_deberta.tokenizer.tokenizer import (
     SIZE_KEY,
     Tokenizer,
 )
+
+logger = logging.getLogger(__name__)
 
 Id = Annotated[int, Field(ge=0, lt=MAX_ROWS)]
 """Libraries allocate tables of as many rows as the largest id."""
@@ -193,6 +198,7 @@ def _load_json(path: Path) -> Tokenizer:
     declare_special_tokens(backend, special)
     _guard(backend)
     refuse_leaks(backend, special, where)
+    _warn_of_lost_marks(spec, where)
     source = path.with_name(SENTENCEPIECE_FILE)
     return Tokenizer(
         # Scores are kept as in the file: the library's round trip is not exact.
@@ -213,6 +219,23 @@ def _errors_of_the_library(message: str) -> Iterator[None]:
         raise
     except BaseException as error:
         raise DataError(f"{message} ({error})") from error
+
+
+@lru_cache(maxsize=16)
+def _warn_once(message: str) -> None:
+    logger.warning("warning: %s", message)
+
+
+def _warn_of_lost_marks(spec: dict[str, Any], where: str) -> None:
+    """Warn of a ``Precompiled`` step that loses marks; its ids stay what the model has learnt."""
+    normalizer = spec["normalizer"] or {}
+    steps = normalizer.get("normalizers", [normalizer])
+    if is_longest_match(normalizer) or not any(s.get("type") == "Precompiled" for s in steps):
+        return
+    _warn_once(
+        f"{where}: decomposed text (NFD) loses marks in its normalizer, and keeps these ids; "
+        "give such text in NFC (preprocess --normalize nfc), or train or convert the tokenizer anew"
+    )
 
 
 def _guard(backend: Backend) -> None:

@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from megatron_deberta.errors import DataError
+from megatron_deberta.tokenizer.charsmap import longest_match_normalizer
 from megatron_deberta.tokenizer.special_tokens import (
     SpecialTokens,
     add_special_tokens,
@@ -20,6 +21,8 @@ from megatron_deberta.tokenizer.special_tokens import (
 )
 
 SPACE = "\u2581"
+# Begins the name of the normalization in models of our own training: text is composed before it.
+COMPOSED = "nfc+"
 _UNIGRAM, _BPE = 1, 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
@@ -36,9 +39,10 @@ def rows_for(num_tokens: int) -> int:
 def build_backend(content: bytes, where: str) -> tuple[Backend, SpecialTokens]:
     """Build the pipeline of a SentencePiece model, missing special tokens appended.
 
-    Pieces keep their ids. Extra spaces are removed if the model says so. Text after a special token
-    continues the word, as in training: ``[MASK].`` ends in the piece of a full stop after a word,
-    not in that of one at the beginning of a text.
+    Pieces keep their ids. Text is normalized as SentencePiece does it, and before that brought to
+    NFC if the model is of our own training. Extra spaces are removed if the model says so. Text
+    after a special token continues the word, as in training: ``[MASK].`` ends in the piece of a
+    full stop after a word, not in that of one at the beginning of a text.
 
     Args:
         content: bytes of the ``.model`` file.
@@ -53,7 +57,7 @@ def build_backend(content: bytes, where: str) -> tuple[Backend, SpecialTokens]:
     is_unigram = proto.trainer_spec.model_type == _UNIGRAM
     backend = Backend(_unigram(proto) if is_unigram else _bpe(proto))
     tidy = proto.normalizer_spec.remove_extra_whitespaces
-    backend.normalizer = _normalizer(proto.normalizer_spec.precompiled_charsmap, tidy)
+    backend.normalizer = _normalizer(proto.normalizer_spec, where)
     metaspace = pre_tokenizers.Metaspace(
         replacement=SPACE,
         prepend_scheme="first" if proto.normalizer_spec.add_dummy_prefix else "never",
@@ -70,6 +74,16 @@ def build_backend(content: bytes, where: str) -> tuple[Backend, SpecialTokens]:
     add_special_tokens(backend, [p.piece for p in proto.pieces if p.type in (_CONTROL, _UNKNOWN)])
     declare_special_tokens(backend, special)
     return backend, special
+
+
+def named_as_composing(content: bytes) -> bytes:
+    """Return a trained model whose name of the normalization says that text is composed first.
+
+    SentencePiece does not read the name.
+    """
+    proto = _parse(content, "the trained model")
+    proto.normalizer_spec.name = COMPOSED + proto.normalizer_spec.name
+    return bytes(proto.SerializeToString())
 
 
 def _parse(content: bytes, where: str) -> Any:
@@ -107,11 +121,16 @@ def _special_tokens(proto: Any) -> SpecialTokens:
     return replace(special, unk=unknown)
 
 
-def _normalizer(charsmap: bytes, tidy: bool) -> normalizers.Sequence:
+def _normalizer(spec: Any, where: str) -> normalizers.Sequence:
     steps: list[normalizers.Normalizer] = []
-    if charsmap:
-        steps.append(normalizers.Precompiled(charsmap))
-    if tidy:
+    if spec.name.startswith(COMPOSED):
+        steps.append(normalizers.NFC())
+    if spec.precompiled_charsmap:
+        try:
+            steps += longest_match_normalizer(spec.precompiled_charsmap)
+        except ValueError as error:
+            raise DataError(f"{where}: {error}") from error
+    if spec.remove_extra_whitespaces:
         # A leading space is kept: the metaspace would add the same one.
         steps.append(normalizers.Replace(Regex(" {2,}"), " "))
         steps.append(normalizers.Replace(Regex(" \\z"), ""))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import unicodedata
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +16,11 @@ import orjson
 from tokenizers import Tokenizer as Backend
 
 from megatron_deberta.errors import DataError
+from megatron_deberta.tokenizer.charsmap import (
+    PlainTextCheck,
+    is_longest_match,
+    without_separators,
+)
 from megatron_deberta.tokenizer.special_tokens import SpecialTokens
 
 if TYPE_CHECKING:
@@ -29,6 +35,8 @@ SIZE_KEY = "model_vocab_size"
 MAX_ROWS = 1 << 24
 # SentencePiece's space, and byte-level BPE's space, newline, tab and carriage return.
 _WORD_STARTS = ("\u2581", "Ġ", "Ċ", "ĉ", "č")
+# Vowels and final consonants of Hangul, half-width ones, and half-width voicing marks.
+_OTHER_MARKS = frozenset(map(chr, [*range(0x1160, 0x1200), *range(0xFF9E, 0xFFDD)]))
 
 
 class Tokenizer:
@@ -84,7 +92,27 @@ class Tokenizer:
         self.mask_id = ids[special.mask]
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = tuple(sorted(id_ for id_, token in added.items() if token.special))
+        self._plain_backend = self._without_separators()
         self._words = self._word_cache()
+
+    def _without_separators(self) -> Backend | None:
+        """Build the faster pipeline for plain texts around the same model, which is not copied."""
+        if not is_longest_match(self.spec["normalizer"]):
+            return None
+        shell = {
+            **self.spec,
+            "normalizer": self.plain_normalizer,
+            "added_tokens": [],
+            "post_processor": None,
+            "model": {"type": "WordLevel", "vocab": {}, "unk_token": ""},
+        }
+        plain = Backend.from_str(orjson.dumps(shell).decode())
+        plain.model = self._backend.model
+        added = self._backend.get_added_tokens_decoder()
+        for _, token in sorted(added.items()):
+            (plain.add_special_tokens if token.special else plain.add_tokens)([token])
+        plain.encode_special_tokens = True
+        return plain if plain.get_added_tokens_decoder() == added else None
 
     def _word_cache(self) -> WordCache | None:
         if self.spec["model"]["type"] != "Unigram":
@@ -95,6 +123,41 @@ class Tokenizer:
         if not words_are_independent(self.spec):
             return None
         return WordCache(self.spec, self._backend, self._encode_whole)
+
+    @cached_property
+    def composes(self) -> bool:
+        """Whether text is brought to NFC first, so that all its canonical forms have equal ids."""
+        normalizer = self.spec["normalizer"] or {}
+        first = normalizer.get("normalizers", [normalizer])[:1]
+        return any(step.get("type") in ("NFC", "NFKC") for step in first)
+
+    @cached_property
+    def plain_normalizer(self) -> Mapping[str, Any] | None:
+        """Normalizer of the ``tokenizer.json`` without what a ``plain_text`` does not need."""
+        normalizer = without_separators(self.spec["normalizer"])
+        if normalizer is None or not is_longest_match(self.spec["normalizer"]):
+            return normalizer
+        steps = normalizer["normalizers"]
+        return {**normalizer, "normalizers": steps[1:] if self.composes else steps}
+
+    def plain_text(self, text: str) -> str | None:
+        """Return the text for which ``plain_normalizer`` gives what the normalizer gives for this.
+
+        Returns:
+            The text, composed if the tokenizer does so; None: there is no such text.
+        """
+        if self._plain_text_check is None:
+            return text
+        if self.composes:
+            # Returned as it is where a quick check finds nothing to compose.
+            text = unicodedata.normalize("NFC", text)
+        return text if self._plain_text_check(text) else None
+
+    @cached_property
+    def _plain_text_check(self) -> PlainTextCheck | None:
+        steps = (self.spec["normalizer"] or {}).get("normalizers", [])
+        has_map = any(step["type"] == "Precompiled" for step in steps)
+        return PlainTextCheck(self.spec["normalizer"]) if has_map else None
 
     @property
     def caches_words(self) -> bool:
@@ -117,7 +180,7 @@ class Tokenizer:
             return ids
         self._backend.encode_special_tokens = False
         try:
-            return self._encode_whole(text)
+            return self._encode_with(self._backend, text)
         finally:
             self._backend.encode_special_tokens = True
 
@@ -158,7 +221,8 @@ class Tokenizer:
         Returns:
             For each text ids, int32 ``[tokens]``, and offsets, int32 ``[tokens, 2]``: the first
             character of the piece and the one after its last, without the white space around
-            it. A piece that is only white space has an empty span.
+            it. Marks that were composed with a character before them, or removed, belong to that
+            character's piece. A piece that is only white space has an empty span.
 
         Raises:
             DataError: a text contains a lone surrogate.
@@ -188,7 +252,10 @@ class Tokenizer:
                 end -= 1
             spans[index] = start, end
         # One character may become several words; the space between them would lead back.
-        return np.maximum.accumulate(spans, axis=0)
+        spans = np.maximum.accumulate(spans, axis=0)
+        if not text.isascii():
+            _extend_over_marks(text, spans)
+        return spans
 
     @cached_property
     def _is_blank(self) -> npt.NDArray[np.bool_]:
@@ -251,9 +318,14 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of everything that determines ids: model, normalizer, splitting, roles."""
+        """SHA-256 (hex) of everything that determines ids: model, normalizer, splitting, roles.
+
+        Without the steps that make ``tokenizers`` normalize as SentencePiece does, so that shards
+        and runs made before these steps are still this tokenizer's.
+        """
         keys = ("model", "normalizer", "pre_tokenizer", "added_tokens")
         content = {**{key: self.spec[key] for key in keys}, "roles": self.special.by_role()}
+        content["normalizer"] = without_separators(self.spec["normalizer"])
         encoded = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
         return hashlib.sha256(encoded).hexdigest()
 
@@ -282,7 +354,31 @@ class Tokenizer:
             (folder / SENTENCEPIECE_FILE).write_bytes(self.sentencepiece_model)
 
     def _encode_whole(self, text: str) -> list[int]:
+        if self._plain_backend is not None and (plain := self.plain_text(text)) is not None:
+            return self._encode_with(self._plain_backend, plain)
+        return self._encode_with(self._backend, text)
+
+    @staticmethod
+    def _encode_with(backend: Backend, text: str) -> list[int]:
         try:
-            return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except (UnicodeEncodeError, TypeError) as error:
             raise DataError(f"text {text[:40]!r}... is not valid Unicode: {error}") from error
+
+
+def _extend_over_marks(text: str, spans: npt.NDArray[np.int32]) -> None:
+    """Extend spans over the marks behind them that no other piece has, in place."""
+    starts = spans[:, 0]
+    for index, (start, end) in enumerate(spans.tolist()):
+        if start == end or end == len(text) or not _is_mark(text[end]):
+            continue
+        others = starts[np.searchsorted(starts, end) :]
+        limit = int(others[0]) if others.size else len(text)
+        while end < limit and _is_mark(text[end]):
+            end += 1
+        spans[index, 1] = end
+
+
+def _is_mark(character: str) -> bool:
+    """Tell whether a character may be composed with the one before it."""
+    return unicodedata.category(character)[0] == "M" or character in _OTHER_MARKS

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -11,6 +13,7 @@ from typing import Literal
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.files import published_folder
 from megatron_deberta.tokenizer.loading import sentencepiece_tokenizer
+from megatron_deberta.tokenizer.sentencepiece_model import named_as_composing
 from megatron_deberta.tokenizer.tokenizer import (
     CONFIG_FILE,
     JSON_FILE,
@@ -18,10 +21,14 @@ from megatron_deberta.tokenizer.tokenizer import (
     Tokenizer,
 )
 
+logger = logging.getLogger(__name__)
+
 ModelType = Literal["unigram", "bpe"]
 
 # Maximum characters per line; SentencePiece silently drops longer lines.
 _LONGEST_LINE = 4096
+# Stands for unknown characters in SentencePiece's trainer.
+_RESERVED = "\u2585"
 
 
 def train_sentencepiece(
@@ -36,8 +43,9 @@ def train_sentencepiece(
     """Train a vocabulary and write the tokenizer directory.
 
     Ids are those of the release: 0 [PAD], 1 [CLS], 2 [SEP], 3 [UNK], the other pieces up to
-    ``vocab_size``, and [MASK] = ``vocab_size``. Normalization is SentencePiece's ``nmt_nfkc``.
-    BPE spells characters outside its vocabulary in bytes.
+    ``vocab_size``, and [MASK] = ``vocab_size``. Text is brought to NFC, here and by the tokenizer,
+    and normalized as SentencePiece's ``nmt_nfkc``. BPE spells characters outside its vocabulary in
+    bytes.
 
     Args:
         texts: documents or lines.
@@ -57,11 +65,12 @@ def train_sentencepiece(
         DataError: there is no text, or training fails for another reason.
         OSError: the disk is full or ``output`` cannot be written.
     """
-    _check_settings(vocab_size, character_coverage)
+    check_settings(vocab_size, character_coverage)
     refuse_existing(output, force)
     lines = [line for text in texts for line in split_lines(text)]
     if not lines:
         raise DataError("train-tokenizer: the input has no text; check --input and --input-key")
+    lines = _without_reserved(lines)
     content = _train(lines, vocab_size, model_type, character_coverage)
     tokenizer = sentencepiece_tokenizer(content, "the trained model")
     with published_folder(Path(output), replace=True) as folder:
@@ -92,7 +101,12 @@ def refuse_existing(output: str, force: bool) -> None:
         )
 
 
-def _check_settings(vocab_size: int, character_coverage: float) -> None:
+def check_settings(vocab_size: int, character_coverage: float) -> None:
+    """Check the options that need no text.
+
+    Raises:
+        ConfigError: a setting is out of range.
+    """
     if vocab_size < 5:
         raise ConfigError(f"--vocab-size {vocab_size}: must exceed the 4 special pieces")
     if not 0.9 <= character_coverage <= 1.0:
@@ -102,16 +116,39 @@ def _check_settings(vocab_size: int, character_coverage: float) -> None:
 
 
 def split_lines(text: str) -> Iterator[str]:
-    """Yield the lines that are not blank; SentencePiece would drop long ones, which are cut."""
-    for line in text.split("\n"):
+    """Yield the lines in NFC that are not blank.
+
+    SentencePiece would drop long ones, which are cut at a space, or else before a character that
+    is not part of the one before it.
+    """
+    for line in unicodedata.normalize("NFC", text).split("\n"):
         if not line.strip():
             continue
         while len(line) > _LONGEST_LINE:
             cut = line.rfind(" ", 1, _LONGEST_LINE)
-            cut = _LONGEST_LINE if cut < 0 else cut
+            if cut < 0:
+                cut = _LONGEST_LINE
+                while cut > 1 and unicodedata.category(line[cut])[0] == "M":
+                    cut -= 1
             yield line[:cut]
             line = line[cut:]
         yield line
+
+
+def _without_reserved(lines: list[str]) -> list[str]:
+    """Replace SentencePiece's reserved character by a space; the trainer would skip the lines."""
+    num_reserved = sum(_RESERVED in line for line in lines)
+    if not num_reserved:
+        return lines
+    logger.warning(
+        "warning: %d of %d lines of the sample hold U+2585, which SentencePiece reserves; they are "
+        "trained on without it, and the tokenizer has no piece for it",
+        num_reserved, len(lines),
+    )  # fmt: skip
+    cleaned = [line.replace(_RESERVED, " ") for line in lines]
+    if not any(map(str.strip, cleaned)):
+        raise DataError("train-tokenizer: the input has no text besides U+2585; check --input")
+    return cleaned
 
 
 def _required_characters(lines: list[str]) -> str:
@@ -151,7 +188,7 @@ def _train(
         )
     except (RuntimeError, OSError) as error:
         raise _explained(str(error), vocab_size) from error
-    return model.getvalue()
+    return named_as_composing(model.getvalue())
 
 
 def _explained(message: str, vocab_size: int) -> ConfigError | DataError:

@@ -18,6 +18,7 @@ import pyarrow
 import pyarrow.compute
 from tokenizers import Tokenizer as Backend
 
+from megatron_deberta.tokenizer.charsmap import without_separators
 from megatron_deberta.tokenizer.unigram_search import Ids, Lengths, UnigramSearch
 
 # Words in the cache. With half as many, words of 77 MB of novels were evicted and met again.
@@ -57,14 +58,14 @@ def words_are_independent(spec: Mapping[str, Any]) -> bool:
     collapse, the metaspace splits words before the model, only names of special tokens are split
     after it, and no added token is searched for.
     """
-    normalizer = spec["normalizer"] or {}
+    normalizer = without_separators(spec["normalizer"]) or {}
     steps = normalizer.get("normalizers", [])
     replaced = [step.get("pattern") for step in steps if step["type"] == "Replace"]
     first, *others = _pre_tokenizers(spec)
     return (
         spec["model"]["type"] == "Unigram"
         and bool(steps)
-        and {step["type"] for step in steps} <= {"Precompiled", "Replace"}
+        and {step["type"] for step in steps} <= {"NFC", "Precompiled", "Replace"}
         and replaced == [{"Regex": " {2,}"}, {"Regex": " \\z"}]
         and first.get("type") == "Metaspace"
         and first["prepend_scheme"] == "first"

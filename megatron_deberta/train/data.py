@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 # Masking probability of the release, above which its generator spends its budget early in a row
 _RELEASED_RATE = 0.15
+# Factor by which the validation's share of the tokens may miss its share of the documents.
+_FAR_SHARE = 1.5
 # ``data.train`` and ``data.validation``
 _DataKey = tuple[tuple[str, ...], tuple[str, ...]]
 
@@ -198,9 +200,12 @@ def open_pretraining_data(
     config = build_objective(config).complete_config(vocabulary.special_ids)
     hashes = config.data.verify_hashes and groups.rank == 0
     configs = {_data_key(part.config): part.config for part in segments(config)}
+    corpora = {key: open_corpora(part, vocabulary, hashes) for key, part in configs.items()}
     if groups.rank == 0:
         _warn_of_masking(config)
-    corpora = {key: open_corpora(part, vocabulary, hashes) for key, part in configs.items()}
+        for (_, validation), part in corpora.items():
+            if not validation:
+                _warn_of_shares(part, config.data.validation_fraction)
     identity = Identity(
         tokenizer_path=str(Path(path).resolve()),
         tokenizer_fingerprint=tokenizer.fingerprint,
@@ -221,6 +226,24 @@ def _warn_of_masking(config: RunConfig) -> None:
                 objective.mask_probability,
             )
             return
+
+
+def _warn_of_shares(corpora: Corpora, fraction: float) -> None:
+    """Warn where documents of unequal length make the validation far larger or smaller."""
+    validation = corpora.validation
+    if validation is None:
+        return
+    tokens = sum(corpus.num_tokens for corpus in corpora.train)
+    share = validation.num_tokens / max(tokens + validation.num_tokens, 1)
+    if not fraction / _FAR_SHARE <= share <= fraction * _FAR_SHARE:
+        logger.warning(
+            "data.validation_fraction=%g holds out %d of %d documents, which are %.1f %% of the "
+            "tokens; name validation shards in data.validation, or cut long documents",
+            fraction,
+            len(validation),
+            len(validation) + sum(map(len, corpora.train)),
+            100 * share,
+        )
 
 
 def _data_key(config: RunConfig) -> _DataKey:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -171,14 +172,18 @@ class Shingler:
 
 
 def _normalised_pieces(text: str) -> Iterator[bytes]:
-    """Cut a text between words and return the pieces' lower-cased words with single spaces."""
+    """Cut a text between words and return the pieces' lower-cased words with single spaces, in NFC.
+
+    A composed and a decomposed copy of a text are the same text.
+    """
     begin = 0
     while begin < len(text):
         end = begin + _PIECE_CHARACTERS
         if end < len(text):
             gap = _WHITESPACE.search(text, end)
             end = gap.start() if gap else len(text)
-        words = text[begin:end].lower().split()
+        # Returned as it is where a quick check finds nothing to compose.
+        words = unicodedata.normalize("NFC", text[begin:end]).lower().split()
         if words:
             yield " ".join(words).encode("utf-8", "surrogatepass")
         begin = end

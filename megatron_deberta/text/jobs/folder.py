@@ -28,6 +28,8 @@ from megatron_deberta.text.readers.sources import PLAN, SPOOLED_INPUT
 
 RESTART = "begin again with --restart"
 LOCK = "lock"
+# Marks a job that ended with an error: one with another plan replaces it.
+_FAILED = "failed"
 # Workers of a killed driver release the lock with their own end.
 _LOCK_SECONDS = 3.0
 
@@ -72,7 +74,7 @@ class JobFolder:
         Raises:
             ConfigError: it holds files and no plan.
         """
-        mine = (SPOOLED_INPUT, PLAN, f".{PLAN}.", LOCK)
+        mine = (SPOOLED_INPUT, PLAN, f".{PLAN}.", LOCK, _FAILED)
         names = (name for _, _, names in os.walk(self.path) for name in names)
         foreign = next((name for name in names if not name.startswith(mine)), None)
         # A job that ends now removes plan and folder together.
@@ -128,6 +130,25 @@ class JobFolder:
                 "published by this one"
             )
 
+    def mark_failed(self) -> None:
+        """Let a job with another plan replace this one; one with the same plan continues it.
+
+        For jobs whose work is soon done again; the lock must be held.
+        """
+        (self.path / _FAILED).touch()
+
+    def _discard_failed(self, plan: bytes) -> None:
+        """Remove the plan and the work of a job that failed, unless this one is the same."""
+        mark = self.path / _FAILED
+        if not mark.exists():
+            return
+        if self.exists() and (self.path / PLAN).read_bytes() != plan:
+            (self.path / PLAN).unlink()
+            for entry in self.path.iterdir():
+                if entry.is_dir():
+                    shutil.rmtree(entry)
+        mark.unlink()
+
     def _write_plan(self, plan: bytes) -> None:
         """Write the plan unless there is one."""
         temporary = temporary_path(self.path / PLAN)
@@ -152,6 +173,7 @@ class JobFolder:
             OSError: the folder cannot be written.
         """
         digest = plan_digest(plan)
+        self._discard_failed(_encode_plan(plan))
         self._write_plan(_encode_plan(plan))
         self._refuse_another(plan)
         self.open(digest)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import json
 import logging
 import statistics
 from collections.abc import Mapping, Sequence
@@ -13,9 +15,16 @@ from typing_extensions import TypedDict
 
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.parsing import parse_json
+from megatron_deberta.text.readers.compression import TextStream
 from megatron_deberta.text.readers.reading import DocumentReader
-from megatron_deberta.text.readers.records import DAMAGED, DEFAULT_ALLOW_BAD, EMPTY, ReadOptions
-from megatron_deberta.text.readers.sources import SUMMARY, TABLES, Source
+from megatron_deberta.text.readers.records import (
+    DAMAGED,
+    DEFAULT_ALLOW_BAD,
+    EMPTY,
+    ReadOptions,
+    read_leniently,
+)
+from megatron_deberta.text.readers.sources import BYTE_ORDER_MARK, SUMMARY, TABLES, Source
 from megatron_deberta.text.readers.tables import column_names
 
 logger = logging.getLogger(__name__)
@@ -23,6 +32,9 @@ logger = logging.getLogger(__name__)
 # Folders that ``split`` writes.
 SIDES = ("train", "validation")
 _FILES = 8
+_HEAD_BYTES = 1 << 16
+# Share of zeros from which every second byte is not text.
+_ZEROS = 0.3
 _RECORDS = 1000
 _BYTES = 1 << 26
 _FEW_DOCUMENTS = 20
@@ -48,13 +60,15 @@ def check_input(
         warn_short: warn of short documents of plain text, which may be parts of documents.
 
     Raises:
-        ConfigError: no record has text under a key.
+        ConfigError: no record has text under a key, or a file is UTF-16 or other JSON than lines.
         DataError: a file cannot be read.
     """
     limit = DEFAULT_ALLOW_BAD if max_bad_fraction is None else max_bad_fraction
     total = sum(source.size_bytes for source in sources)
     lengths: list[int] = []
     for source in sources[:: max(1, len(sources) // _FILES)]:
+        if source.text_format not in TABLES:
+            _refuse_other_form(source)
         if source.text_format == "jsonl" and source.size_bytes > limit * total:
             _check_keys(source, options, _text_keys(source, options))
         elif source.text_format in TABLES and source.size_bytes > limit * total:
@@ -145,6 +159,80 @@ def refuse_bad(
     )
 
 
+def _refuse_other_form(source: Source) -> None:
+    """Refuse what reading by lines of UTF-8 would list as thousands of unusable records.
+
+    Raises:
+        ConfigError: the file is UTF-16 or UTF-32, one JSON array, or JSON that spans lines.
+        DataError: it cannot be read.
+    """
+    try:
+        file = open(source.path, "rb", buffering=0)
+    except OSError as error:
+        raise DataError(f"{source.path}: {error.strerror}; check --input") from error
+    with TextStream(file, source.name, source.compression) as text:
+        head = text.read(_HEAD_BYTES)
+    if encoding := _other_encoding(head):
+        raise ConfigError(
+            f"{source.name}: is {encoding}, and UTF-8 is read; convert it: iconv -f {encoding} -t "
+            f"UTF-8 FILE > NEW"
+        )
+    if source.text_format != "jsonl":
+        return
+    head = head.removeprefix(BYTE_ORDER_MARK).lstrip()
+    line, _, rest = head.partition(b"\n")
+    if head[:1] not in (b"[", b"{") or (_is_json(line) and (head[:1] == b"{" or rest.strip())):
+        return
+    if head[:1] == b"[":
+        raise ConfigError(
+            f"{source.name}: is one JSON array, and one JSON object per line is read; convert it: "
+            "jq -c '.[]' FILE > NEW.jsonl"
+        )
+    # What follows may be damaged, or longer than what was read.
+    if line.strip() == b"{" or _begins_with_object(head):
+        raise ConfigError(
+            f"{source.name}: its JSON objects span several lines, and one per line is read; "
+            "convert it: jq -c . FILE > NEW.jsonl"
+        )
+
+
+def _other_encoding(head: bytes) -> str:
+    """Return the name of the encoding of a file that is not UTF-8; empty: it may be."""
+    marks = {
+        codecs.BOM_UTF32_LE: "UTF-32",
+        codecs.BOM_UTF32_BE: "UTF-32",
+        codecs.BOM_UTF16_LE: "UTF-16",
+        codecs.BOM_UTF16_BE: "UTF-16",
+    }
+    for mark, name in marks.items():
+        if head.startswith(mark):
+            return name
+    # Without a mark: half of the bytes of Latin text are zero.
+    pairs = len(head) // 2
+    for first, name in ((1, "UTF-16LE"), (0, "UTF-16BE")):
+        if pairs and head[first::2].count(0) > _ZEROS * pairs > head[1 - first :: 2].count(0):
+            return name
+    return ""
+
+
+def _is_json(content: bytes) -> bool:
+    try:
+        orjson.loads(content)
+    except orjson.JSONDecodeError:
+        return False
+    return True
+
+
+def _begins_with_object(content: bytes) -> bool:
+    """Tell whether the first JSON object ends behind the first line."""
+    text = content.decode("utf-8", "replace")
+    try:
+        _, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return False
+    return end > text.find("\n") > 0
+
+
 def _check_keys(source: Source, options: ReadOptions, present: Sequence[str] | None) -> None:
     missing = [key for key in options.keys if present is not None and key not in present]
     if missing:
@@ -165,11 +253,10 @@ def _text_keys(source: Source, options: ReadOptions) -> list[str] | None:
             if batch.documents:
                 return None
             for _, _, content in batch.records:
-                with contextlib.suppress(orjson.JSONDecodeError):
-                    record = orjson.loads(content)
-                    if isinstance(record, dict):
-                        has_object = True
-                        keys.update((k, None) for k, value in record.items() if type(value) is str)
+                record = read_leniently(content)
+                if isinstance(record, dict):
+                    has_object = True
+                    keys.update((k, None) for k, value in record.items() if type(value) is str)
             num_records += len(batch.defects)
             num_bytes += batch.text_bytes
             if num_records >= _RECORDS or num_bytes >= _BYTES:

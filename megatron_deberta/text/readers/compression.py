@@ -20,15 +20,36 @@ Compression = Literal["none", "gzip", "zstd", "bzip2", "xz"]
 
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 READ_BYTES = 1 << 18
+_ZSTD_FRAME = b"\x28\xb5\x2f\xfd"
 _MAGIC: Final[Mapping[bytes, Compression]] = {
     b"\x1f\x8b": "gzip",
-    b"\x28\xb5\x2f\xfd": "zstd",
+    _ZSTD_FRAME: "zstd",
     b"BZh": "bzip2",
     b"\xfd7zXZ\x00": "xz",
     # Skippable frames, which may come first.
     **{bytes([low, 0x2A, 0x4D, 0x18]): "zstd" for low in range(0x50, 0x60)},
 }
 _ERRORS: Any = (isal_zlib.IsalError, zstandard.ZstdError, lzma.LZMAError, OSError, EOFError)
+
+
+def window_fault(head: bytes) -> str:
+    """Return what is wrong with the window of a zstandard file; empty: nothing.
+
+    Args:
+        head: the first 18 bytes of a file.
+    """
+    if not head.startswith(_ZSTD_FRAME):
+        return ""
+    try:
+        window: int = zstandard.get_frame_parameters(head).window_size
+    except zstandard.ZstdError:  # which reading reports
+        return ""
+    if window <= _ZSTD_WINDOW_BYTES:
+        return ""
+    return (
+        f"its zstandard window of {window >> 20:,} MiB exceeds {_ZSTD_WINDOW_BYTES >> 20} MiB, the "
+        "memory that reading may take; compress it again: zstd -dc --long=31 FILE | zstd --long=27"
+    )
 
 
 def compression_of(head: bytes) -> Compression:

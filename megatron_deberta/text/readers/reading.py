@@ -14,7 +14,7 @@ from megatron_deberta.text.readers.sources import TABLES, Source
 from megatron_deberta.text.readers.tables import read_rows
 
 # Counted up when the same file gives other records or offsets: no unfinished run goes on then.
-READING_VERSION = 2
+READING_VERSION = 3
 
 
 def plan_input(sources: Sequence[Source], options: ReadOptions) -> dict[str, Any]:

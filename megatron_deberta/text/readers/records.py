@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import operator
+import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import orjson
 
@@ -27,6 +30,12 @@ NUL = "NUL character"
 LONG = "document too long"
 DAMAGED = "damaged file"
 EMPTY = "empty"
+
+NO_JSON = object()
+_SURROGATES = re.compile("[\ud800-\udfff]")
+_CLOSING = {"[": "]", "{": "}"}
+# Strings, in which brackets mean nothing, and brackets.
+_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}]', re.DOTALL)
 
 # Share of records that may be bad before a command fails.
 DEFAULT_ALLOW_BAD = 0.001
@@ -189,7 +198,13 @@ def _read_json(content: bytes, keys: Sequence[str], offset: int) -> tuple[str, .
         if content.endswith(b"\n"):
             # What is said of a line does not count its end.
             return _read_json(content[:-1], keys, offset)
-        return _describe_bad_json(content, str(error), offset)
+        record = read_leniently(content)
+        if record is NO_JSON:
+            return _describe_bad_json(content, str(error), offset)
+        # Faults of other keys are no faults of the text.
+        texts = [record.get(key) for key in keys] if type(record) is dict else []
+        if any(type(text) is str and _SURROGATES.search(text) for text in texts):
+            return _describe_bad_json(content, str(error), offset)
     if type(record) is not dict:
         return f"{NOT_OBJECT}: {kind_of(record)}"
     texts = []
@@ -202,6 +217,50 @@ def _read_json(content: bytes, keys: Sequence[str], offset: int) -> tuple[str, .
             return f"{NO_KEY}: no key {key!r} (keys: {present})"
         texts.append(text)
     return tuple(texts)
+
+
+def read_leniently(content: bytes) -> Any:
+    """Read JSON of any depth, with NaN, invalid UTF-8 and lone surrogates; ``NO_JSON``: it is none.
+
+    What is not UTF-8 becomes lone surrogates, and what lies deeper than the values of a record's
+    keys becomes null.
+    """
+    text = content.decode("utf-8", "surrogateescape")
+    # The values of numbers do not matter; they may have more digits than Python reads.
+    read = functools.partial(json.loads, parse_int=lambda _: 0, parse_float=lambda _: 0)
+    with contextlib.suppress(ValueError, RecursionError):
+        try:
+            return read(text)
+        except RecursionError:
+            return read(_without_depth(text))
+    return NO_JSON
+
+
+def _without_depth(text: str) -> str:
+    """Replace the arrays and objects in a record by null.
+
+    Raises:
+        ValueError: brackets do not match.
+    """
+    parts: list[str] = []
+    open_brackets: list[str] = []
+    done = 0
+    for match in _TOKENS.finditer(text):
+        token = match[0]
+        if token in _CLOSING:
+            if len(open_brackets) == 1:
+                parts.append(text[done : match.start()])
+                done = match.start()
+            open_brackets.append(_CLOSING[token])
+        elif token in "]}":
+            if not open_brackets or open_brackets.pop() != token:
+                raise ValueError("brackets do not match")
+            if len(open_brackets) == 1:
+                parts.append("null")
+                done = match.end()
+    if open_brackets:
+        raise ValueError("a bracket is not closed")
+    return "".join([*parts, text[done:]])
 
 
 def _describe_bad_json(content: bytes, error: str, offset: int) -> str:

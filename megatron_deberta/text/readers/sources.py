@@ -6,6 +6,7 @@ import dataclasses
 import glob
 import hashlib
 import os
+import re
 import stat
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ from megatron_deberta.text.readers.compression import (
     Compression,
     TextStream,
     compression_of,
+    window_fault,
 )
 
 # Documents of plain text: files, lines, or paragraphs separated by blank lines.
@@ -44,6 +46,7 @@ TABLES = ("parquet", "arrow")
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _TEXT_SUFFIXES = (".txt", ".text")
 _TABLE_SUFFIXES = (".parquet", ".arrow")
+_JSON_BEGINNING = re.compile(rb"\{|\[\s*\{\s*\"")
 _PARQUET_MAGIC = b"PAR1"
 # Lists the files of a Hugging Face dataset that ``save_to_disk`` wrote.
 _DATASET_STATE = "state.json"
@@ -104,7 +107,8 @@ def find_sources(
         output: folder that the command writes, left out of a directory that it is in.
 
     Raises:
-        ConfigError: ``-`` is combined with files, or cannot be used here.
+        ConfigError: ``-`` is combined with files, or cannot be used here; or a file needs too much
+            memory to decompress.
         DataError: something does not exist, cannot be opened, or holds no text file.
     """
     if STANDARD_INPUT in inputs:
@@ -165,8 +169,10 @@ def _describe(path: str, file_format: FileFormat, plain: PlainFormat, label: str
             raise DataError(f"{path}: not a regular file; pipe what it gives in with --input -")
         with open(path, "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
-            head = file.read(16)
+            head = file.read(18)
             compression = compression_of(head)
+            if fault := window_fault(head):
+                raise ConfigError(f"{path}: {fault}")
             file.seek(0)
             return Source(
                 path,
@@ -204,7 +210,8 @@ def _format_by_beginning(text: TextStream, plain: PlainFormat) -> TextFormat:
     head = b""
     while len(head) <= len(BYTE_ORDER_MARK) and (piece := text.read1()):
         head = (head + piece).removeprefix(BYTE_ORDER_MARK).lstrip()
-    return "jsonl" if head.startswith(b"{") else plain
+    # An array of objects is refused later, with what to do.
+    return "jsonl" if _JSON_BEGINNING.match(head) else plain
 
 
 def _expand(entry: str, output: Path | None) -> list[tuple[str, bool]]:

@@ -5,7 +5,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from megatron_deberta.data.build import Corpora
 from megatron_deberta.data.dataset.corpus import Corpus, split_validation
+from megatron_deberta.data.dataset.index_cache import IndexCache
 from megatron_deberta.data.dataset.packing import PackedRows
 from megatron_deberta.data.randomness import (
     KeyedPermutation,
@@ -16,6 +18,7 @@ from megatron_deberta.data.randomness import (
 )
 from megatron_deberta.data.shards.reader import IndexedDataset
 from megatron_deberta.errors import DataError
+from megatron_deberta.train.data import _warn_of_shares
 
 
 def numbered_documents(lengths):
@@ -201,3 +204,14 @@ def test_one_document_cannot_be_split(write_shard):
     shards = [IndexedDataset(write_shard([np.array([5, 6])]))]
     with pytest.raises(DataError, match="validation_fraction=0"):
         split_validation(shards, 0.05, seed=1)
+
+
+def test_a_split_of_few_long_documents_names_its_share_of_the_tokens(write_shard, tmp_path, caplog):
+    long = IndexedDataset(write_shard(numbered_documents([30, 30, 20, 10, 10, 40, 20]), "novels"))
+    short = IndexedDataset(write_shard(numbered_documents([10] * 100), "pages"))
+    for shard, warned in ((short, False), (long, True)):
+        train, validation = split_validation([shard], 0.05, seed=1)
+        share = validation.num_tokens / (train.num_tokens + validation.num_tokens)
+        _warn_of_shares(Corpora((train,), (1.0,), validation, IndexCache(tmp_path)), 0.05)
+        assert bool(caplog.messages) is warned
+    assert f"holds out 1 of 7 documents, which are {share:.1%}".replace("%", " %") in caplog.text

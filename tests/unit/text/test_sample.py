@@ -13,6 +13,7 @@ import pytest
 
 from megatron_deberta.cli.main import main
 from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.text.jobs.executors import RunOptions
 from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.jobs.progress import Counts
 from megatron_deberta.text.readers.records import ReadOptions
@@ -135,3 +136,34 @@ def test_a_smaller_vocabulary_reuses_the_sample(
     assert JobFolder(tmp_path / "out").exists()
     assert main([*call, "--vocab-size", "20"]) == 0
     assert not JobFolder(tmp_path / "out").path.exists()
+
+
+def test_a_failed_start_does_not_block_the_corrected_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, bad = write(tmp_path, LINES[:300]), write(tmp_path, ["a b c"] * 300, "bad.jsonl")
+    with bad.open("a") as stream:
+        stream.write("{broken\n" * 9)
+    output = ["--output", str(tmp_path / "out"), "--workers", "0"]
+    command = ["train-tokenizer", *output, "--vocab-size", "25", "--input"]
+    assert main([*command, str(bad)]) == 1
+    assert main([*command, str(path), "--vocab-size", "90000"]) == 2
+    assert "supports at most" in capsys.readouterr().err
+    assert main([*command, str(path), "--sample-mb", "0.001"]) == 0
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.jsonl", "bad.jsonl", "out"]
+    assert main([*command, str(path), "--force", "--character-coverage", "3"]) == 2
+    assert not (tmp_path / "out.unfinished").exists()
+
+
+def test_a_killed_sample_is_still_protected(tmp_path: Path) -> None:
+    path = write(tmp_path, LINES[:300])
+
+    def kill() -> None:
+        sources = find_sources([str(path)])
+        with sampled_lines(sources, tmp_path / "out", ReadOptions(), 0, run=RunOptions(workers=0)):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        kill()
+    with pytest.raises(ConfigError, match="begin again with --restart"):
+        sample(path, tmp_path / "out", 2000)

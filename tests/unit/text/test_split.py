@@ -10,6 +10,7 @@ from megatron_deberta.cli.main import main
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.text.deduplicate.settings import Settings
 from megatron_deberta.text.deduplicate.shingles import digest_of
+from megatron_deberta.text.readers.checks import SIDES
 from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import find_sources
 from megatron_deberta.text.split import find_cluster, split
@@ -152,7 +153,13 @@ def test_command(corpus, tmp_path, capsys):
     output = tmp_path / "out"
     arguments = ["split", "--input", *corpus, "--output", str(output), "--workers", "0"]
     assert main([*arguments, "--fraction", "0.2"]) == 0
-    assert "240 documents = " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "240 documents = " in printed
+    sizes = [
+        sum(p.stat().st_size - p.read_bytes().count(b"\n") for p in (output / side).iterdir())
+        for side in SIDES
+    ]
+    assert f"{sizes[1] / sum(sizes):.2%} of the bytes" in printed
     first = contents(output)
     assert main([*arguments, "--fraction", "0.2"]) == 0
     assert contents(output) == first

@@ -131,3 +131,22 @@ def test_long_lines_are_cut_not_lost() -> None:
     lines = [*split_lines(text), *split_lines("x" * 9000)]
     assert "".join(lines) == text + "x" * 9000
     assert max(map(len, lines)) <= 4096
+
+
+@pytest.mark.parametrize("mark", ["\u0301", "\u093c"])
+def test_long_lines_are_not_cut_before_a_mark(mark: str) -> None:
+    text = "x" * 4095 + "q" + mark + "y" * 9
+    lines = list(split_lines(text))
+    assert lines == ["x" * 4095, "q" + mark + "y" * 9]
+
+
+def test_lines_with_the_reserved_character_are_trained_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SentencePiece's trainer would skip them and say nothing."""
+    texts = ["usual words here"] * 20 + ["other \u2585 zebras"] * 20
+    tokenizer = train_sentencepiece(texts, str(tmp_path / "tokenizer"), vocab_size=20)
+    assert "20 of 40 lines" in caplog.text
+    assert tokenizer.unk_id not in tokenizer.encode("zebras")
+    with pytest.raises(DataError, match="no text besides U\\+2585"):
+        train_sentencepiece(["\u2585"] * 3, str(tmp_path / "empty"), vocab_size=30)

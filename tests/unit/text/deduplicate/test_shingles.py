@@ -1,6 +1,7 @@
 """Hashes of word runs: what they are of, whatever the pieces; their values for ever."""
 
 import random
+import unicodedata
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ def mix(value: int) -> int:
 
 def spelt_out(text: str, ngram: int) -> list[int]:
     """One run after the other, with Python's integers."""
-    words = text.lower().split()
+    words = unicodedata.normalize("NFC", text).lower().split()
     hashes = []
     for first in range(max(len(words) - ngram + 1, 1) if words else 0):
         run = " ".join(words[first : first + ngram]).encode("utf-8", "surrogatepass")
@@ -73,6 +74,7 @@ def test_digest_is_of_words_alone() -> None:
     assert digest != shingler("onetwo three")[0]
     assert digest == digest_of("ONE\ttwo three")
     assert digest_of(" ") == b""
+    assert digest_of("Tiếng Việt") == digest_of(unicodedata.normalize("NFD", "Tiếng Việt"))
     assert len(digest) == 16
     assert shingler(" \n\u3000")[1].size == 0
 

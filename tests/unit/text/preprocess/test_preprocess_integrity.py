@@ -7,11 +7,12 @@ import signal
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from megatron_deberta.cli.main import main
 from megatron_deberta.data.shards import writer
 from megatron_deberta.data.shards.manifest import read_manifest, verify_hashes
-from megatron_deberta.errors import DataError
+from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.readers.sources import PLAN
 from tests.unit.text.preprocess.test_preprocess_pipeline import build, shards
@@ -146,8 +147,13 @@ def test_a_zstd_window_of_two_gib_is_refused(tokenizer_dir: str, tmp_path: Path)
     text = b'{"text": "some words"}\n' * 100
     block = (len(text) << 3 | 1).to_bytes(3, "little") + text
     path = tmp_path / "c.jsonl.zst"
-    path.write_bytes(b"\x28\xb5\x2f\xfd\x00\xa8" + block)
-    with pytest.raises(DataError, match="truncated or damaged|damaged"):
+    wide = b"\x28\xb5\x2f\xfd\x00\xa8" + block
+    path.write_bytes(wide)
+    with pytest.raises(ConfigError, match=r"window of 2,048 MiB exceeds 128 MiB.* zstd --long=27"):
+        build(str(path), tokenizer_dir, tmp_path / "out")
+    # In a later frame it is found while the file is read.
+    path.write_bytes(zstandard.compress(text) + wide)
+    with pytest.raises(DataError, match="damaged"):
         build(str(path), tokenizer_dir, tmp_path / "out")
     (listed,) = tmp_path.glob("out/*/*/staged/bad")
     assert "its window exceeds 128 MiB; compress with at most zstd --long=27" in listed.read_text()

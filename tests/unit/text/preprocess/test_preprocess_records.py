@@ -18,7 +18,12 @@ GOOD = b'{"text": "fine"}\n'
 BAD_LINES = {
     b"{broken": ("malformed JSON", ""),
     b'{"text": "never ends': ("malformed JSON", ""),
-    b'{"text": NaN}': ("malformed JSON", ""),
+    b'{"text": NaN}': ("not a string", "key 'text' is a number"),
+    b'{"text": 5, "ppl": NaN}': ("not a string", "key 'text' is a number"),
+    b'{"ppl": NaN, "text": "\\ud800"}': ("lone surrogate", "\\ud800"),
+    b'{"ppl": NaN, "text": "\xe4"}': ("invalid UTF-8", ""),
+    b'{"text": "x", "deep": ' + b"[" * 1100 + b"}" * 1100 + b"}": ("malformed JSON", ""),
+    b'{"text": "x", "ppl": nan}': ("malformed JSON", ""),
     b"[" * 100_000: ("malformed JSON", ""),
     b'["text"]': ("not a JSON object", "an array"),
     b'"text"': ("not a JSON object", "a string"),
@@ -60,6 +65,30 @@ def test_bad_lines_are_defects_with_their_place(line: bytes, tmp_path: Path) -> 
     assert (defect.line, defect.offset, defect.reason) == (4, 2 * len(GOOD) + 1, reason)
     assert defect.detail.startswith(detail)
     assert [record.line for record in records if isinstance(record, Document)] == [1, 3, 5]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        b"NaN",
+        b"-Infinity",
+        b"1e999",
+        b"9" * 5000,
+        b'"\\ud800"',
+        b'"\xff"',
+        b"[" * 1100 + b'"]"' + b"]" * 1100,
+        b'{"a": ' * 1100 + b'"\\"}"' + b"}" * 1100,
+    ],
+    ids=lambda other: repr(other[:12]),
+)
+def test_faults_of_other_keys_do_not_lose_the_text(other: bytes, tmp_path: Path) -> None:
+    """As ``json.dumps`` and pandas write them."""
+    path = tmp_path / "odd.jsonl"
+    path.write_bytes(
+        b'{"text": "first \\u00e9", "other": %s}\n{"other": %s, "text": "second"}\n'
+        % (other, other)
+    )
+    assert texts(path) == ["first \u00e9", "second"]
 
 
 def test_the_quick_way_finds_what_the_slow_one_finds() -> None:

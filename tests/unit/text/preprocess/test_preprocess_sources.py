@@ -406,6 +406,41 @@ def test_keys_that_a_file_lacks_are_found_in_its_first_records(tmp_path: Path) -
     check_input(find_sources([str(path)]), ReadOptions())
 
 
+RECORDS = [{"text": f"Nummer {index}: äöü"} for index in range(50)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", json.dumps(RECORDS).encode(), "is one JSON array, .* jq -c '.\\[\\]'"),
+        ("a.jsonl", json.dumps(RECORDS, indent=1).encode(), "is one JSON array"),
+        ("a", json.dumps(RECORDS).encode(), "is one JSON array"),
+        ("a.json", json.dumps(RECORDS * 2000).encode(), "is one JSON array"),
+        ("a.json", json.dumps(RECORDS[0], indent=2).encode(), "span several lines, .* jq -c "),
+        ("a.json", b'\n{"text": "x",\n "id": 1}\n{"text": "y",\n "id": 2}\n', "span several lines"),
+        ("a.jsonl", JSONL.decode().encode("utf-16"), "is UTF-16, .* iconv -f UTF-16 -t UTF-8"),
+        ("a.jsonl", JSONL.decode().encode("utf-16-be"), "is UTF-16BE"),
+        ("a.txt", "Einige Wörter.\n".encode("utf-16"), "is UTF-16,"),
+        ("a.txt", b"A line of text.\n".decode().encode("utf-16-le"), "is UTF-16LE"),
+        ("a.txt", "Einige Wörter.\n".encode("utf-32"), "is UTF-32"),
+    ],
+)
+@pytest.mark.parametrize("compress", [False, True])
+def test_other_forms_name_their_cause(
+    name: str, content: bytes, message: str, compress: bool, tmp_path: Path
+) -> None:
+    if compress:
+        name, content = f"{name}.gz", gzip.compress(content)
+    path = write(tmp_path, name, content)
+    with pytest.raises(ConfigError, match=message):
+        check_input(find_sources([str(path)]), ReadOptions())
+
+
+def test_one_odd_first_line_refuses_no_file(tmp_path: Path) -> None:
+    for first in (b"[1, 2]\n", b'{"text": "x"\n', b"{broken\n", b"\xef\xbb\xbf", b"\0\n"):
+        check_input(find_sources([str(write(tmp_path, "a.jsonl", first + JSONL))]), ReadOptions())
+
+
 def test_unusable_inputs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="No such file"):
         find_sources([str(tmp_path / "nowhere.jsonl")])
