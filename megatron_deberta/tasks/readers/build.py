@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron_deberta.tasks.examples import Answer, Example
 from megatron_deberta.tasks.readers.records import Record, kind_of, whole_number
 from megatron_deberta.tasks.readers.registry import is_labelled
-from megatron_deberta.tasks.readers.row import Row, written_label
+from megatron_deberta.tasks.readers.row import Row, class_indices, split_words, written_label
 from megatron_deberta.tasks.task import TaskConfig
+
+_NUMBER = re.compile(r"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*")
 
 
 def build_examples(task: TaskConfig, split: str, records: Iterable[Record]) -> Iterator[Example]:
@@ -22,10 +25,10 @@ def build_examples(task: TaskConfig, split: str, records: Iterable[Record]) -> I
     """
     columns = task.splits[split].columns or task.columns
     build = _BUILDERS[task.head]
-    labelled = is_labelled(split)
+    labelled, classes = is_labelled(split), class_indices(task)
     seen: set[str] = set()
     for record in records:
-        row = Row(task, columns, record, labelled=labelled)
+        row = Row(task, columns, record, classes, labelled=labelled)
         if row.is_skipped():
             continue
         identifier = row.text("id") if row.has("id") else str(len(seen))
@@ -62,8 +65,10 @@ def _score(row: Row) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         row.fail(f"score {value!r} is not a number")
     try:
-        score = float(value)
-    except ValueError:
+        # Unlike ``float``, without underscores and other scripts' digits.
+        is_number = not isinstance(value, str) or _NUMBER.fullmatch(value)
+        score = float(value) if is_number else math.nan
+    except OverflowError:
         score = math.nan
     if row.is_hidden(value) and not low <= score <= high:
         return None
@@ -91,7 +96,7 @@ def _words(row: Row, identifier: str) -> Example:
 def _tags(row: Row) -> list[Any]:
     tags = row.raw("tags")
     if isinstance(tags, str):
-        return tags.split()
+        return split_words(tags)
     if not isinstance(tags, list):
         row.fail(f"tags are {kind_of(tags)}, not a list")
     return tags

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import string
+import unicodedata
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -11,6 +13,9 @@ from megatron_deberta.tasks.task import TaskConfig
 
 _UNLABELLED = ("", "-1", "None")
 """Labels that test files have instead of the hidden ones."""
+_SHOWN = 50
+"""Labels that an error lists."""
+_WHITE_SPACE = re.compile(r"[ \t\r\n\f\v]+")
 _OPTIONAL = ("label", "tags", "answers", "answer_text", "answer_start")
 """Roles that files may lack where labels are optional."""
 
@@ -22,6 +27,7 @@ class Row:
         task: the task.
         columns: column, template or list of columns by role.
         record: the record.
+        classes: index of each label in its composed form, as `class_indices` returns it.
         labelled: whether labels are required.
 
     Attributes:
@@ -30,12 +36,19 @@ class Row:
     """
 
     def __init__(
-        self, task: TaskConfig, columns: Mapping[str, Any], record: Record, *, labelled: bool
+        self,
+        task: TaskConfig,
+        columns: Mapping[str, Any],
+        record: Record,
+        classes: Mapping[str, int],
+        *,
+        labelled: bool,
     ) -> None:
         """See the class."""
         self.task = task
         self.labelled = labelled
         self._columns = columns
+        self._classes = classes
         self._place, self._values = record
 
     def fail(self, problem: str) -> NoReturn:
@@ -44,9 +57,9 @@ class Row:
 
     def is_skipped(self) -> bool:
         """Tell whether the record's label is one of those to skip."""
-        if not self.task.skip_labels or "label" not in self._columns:
+        if not self.task.skip_labels or not self.has("label"):
             return False
-        return str(self._values.get(str(self._columns["label"]))) in self.task.skip_labels
+        return any(label in self.task.skip_labels for label in _spellings(self.raw("label")))
 
     def has(self, role: str) -> bool:
         """Tell whether the role has a column, and in optional labels whether the file has it."""
@@ -89,7 +102,7 @@ class Row:
             return tuple(self._text_of(item) for item in name)
         value = self._value(str(name))
         if isinstance(value, str) and role == "words":
-            value = value.split()
+            value = split_words(value)
         if not isinstance(value, list):
             self.fail(f"{name!r} is {kind_of(value)}, not a list")
         for item in value:
@@ -104,9 +117,9 @@ class Row:
             value: the label.
             word: index of its word, whose line an error names if the file has a line per word.
         """
-        label = written_label(value)
-        if label in self.task.labels:
-            return self.task.labels.index(label)
+        for label in _spellings(value):
+            if (index := self._classes.get(unicodedata.normalize("NFC", label))) is not None:
+                return index
         if self.is_hidden(value):
             return None
         lines = self._values.get("lines") if self.task.reader == "conll" else None
@@ -115,8 +128,10 @@ class Row:
         remedy = (
             f"; list yours as labels: [...] in a task file with base: configs/tasks/{name}.yaml"
         )
+        known = ", ".join(self.task.labels[:_SHOWN])
+        more = f" and {len(self.task.labels) - _SHOWN:,} more" * (len(self.task.labels) > _SHOWN)
         place.fail(
-            f"label {label!r} is not one of {', '.join(self.task.labels)}"
+            f"label {written_label(value)!r} is not one of {known}{more}"
             f"{remedy if name.startswith('custom_') else ''}"
         )
 
@@ -157,6 +172,25 @@ class Row:
                 self.fail(f"no column {name!r} (there are {there})")
             value = value[part]
         return value
+
+
+def class_indices(task: TaskConfig) -> dict[str, int]:
+    """Return the class of each label, by the label in its composed Unicode form."""
+    return {unicodedata.normalize("NFC", label): i for i, label in enumerate(task.labels)}
+
+
+def split_words(text: str) -> list[str]:
+    """Split at white space of ASCII; other white space, such as no-break spaces, is text."""
+    return [word for word in _WHITE_SPACE.split(text) if word]
+
+
+def _spellings(value: Any) -> tuple[str, ...]:
+    """Return the texts that a task file may have for a label; JSON's null has none."""
+    if value is None:
+        return ()
+    if isinstance(value, (bool, float)):
+        return written_label(value), str(value)
+    return (str(value),)
 
 
 def written_label(value: Any) -> str:

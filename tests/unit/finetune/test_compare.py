@@ -198,7 +198,7 @@ def test_metrics_of_tags(name: str) -> None:
         for side in (0, 1):
             names = [[labels[t] for t in tags[i, side]] for i in explicit(row)]
             sides.append([part for each in names for part in (each[:4], each[4:])])
-        assert value == pytest.approx(tag_metrics([name], *sides)[name])
+        assert value == pytest.approx(tag_metrics(task, *sides)[name])
 
 
 def test_metrics_of_groups() -> None:

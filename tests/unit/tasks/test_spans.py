@@ -323,7 +323,9 @@ def composing(used: Tokenizer) -> Tokenizer:
     """Return a tokenizer that composes text before everything else."""
     spec = json.loads(json.dumps(used.spec))
     steps = [step for step in [{"type": "NFC"}, spec["normalizer"]] if step]
-    return Tokenizer({**spec, "normalizer": {"type": "Sequence", "normalizers": steps}}, used.special)
+    return Tokenizer(
+        {**spec, "normalizer": {"type": "Sequence", "normalizers": steps}}, used.special
+    )
 
 
 @pytest.mark.parametrize("composes", [False, True])
