@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -158,7 +159,8 @@ def _answer_in_columns(row: Row, context: str) -> tuple[Answer, ...]:
     text = row.text("answer_text")
     if not text.strip():
         return ()
-    start: Any = context.find(text)
+    places = (context.find(form) for form in _unicode_forms(text))
+    start: Any = next((place for place in places if place >= 0), -1)
     if row.has("answer_start"):
         start = whole_number(written_label(row.raw("answer_start")))
     elif start < 0:
@@ -195,6 +197,11 @@ def _answer_in(report: Callable[[str], Any], value: Any, context: str) -> Answer
         return Answer("", 0)
     if not text.strip():
         report("an answer is empty")
+    # Of texts that differ only in their Unicode form, the passage's is used.
+    text = next(
+        (form for form in _unicode_forms(text) if start >= 0 and context.startswith(form, start)),
+        text,
+    )
     found = context[max(start, 0) : max(start, 0) + len(text)]
     if start < 0 or found != text:
         report(
@@ -202,6 +209,11 @@ def _answer_in(report: Callable[[str], Any], value: Any, context: str) -> Answer
             f"where {found[:40]!r} is"
         )
     return Answer(text, start)
+
+
+def _unicode_forms(text: str) -> tuple[str, ...]:
+    """Return a text as given, composed and decomposed."""
+    return text, unicodedata.normalize("NFC", text), unicodedata.normalize("NFD", text)
 
 
 _BUILDERS: Mapping[str, Callable[[Row, str], Example]] = {

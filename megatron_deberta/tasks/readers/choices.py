@@ -138,10 +138,13 @@ def read_copa_xml(path: Path) -> Iterator[Record]:
 
 
 def _content(place: Place, element: Element | None, tag: str) -> str:
-    """Return the text at the beginning of an element, without white space around it."""
+    """Return the text of an element, without white space around it.
+
+    Elements inside it, such as <b>, mark parts of its text; those of <q> are the answers.
+    """
     if element is None:
         place.fail(f"no <{tag}> in this element")
-    text = (element.text or "").strip()
+    text = ((element.text or "") if tag == "q" else "".join(element.itertext())).strip()
     if not text:
         place.fail(f"<{tag}> is empty")
     return text

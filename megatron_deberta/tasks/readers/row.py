@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import string
 import unicodedata
@@ -137,7 +138,7 @@ class Row:
 
     def is_hidden(self, value: Any) -> bool:
         """Tell whether a label is the placeholder of one that is not published."""
-        return not self.labelled and written_label(value) in _UNLABELLED
+        return not self.labelled and (_is_missing(value) or written_label(value) in _UNLABELLED)
 
     def breaks(self) -> tuple[int, ...]:
         """Return the words that begin a sentence, other than the first, in a merged document."""
@@ -158,7 +159,11 @@ class Row:
 
     def _string(self, name: str) -> str:
         value = self._value(name)
-        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (str, int, float))
+            or _is_missing(value)
+        ):
             self.fail(f"{name!r} is {kind_of(value)}, not a string")
         text = str(value)
         return self.task.values.get(name, {}).get(text, text)
@@ -185,12 +190,17 @@ def split_words(text: str) -> list[str]:
 
 
 def _spellings(value: Any) -> tuple[str, ...]:
-    """Return the texts that a task file may have for a label; JSON's null has none."""
-    if value is None:
+    """Return the texts that a task file may have for a label; a missing value has none."""
+    if _is_missing(value):
         return ()
     if isinstance(value, (bool, float)):
         return written_label(value), str(value)
     return (str(value),)
+
+
+def _is_missing(value: Any) -> bool:
+    """Tell whether a value is null, which tables of numbers write as NaN."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def written_label(value: Any) -> str:

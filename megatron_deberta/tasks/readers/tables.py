@@ -51,14 +51,21 @@ def read_delimited(
         DataError: the file is malformed; the message names file and line.
     """
     rows = _rows(path, delimiter, quoting)
-    number, first = next(rows)
+    number, first = next((number, row) for number, row in rows if row)
     names = first if header else [str(column) for column in range(1, len(first) + 1)]
     for name, count in Counter(names).items():
         if count > 1:
             Place(path, number).fail(f"{count} columns are named {name!r}")
     if not header:
         yield Record(Place(path, number), dict(zip(names, first, strict=True)))
+    blank = 0
     for number, row in rows:
+        if not row:
+            blank = blank or number
+            continue
+        if blank and len(names) == 1:
+            # Not at the end: predictions would not stand in the lines of their texts.
+            Place(path, blank).fail(f"the line is blank, but column {names[0]!r} needs a value")
         if len(row) < len(names) and skip_short_rows:
             continue
         if len(row) != len(names):
@@ -67,11 +74,11 @@ def read_delimited(
 
 
 def _rows(path: Path, delimiter: str, quoting: bool) -> Iterator[tuple[int, list[str]]]:
+    """Yield line and columns of each row; blank lines have no columns."""
     text = read_text(path)
     if not quoting:
         for number, line in numbered_lines(text):
-            if line:
-                yield number, line.split(delimiter)
+            yield number, line.split(delimiter) if line else []
         return
     # The module's own limit of 131,072 characters per field is for all of its users.
     csv.field_size_limit(_MOST_CHARACTERS)
@@ -86,8 +93,7 @@ def _rows(path: Path, delimiter: str, quoting: bool) -> Iterator[tuple[int, list
                     "quoting: false in the task file if quotation marks are text, else write the "
                     "table as CSV or JSON Lines"
                 )
-            if row:
-                yield number, row
+            yield number, row
             number = reader.line_num + 1
     except csv.Error as error:
         hint = "; set quoting: false in the task file if quotation marks are text" * is_tsv
@@ -106,7 +112,11 @@ def read_jsonl(path: Path) -> Iterator[Record]:
         try:
             record = orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            Place(path, number).fail(f"not valid JSON: {error.msg} at character {error.colno}")
+            is_document = number == 1 and line.strip() in ("[", "{")
+            Place(path, number).fail(
+                f"not valid JSON: {error.msg} at character {error.colno}"
+                f"{'; write one object per line, not one document' * is_document}"
+            )
         if not isinstance(record, dict):
             Place(path, number).fail(f"expected a JSON object, found {kind_of(record)}")
         yield Record(Place(path, number), record)

@@ -177,7 +177,9 @@ def test_correlations(name: str) -> None:
     assert constant.resampled(weights).tolist() == [0] * 5
 
 
-@pytest.mark.parametrize("name", ["f1", "precision", "recall", "accuracy"])
+@pytest.mark.parametrize(
+    "name", ["f1", "precision", "recall", "accuracy", "token_f1", "token_precision", "token_recall"]
+)
 def test_metrics_of_tags(name: str) -> None:
     labels = ["O", "B-PER", "I-PER", "B-LOC"]
     task = make_task("tokens", name, labels=labels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import re
 import time
@@ -11,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from seqeval import metrics as seqeval_metrics
 from seqeval.scheme import BILOU, IOB2, IOBES
 
+from megatron_deberta.config import config_from_dict, load_config, save_config
 from megatron_deberta.errors import EXIT_USAGE, ConfigError, DataError, MegatronDebertaError
-from megatron_deberta.tasks import Example, load_task, read_examples
+from megatron_deberta.tasks import Answer, Example, load_task, read_examples
 from megatron_deberta.tasks.metrics import tag_metrics
 from megatron_deberta.tasks.readers.records import read_bytes
 from megatron_deberta.tasks.tags import entities, entity_labels
@@ -96,6 +100,13 @@ CASES = [
     case("skipped in JSON", "[bad, good]", "jsonl",
          '{"text": "a", "m": {"l": false}}\n{"text": "b", "m": {"l": "bad"}}\n', [0],
          more="skip_labels: [false]\ncolumns: {text: text, label: m.l}"),
+    case("blank line of a single column", "[bad, good]", "csv", "text\na\n\nb\n",
+         "test.csv:3: the line is blank", split="test"),
+    case("blank lines at the end", "[bad, good]", "csv", "text\na\n\n\n", [None], split="test"),
+    case("blank lines between rows", "[bad, good]", "csv", "text,label\n\na,good\n\nb,bad\n",
+         [1, 0]),
+    case("one document", "[bad, good]", "jsonl", '[\n{"text": "a"}\n]\n',
+         "write one object per line, not one document"),
     case("scores", "[]", "csv", "text,score\na,-1.5e1\nb, 2 \n", [-15.0, 2.0], base=SCORES),
     case("NaN score", "[]", "csv", "text,score\na,nan\n", "score 'nan' is not a number",
          base=SCORES),
@@ -195,6 +206,58 @@ def test_text_stays_text_in_every_key_and_on_the_command_line(tmp_path: Path) ->
     assert task.splits["dev"].files == ("1_0",)
 
 
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+@pytest.mark.parametrize("columns", ["answer_text: answer", "answers: answers"])
+def test_answers_in_another_unicode_form_than_the_passage(
+    form: Any, columns: str, tmp_path: Path
+) -> None:
+    context, answer = (unicodedata.normalize(form, t) for t in ("Elle aime le café.", "café"))
+    start = context.index(answer)
+    other = unicodedata.normalize({"NFC": "NFD", "NFD": "NFC"}[form], answer)
+    row = {"answer": other, "answers": [{"text": other, "answer_start": start}]}
+    row |= {"question": "Quoi ?", "context": context}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    task = load_task(
+        "custom_spans", [f"columns={{question: question, context: context, {columns}}}"]
+    )
+    (example,) = read_examples(task, tmp_path, "train")
+    assert example.answers == (Answer(answer, start),)
+
+
+def test_text_inside_elements_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "balanced_copa.xml").write_text(
+        '<copa-corpus><item id="1" asks-for="cause" most-plausible-alternative="2">'
+        "<p>It <b>rained</b> hard.</p><a1>The <i>sun</i>.</a1><a2>Clouds.</a2></item></copa-corpus>"
+    )
+    task = load_task("balanced_copa", ["splits.train=balanced_copa.xml"])
+    (example,) = read_examples(task, tmp_path, "train")
+    assert example.text == "It rained hard."
+    assert example.choices[0].endswith("the sun.") or example.choices[0].endswith("The sun.")
+
+
+def test_missing_values_of_tables_of_numbers(tmp_path: Path) -> None:
+    table = pyarrow.table({"text": ["a", "b"], "label": [1.0, float("nan")]})
+    task = load_task("custom_classification", ["labels=[0, 1]"])
+    for split in ("test", "dev"):
+        pyarrow.parquet.write_table(table, tmp_path / f"{split}.parquet")
+    assert [e.label for e in read_examples(task, tmp_path, "test")] == [1, None]
+    with pytest.raises(DataError, match="dev.parquet:2: label 'nan' is not one of"):
+        read_examples(task, tmp_path, "dev")
+    table = pyarrow.table({"text": [1.5, float("nan")], "label": [1, 1]})
+    pyarrow.parquet.write_table(table, tmp_path / "dev.parquet")
+    with pytest.raises(DataError, match="dev.parquet:2: 'text' is a number, not a string"):
+        read_examples(task, tmp_path, "dev")
+
+
+def test_odd_labels_of_a_run_survive_its_config(tmp_path: Path) -> None:
+    labels = ("no", "yes", "01", "2024-01-01", "12:30", "1_0", "1e5", "~", "null", "a: b", "#", "é")
+    model = {"head": "classification", "labels": list(labels)}
+    run = {"model": model, "objective": {"name": "classification"}, "finetune": {"task": "own"}}
+    config = config_from_dict(run, "test")
+    save_config(config, tmp_path / "run.yaml")
+    assert load_config(tmp_path / "run.yaml").model.labels == labels
+
+
 def tags_task(labels: list[str], *metrics: str) -> TaskConfig:
     return task_from_dict(
         {
@@ -215,7 +278,7 @@ def tags_task(labels: list[str], *metrics: str) -> TaskConfig:
     ("labels", "truth", "found", "name", "value"),
     [
         # Labels without a scheme: words, not chunks of their first letters.
-        ("O PER SER", "PER O SER", "SER O PER", "token_f1", 0),
+        ("O PER SEC", "PER O SEC", "SEC O PER", "token_f1", 0),
         ("OTHER PER LOC", "OTHER OTHER PER", "OTHER PER PER", "token_f1", 2 / 3),
         ("O PER LOC", "O PER LOC O", "O PER O LOC", "token_f1", 1 / 2),
         ("NOUN VERB ADJ", "NOUN VERB", "NOUN NOUN", "token_f1", 1 / 2),
