@@ -39,6 +39,12 @@ class MissingInputError(DataError):
     exit_code = EXIT_USAGE
 
 
+class MalformedInputError(DataError):
+    """A file that the user named is not of the expected format, or has no content."""
+
+    exit_code = EXIT_USAGE
+
+
 class TopologyError(MegatronDebertaError):
     """Ranks, process groups and parallel sizes are inconsistent."""
 

@@ -268,7 +268,7 @@ def _training_facts(trained: TrainedModel, config: ModelConfig) -> TrainingFacts
     from megatron_deberta.data.build import parse_prefixes
     from megatron_deberta.hf.model_card import TrainingFacts
     from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
-    from megatron_deberta.tasks.task import load_task
+    from megatron_deberta.tasks.task import load_task, run_task_name
 
     run, step = trained.run, trained.reader.metadata.step
     data: tuple[str, ...] = (run.finetune.task,)
@@ -285,7 +285,9 @@ def _training_facts(trained: TrainedModel, config: ModelConfig) -> TrainingFacts
         if record["kind"] == "validation" and record["step"] <= step and record.get("loss")
     ]
     last = validations[-1] if validations else {}
-    names = load_task(run.finetune.task).metrics if run.finetune.task else _PRETRAINING_SCORES
+    names: tuple[str, ...] = _PRETRAINING_SCORES
+    if run.finetune.task:
+        names = load_task(run_task_name(run.finetune.task, metrics.parent)).metrics
     # Metrics of the second form of a model that has both
     form = f"{config.head}_" if config.head != run.model.head else ""
     return TrainingFacts(

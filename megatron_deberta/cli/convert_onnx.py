@@ -87,7 +87,9 @@ def _accuracy(
         ours = build_task_model(*trained.open())
         with TemporaryDirectory() as cache:
             finetune = replace(run.finetune, data=data, cache=cache)
-            config = replace(run, finetune=finetune)
+            # Where the run is now, with its copy of the task.
+            train = replace(run.train, run_dir=str(trained.reader.path.parents[1]))
+            config = replace(run, finetune=finetune, train=train)
             return compare_accuracy(config, trained.tokenizer, ours, path, kind)
 
     return measure

@@ -15,12 +15,14 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from megatron_deberta.checkpoint.resume import FLAG
 from megatron_deberta.cli.arguments import CONFIG_CHANGE_HELP, number
 from megatron_deberta.config import save_config, validate_for_world
 from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.errors import EXIT_DONE
 
 RUN_FILE = "finetune.yaml"
@@ -48,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_task_arguments(parser)
     parser.add_argument(
         "--settings", default="", metavar="NAME",
-        help="the task's settings to use, or none (default: the release's for this size of model)",
+        help="the task's settings to use, or none (default: the release's for this size of model, "
+        "else the task's default_settings)",
     )  # fmt: skip
     parser.add_argument(
         "--ranks", type=number(int, 1), metavar="N",
@@ -69,17 +72,22 @@ def run(args: argparse.Namespace) -> int:
     """Fine-tune, start ranks, or describe the run."""
     from megatron_deberta.cli.pretrain import describe_run, train
     from megatron_deberta.finetune.models import open_source_model
-    from megatron_deberta.finetune.settings import finetune_config
+    from megatron_deberta.finetune.settings import describe_settings, finetune_config
+    from megatron_deberta.tasks.task import load_task
 
     model = open_source_model(Path(args.model), args.tokenizer)
     config = finetune_config(args.task, model, args.data, args.overrides, settings=args.settings)
+    settings = describe_settings(load_task(args.task), model.config, args.settings, config)
     if args.dry_run:
         print(describe_run(config))
+        print(settings)
         return EXIT_DONE
     if args.save_config:
         save_config(config, args.save_config)
         print(f"{args.save_config}: start it with megatron-deberta launch, submit or pretrain")
         return EXIT_DONE
+    if read_environment().rank == 0:
+        print(settings, file=sys.stderr)
     if args.ranks:
         return _launch(config, args)
     return train(config, args.allow_config_change)

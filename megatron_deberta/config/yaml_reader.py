@@ -63,12 +63,13 @@ def _error(problem: str, place: yaml.Event | yaml.Node) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=cast("yaml.Mark", place.start_mark))
 
 
-def parse_yaml(text: str, source: str) -> Any:
+def parse_yaml(text: str, source: str, loader: type[PlainLoader] = PlainLoader) -> Any:
     """Parse YAML text.
 
     Args:
         text: the YAML.
         source: file or override, for messages.
+        loader: decides which scalars are text.
 
     Returns:
         Dictionaries, lists and scalars; None for empty text.
@@ -77,7 +78,7 @@ def parse_yaml(text: str, source: str) -> Any:
         ConfigError: invalid or rejected YAML.
     """
     try:
-        return yaml.load(text, Loader=PlainLoader)
+        return yaml.load(text, Loader=loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f"{source}:{mark.line + 1}" if mark is not None else source
@@ -89,7 +90,7 @@ def parse_yaml(text: str, source: str) -> Any:
         raise ConfigError(f"{source}: {error}; quote it if it is a string") from error
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, loader: type[PlainLoader] = PlainLoader) -> dict[str, Any]:
     """Read a YAML file that contains one mapping.
 
     Raises:
@@ -108,7 +109,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from error
-    data = parse_yaml(text, str(path))
+    data = parse_yaml(text, str(path), loader)
     if data is None:
         return {}
     if not isinstance(data, dict):

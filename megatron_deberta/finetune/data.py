@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +37,7 @@ from megatron_deberta.tasks.encoding import encode
 from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.reading import read_examples
 from megatron_deberta.tasks.scoring import Outputs, score
-from megatron_deberta.tasks.task import TaskConfig, load_task
+from megatron_deberta.tasks.task import TaskConfig, load_task, run_task_name, save_task
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 from megatron_deberta.train.data import Validator, rows_work
 from megatron_deberta.train.evaluate import Evaluation, evaluate, never
@@ -111,7 +112,11 @@ class TaskData:
         return loader, validate
 
     def prepare_records(self, records: RunRecords) -> None:
-        """Do nothing: there is no baseline to record."""
+        """Keep the task in the run folder, for commands that find its file no longer."""
+        try:
+            save_task(self.task, Path(records.run_dir))
+        except OSError as error:
+            raise ConfigError(f"{records.run_dir}: cannot be written: {error}") from error
 
     def step_work(self, config: RunConfig) -> tuple[StepWork, StepWork]:
         """Return the work of a step of examples of mean length."""
@@ -153,7 +158,10 @@ def open_task_data(config: RunConfig, groups: ProcessGroups) -> tuple[RunConfig,
             for ``optimizer.warmup_steps``.
         DataError: a file is missing or malformed, or the tokenizer cannot be loaded.
     """
-    task = load_task(config.finetune.task)
+    run_dir, name = Path(config.train.run_dir), config.finetune.task
+    # The task's file may not be where it was when the run began.
+    is_gone = os.path.isabs(name) and not os.path.lexists(name)
+    task = load_task(run_task_name(name, run_dir) if is_gone else name)
     check_task(config, task)
     tokenizer = load_tokenizer(config.tokenizer.path)
     splits: dict[str, Split] = {}

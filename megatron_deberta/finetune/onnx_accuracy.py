@@ -17,7 +17,7 @@ from megatron_deberta.model.heads import num_outputs
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.objectives.labelled import LabelledObjective
 from megatron_deberta.tasks.scoring import score
-from megatron_deberta.tasks.task import TaskConfig, load_task
+from megatron_deberta.tasks.task import TaskConfig, load_task, run_task_name
 from megatron_deberta.tokenizer import Tokenizer
 
 
@@ -40,7 +40,7 @@ def compare_accuracy(
     Raises:
         DataError: a file of the task is missing or malformed.
     """
-    task = load_task(config.finetune.task)
+    task = load_task(run_task_name(config.finetune.task, Path(config.train.run_dir)))
     split = read_split(config, task, DEV, tokenizer)
     sides: dict[str, Logits] = {"torch": ours.logits, "onnx": graph_logits(path, kind)}
     metrics = {

@@ -20,7 +20,7 @@ from megatron_deberta.files import write_atomically
 from megatron_deberta.finetune.data import Split, read_split
 from megatron_deberta.finetune.predict import open_predictor
 from megatron_deberta.tasks.scoring import Outputs
-from megatron_deberta.tasks.task import TaskConfig, load_task
+from megatron_deberta.tasks.task import TaskConfig, load_task, run_task_name
 from megatron_deberta.tokenizer import load_tokenizer
 
 CONFIG_FILE = "config.yaml"
@@ -71,7 +71,7 @@ def find_runs(folder: Path) -> list[FinetunedRun]:
     for path in _run_folders(_best_cell(folder)):
         config, checkpoint = load_config(path / CONFIG_FILE), find_best(path) or find_newest(path)
         if config.finetune.task and checkpoint is not None:
-            task = load_task(config.finetune.task)
+            task = load_task(run_task_name(config.finetune.task, path))
             runs.append(FinetunedRun(path, config, task, checkpoint))
     if not runs:
         raise ConfigError(f"{folder}: no fine-tuned run with a checkpoint in this folder")
@@ -126,7 +126,8 @@ def read_outputs(run: FinetunedRun, split: str, data: str = "") -> SplitOutputs:
     )
     if path.exists():
         return SplitOutputs(found, np.load(path, allow_pickle=False))
-    with open_predictor(config.finetune.task, run.folder, data) as predictor:
+    name = run_task_name(config.finetune.task, run.folder)
+    with open_predictor(name, run.folder, data) as predictor:
         _, outputs, _ = predictor.run(split)
     path.parent.mkdir(exist_ok=True)
     content = io.BytesIO()

@@ -15,9 +15,10 @@ from megatron_deberta.config.task_head import with_task_head
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.finetune.data import class_names
 from megatron_deberta.finetune.models import SourceModel
-from megatron_deberta.tasks.task import TaskConfig, load_task
+from megatron_deberta.tasks.task import TaskConfig, absolute_task_name, load_task
 
 _MICRO_BATCH = 8
+_RELEASE = "release_"
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "optimizer": {"learning_rate": 2e-5, "warmup_fraction": 0.1},
     "train": {"global_batch_size": 32},
@@ -47,8 +48,7 @@ def finetune_config(
         data: folder of the task's files.
         overrides: ``section.key=value``; ``train.steps`` replaces the number of epochs, and
             ``train.eval_every`` that of validations per epoch.
-        settings: name of the task's settings; empty: those of the release for this size of model;
-            ``none``: none.
+        settings: name of the task's settings; ``none``: none; empty: see `settings_name`.
 
     Raises:
         ConfigError: the task, its settings or a value is wrong.
@@ -66,11 +66,15 @@ def finetune_config(
     architecture = with_task_head(model.config, task.head, class_names(task), dropout)
     layers["model"] = config_to_dict(architecture)
     layers["objective"] = {"name": task.head}
-    layers["tokenizer"] = {"path": model.tokenizer_path}
+    # Absolute, so that later commands on the run work in any folder.
+    layers["tokenizer"] = {"path": os.path.abspath(model.tokenizer_path)}
     layers["data"].setdefault("sequence_length", task.max_length)
-    layers["checkpoint"]["load_from"] = str(model.path)
+    layers["checkpoint"]["load_from"] = os.path.abspath(model.path)
     layers["train"].setdefault("run_dir", os.path.join("runs", task.name))
-    layers["finetune"] |= {"task": task_name, "data": data}
+    layers["finetune"] |= {
+        "task": absolute_task_name(task_name),
+        "data": os.path.abspath(data) if data else "",
+    }
     config = config_from_layers([(f"task {task.name}", layers)], overrides)
     if "train.micro_batch_size" in given:
         return config
@@ -132,22 +136,58 @@ def _apply_settings(layers: dict[str, dict[str, Any]], settings: dict[str, Any])
 
 
 def choose_settings(task: TaskConfig, model: ModelConfig, name: str = "") -> dict[str, Any]:
-    """Return the settings of a name, or of the release for a model of this size, as run keys.
-
-    Of a grid, the first value is used.
+    """Return the settings of `settings_name` as run keys; of a grid, the first values.
 
     Raises:
         ConfigError: the task has no settings of that name.
     """
-    if name == "none":
-        return {}
-    if name and name not in task.settings:
-        known = ", ".join([*task.settings, "none"])
-        raise ConfigError(f"--settings {name}: task {task.name} has {known}")
-    size = "base" if model.hidden_size <= 768 else "large" if model.hidden_size <= 1024 else "1.5b"
-    names = (name, f"release_{size}", f"paper_{size}", task.default_settings)
-    found = next((task.settings[each] for each in names if each in task.settings), {})
+    found = task.settings.get(settings_name(task, model, name), {})
     keys = {key: v[0] if isinstance(v, list) else v for key, v in found.items()}
     if keys.get("optimizer.warmup_steps"):
         keys.setdefault("optimizer.warmup_fraction", 0.0)
     return keys
+
+
+def settings_name(task: TaskConfig, model: ModelConfig, name: str = "") -> str:
+    """Return the name of the settings of a run, ``none`` if it has none.
+
+    Without a name, these are the release's for the model's size, else those that the task names as
+    its default. A default that is the release's for another size comes after the paper's search
+    space for this size.
+
+    Raises:
+        ConfigError: the task has no settings of that name.
+    """
+    if name and name not in (*task.settings, "none"):
+        known = ", ".join([*task.settings, "none"])
+        raise ConfigError(f"--settings {name}: task {task.name} has {known}")
+    if name:
+        return name
+    size = "base" if model.hidden_size <= 768 else "large" if model.hidden_size <= 1024 else "1.5b"
+    default, paper = task.default_settings, f"paper_{size}"
+    others = (paper, default) if default.startswith(_RELEASE) else (default, paper)
+    names = (f"{_RELEASE}{size}", *others)
+    return next((each for each in names if each in task.settings), "none")
+
+
+def describe_settings(task: TaskConfig, model: ModelConfig, name: str, config: RunConfig) -> str:
+    """Return a line with the settings of a run and the values that they have in its config.
+
+    Args:
+        task: the task.
+        model: the model that the run starts from.
+        name: as for `settings_name`.
+        config: the run.
+    """
+    chosen = settings_name(task, model, name)
+    values = config_to_dict(config)
+    parts = []
+    for key, value in choose_settings(task, model, name).items():
+        section, _, last = key.partition(".")
+        used = values[section][last]
+        published = task.settings[chosen].get(key)
+        note = f" (first of {len(published)})" if isinstance(published, list) else ""
+        if used != value:
+            note = f" (replaces {value})"
+        parts.append(f"{key}={used}{note}")
+    return f"settings of task {task.name}: {chosen}{': ' * bool(parts)}{', '.join(parts)}"

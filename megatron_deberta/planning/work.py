@@ -7,6 +7,7 @@ FLOPs. Not counted: the next-sentence head, and what an attention backend recomp
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from megatron_deberta.config.objective_rules import causal_fraction, single_forms
@@ -18,7 +19,7 @@ from megatron_deberta.model.flops import (
     is_task_head,
     recomputed_flops,
 )
-from megatron_deberta.tasks.task import load_task
+from megatron_deberta.tasks.task import load_task, run_task_name
 
 
 class RankFlops(NamedTuple):
@@ -34,7 +35,9 @@ def rows_per_sample(config: RunConfig) -> int:
     """Return the number of rows per sample: 1, but in multiple choice the task's choices."""
     if config.model.head != "choices":
         return 1
-    return max(1, len(load_task(config.finetune.task).labels))
+    return max(
+        1, len(load_task(run_task_name(config.finetune.task, Path(config.train.run_dir))).labels)
+    )
 
 
 def micro_batch_rows(config: RunConfig) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,14 +13,16 @@ from megatron_deberta.errors import DataError
 from megatron_deberta.tasks.encoded import IGNORED, EncodedDataset
 from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.segments import encode_choices, encode_segments
-from megatron_deberta.tasks.span_windows import encode_spans
+from megatron_deberta.tasks.span_windows import encode_spans, unplaced_answers
 from megatron_deberta.tasks.task import TaskConfig
 from megatron_deberta.tasks.word_windows import encode_words
 from megatron_deberta.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 __all__ = ["IGNORED", "EncodedDataset", "encode"]
 
-_VERSION = 1
+_VERSION = 2
 """Part of the cache's key; raised when encoding changes."""
 _ENCODERS: Mapping[
     str, Callable[[TaskConfig, Sequence[Example], Tokenizer, int], EncodedDataset]
@@ -51,17 +54,44 @@ def encode(
         cache: folder where the result is kept under a hash of the other arguments; None: nowhere.
 
     Raises:
-        DataError: there are no examples, or a question leaves no room for the passage.
+        DataError: there are no examples, a question leaves no room for the passage, or most
+            answers are in no window.
     """
     if not examples:
         raise DataError(f"task {task.name}: no examples to encode")
     length = task.max_length if max_length is None else max_length
     if cache is None:
-        return _ENCODERS[task.head](task, examples, tokenizer, length)
-    folder = cache / f"{task.name}-{_key(task, examples, tokenizer, length)}"
-    if not folder.is_dir():
-        _ENCODERS[task.head](task, examples, tokenizer, length).save(folder)
-    return EncodedDataset.load(folder)
+        encoded = _ENCODERS[task.head](task, examples, tokenizer, length)
+    else:
+        folder = cache / f"{task.name}-{_key(task, examples, tokenizer, length)}"
+        if not folder.is_dir():
+            _ENCODERS[task.head](task, examples, tokenizer, length).save(folder)
+        encoded = EncodedDataset.load(folder)
+    if task.head == "spans":
+        _report_unplaced(task, examples, encoded)
+    return encoded
+
+
+def _report_unplaced(
+    task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset
+) -> None:
+    """Count the answers that are in no window; their questions are labelled as without answer.
+
+    Raises:
+        DataError: they are more than half.
+    """
+    unplaced = unplaced_answers(examples, encoded)
+    if not unplaced:
+        return
+    answered = sum(bool(example.answers) for example in examples)
+    problem = (
+        f"task {task.name}: the answers of {len(unplaced):,} of {answered:,} answered questions "
+        f"are in no window and count as no answer (first: {unplaced[0]}); raise max_length or "
+        "stride, or check the tokenizer"
+    )
+    if len(unplaced) > answered / 2:
+        raise DataError(problem)
+    logger.warning("%s", problem)
 
 
 def _key(task: TaskConfig, examples: Sequence[Example], tokenizer: Tokenizer, length: int) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_deberta.tasks.tags import OUTSIDE, TOKEN_PREFIX, entities
 from megatron_deberta.tasks.task import TaskConfig
 
 Classes = npt.NDArray[np.int64]
@@ -88,15 +89,50 @@ def regression_metrics(names: Sequence[str], truth: Scores, found: Scores) -> di
 
 
 def tag_metrics(
-    names: Sequence[str], truth: Sequence[list[str]], found: Sequence[list[str]]
+    task: TaskConfig, truth: Sequence[list[str]], found: Sequence[list[str]]
 ) -> dict[str, float]:
-    """Return metrics of labelled spans as conlleval counts them, and the accuracy of words."""
-    from seqeval import metrics
+    """Return metrics of entities as conlleval counts them, of words, and the accuracy of words.
 
-    compute = {
-        "precision": lambda: metrics.precision_score(truth, found, zero_division=0),
-        "recall": lambda: metrics.recall_score(truth, found, zero_division=0),
-        "f1": lambda: metrics.f1_score(truth, found, zero_division=0),
-        "accuracy": lambda: metrics.accuracy_score(truth, found),
+    Args:
+        task: names the metrics; its labels have a scheme if a metric is of entities.
+        truth: right labels of the words of each sentence.
+        found: predicted labels.
+    """
+    values: dict[str, float] = {}
+    for name in task.metrics:
+        counts = tag_counts(task, name, truth, found)
+        values[name] = float(finish_tag_metric(name, np.array([counts], np.float64))[0])
+    return values
+
+
+def tag_counts(
+    task: TaskConfig, name: str, truth: Sequence[Sequence[str]], found: Sequence[Sequence[str]]
+) -> tuple[int, int, int]:
+    """Return how many entities or words are right, labelled and predicted, for a metric.
+
+    Metrics of words (``token_f1``) do not count words that are O, as micro-averages do.
+    """
+    if name == "accuracy" or name.startswith(TOKEN_PREFIX):
+        outside = None if name == "accuracy" else OUTSIDE
+        pairs = [
+            (a, b) for x, y in zip(truth, found, strict=True) for a, b in zip(x, y, strict=True)
+        ]
+        right = sum(a == b != outside for a, b in pairs)
+        return right, sum(a != outside for a, _ in pairs), sum(b != outside for _, b in pairs)
+    sets = entities(task.labels, truth), entities(task.labels, found)
+    return len(sets[0] & sets[1]), len(sets[0]), len(sets[1])
+
+
+def finish_tag_metric(name: str, sums: Scores) -> Scores:
+    """Return a metric from rows of summed `tag_counts`; 0 where none is defined."""
+    right, labelled, predicted = sums.T
+    of = {
+        "accuracy": (right, labelled),
+        "recall": (right, labelled),
+        "precision": (right, predicted),
+        "f1": (2 * right, labelled + predicted),
     }
-    return {name: float(compute[name]()) for name in names}
+    numerator, denominator = of[name.removeprefix(TOKEN_PREFIX)]
+    result: Scores = np.zeros(len(sums))
+    np.divide(numerator, denominator, out=result, where=denominator != 0)
+    return result

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megatron_deberta.errors import DataError
+from megatron_deberta.errors import MissingInputError
 from megatron_deberta.tasks.readers.records import string_of
 from megatron_deberta.tasks.readers.tables import read_jsonl
 
@@ -88,11 +88,11 @@ def read_minimal_pairs(data: str | os.PathLike[str], limit: int = 0) -> list[Min
     """
     path = Path(data)
     if not path.exists():
-        raise DataError(f"{path}: no such folder; give the folder of BLiMP's .jsonl files")
+        raise MissingInputError(f"{path}: no such folder; give the folder of BLiMP's .jsonl files")
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     files = [file for file in files if file.name.endswith(_SUFFIXES)]
     if not files:
-        raise DataError(f"{path}: no {' or '.join(_SUFFIXES)} file; give BLiMP's folder")
+        raise MissingInputError(f"{path}: no {' or '.join(_SUFFIXES)} file; give BLiMP's folder")
     pairs: list[MinimalPair] = []
     counts: dict[str, int] = {}
     for place, values in (record for file in files for record in read_jsonl(file)):

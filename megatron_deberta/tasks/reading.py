@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-from megatron_deberta.errors import ConfigError, DataError, MissingInputError
+from megatron_deberta.errors import ConfigError, MalformedInputError, MissingInputError
 from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.readers.build import build_examples
+from megatron_deberta.tasks.readers.records import require_below
 from megatron_deberta.tasks.readers.registry import TABLE_SUFFIXES, read_records
 from megatron_deberta.tasks.task import TaskConfig
 
@@ -31,7 +32,7 @@ def read_examples(task: TaskConfig, data: str | os.PathLike[str], split: str) ->
     records = chain.from_iterable(read_records(task, split, path) for path in paths)
     examples = list(build_examples(task, split, records))
     if not examples:
-        raise DataError(f"{', '.join(map(str, paths))}: no examples")
+        raise MalformedInputError(f"{', '.join(map(str, paths))}: no examples")
     if not (part := task.splits[split].part):
         return examples
     return [example for example in examples if part[0] <= _fraction(example) < part[1]]
@@ -60,6 +61,7 @@ def _find(data: Path, name: str, suffixes: Sequence[str]) -> Path:
     for suffix in suffixes:
         for path in (data / f"{name}{suffix}", data / f"{name}{suffix}.gz"):
             if path.exists():
+                require_below(path, data)
                 return path
     if not data.is_dir():
         raise MissingInputError(f"{data}: no such folder")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_deberta.errors import DataError
+from megatron_deberta.errors import MalformedInputError
 from megatron_deberta.tasks.encoded import EncodedDataset
 from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.metrics import class_metrics, regression_metrics, tag_metrics
@@ -114,7 +114,7 @@ def score(
             tags = tuple(task.labels[tag] for tag in example.tags)
             truth += sentences(example, tags)
             found += sentences(example, prediction.value)
-        return tag_metrics(task.metrics, truth, found)
+        return tag_metrics(task, truth, found)
     labels = np.array([example.label for example in examples], np.int64)
     indices = np.array([prediction.index for prediction in predictions], np.int64)
     return class_metrics(task, labels, indices, [example.group for example in examples])
@@ -129,7 +129,7 @@ def sentences(example: Example, values: tuple[str, ...]) -> list[list[str]]:
 def _require_labels(task: TaskConfig, examples: Sequence[Example]) -> None:
     unlabelled = [e.id for e in examples if e.label is None and not e.tags and e.answers is None]
     if unlabelled:
-        raise DataError(
+        raise MalformedInputError(
             f"task {task.name}: {len(unlabelled)} of {len(examples)} examples have no label "
             f"(first: {unlabelled[0]}); predict them instead"
         )

@@ -11,7 +11,7 @@ from megatron_deberta.errors import DataError
 from megatron_deberta.tasks.encoded import EncodedDataset
 from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.rows import Ids, RowBuilder, encode_each
-from megatron_deberta.tasks.spans import pieces_of
+from megatron_deberta.tasks.spans import covered_span, pieces_of, whole_characters
 from megatron_deberta.tasks.task import TaskConfig
 from megatron_deberta.tokenizer import Tokenizer
 
@@ -33,19 +33,25 @@ def encode_spans(
         raise DataError(f"max_length={length}: spans need at least {2 * _LEAST_PASSAGE} tokens")
     questions = _encode_questions(task, examples, tokenizer)
     contexts = list(dict.fromkeys(example.text_pair or "" for example in examples))
-    passages = dict(zip(contexts, tokenizer.encode_with_offsets(contexts), strict=True))
+    passages = {
+        context: (ids, whole_characters(context, offsets))
+        for context, (ids, offsets) in zip(
+            contexts, tokenizer.encode_with_offsets(contexts), strict=True
+        )
+    }
     rows = RowBuilder(tokenizer)
     chars: list[npt.NDArray[np.int32]] = []
     labels = []
     for index, example in enumerate(examples):
         question = questions[index][: length - 3 - _LEAST_PASSAGE]
         ids, offsets = passages[example.text_pair or ""]
+        answers = [covered_span(offsets, a.start, a.end) for a in example.answers or ()]
         for begin, end in windows(len(ids), length - 3 - len(question), task.stride):
             size = rows.add(index, question, ids[begin:end])
             row = np.full((size, 2), -1, np.int32)
             row[len(question) + 2 : size - 1] = offsets[begin:end]
             chars.append(row)
-            labels.append(_label(example, row))
+            labels.append(_label(answers, row))
     arrays = {**rows.arrays(), "char_offsets": np.concatenate(chars)}
     return EncodedDataset(labels=np.array(labels, np.int64), **arrays)
 
@@ -62,11 +68,24 @@ def windows(size: int, width: int, stride: int) -> list[tuple[int, int]]:
     return [(begin, min(begin + width, size)) for begin in begins]
 
 
-def _label(example: Example, chars: npt.NDArray[np.int32]) -> tuple[int, int]:
-    for answer in example.answers or ():
-        if pieces := pieces_of(chars, answer.start, answer.end):
+def _label(
+    answers: Sequence[tuple[int, int] | None], chars: npt.NDArray[np.int32]
+) -> tuple[int, int]:
+    for answer in answers:
+        if answer is not None and (pieces := pieces_of(chars, *answer)):
             return pieces
     return 0, 0
+
+
+def unplaced_answers(examples: Sequence[Example], encoded: EncodedDataset) -> list[str]:
+    """Return the ids of answered questions whose answers are in no window, so without a label."""
+    has_label = np.zeros(len(examples), np.bool_)
+    np.logical_or.at(has_label, encoded.example_index, encoded.labels[:, 0] > 0)
+    return [
+        example.id
+        for example, has in zip(examples, has_label.tolist(), strict=True)
+        if example.answers and not has
+    ]
 
 
 def _encode_questions(

@@ -6,8 +6,10 @@ Source: the evaluation scripts of SQuAD 1.1 and 2.0 (Rajpurkar et al. 2016 and 2
 
 from __future__ import annotations
 
+import logging
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -20,7 +22,13 @@ from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.task import TaskConfig
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b", re.UNICODE)
-_WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_INVISIBLE = "\u200b\u2060\ufeff"
+"""Characters without width that no word contains: tokenizers remove them or read them as spaces."""
+_REMOVED = str.maketrans("", "", string.punctuation + _INVISIBLE)
+_FIRST_MARK = 0x300
+_JOINER = "\u200d"
+
+logger = logging.getLogger(__name__)
 
 
 class BestSpan(NamedTuple):
@@ -38,8 +46,12 @@ class BestSpan(NamedTuple):
 
 
 def normalize_answer(text: str) -> str:
-    """Lower-case, and remove punctuation, articles and superfluous white space."""
-    lowered = text.lower().translate(_WITHOUT_PUNCTUATION)
+    """Lower-case, and remove punctuation, articles and superfluous white space.
+
+    Unlike SQuAD's script, also remove characters without width: pieces do not contain them, so no
+    prediction has them at its ends.
+    """
+    lowered = text.lower().translate(_REMOVED)
     return " ".join(_ARTICLES.sub(" ", lowered).split())
 
 
@@ -67,25 +79,40 @@ def best_spans(
     encoded: EncodedDataset,
     outputs: npt.NDArray[np.float32],
 ) -> list[BestSpan]:
-    """Return the best span of each question over all its windows."""
+    """Return the best span of each question over all its windows.
+
+    Candidates that are in no window are counted in a warning.
+    """
     offsets = encoded.example_offsets
     found = []
+    unplaced = total = 0
     for index, example in enumerate(examples):
         context = example.text_pair or ""
         null, best, place = np.inf, -np.inf, (0, 0)
-        for row in range(int(offsets[index]), int(offsets[index + 1])):
+        rows = range(int(offsets[index]), int(offsets[index + 1]))
+        candidates = _Candidates(example, encoded, rows) if example.candidates else None
+        for row in rows:
             tokens = encoded.row(row)
             logits, chars = outputs[tokens].astype(np.float64), encoded.char_offsets[tokens]
             # The first token stands for "no answer in this window"; so does the example's score
             # for the window where that is least likely.
             null = min(null, float(logits[0].sum()))
-            if example.candidates:
-                value, span = _best_candidate(logits, chars, example)
+            if candidates is not None:
+                value, span = candidates.best(logits, chars)
             else:
                 value, span = _best_pieces(logits, chars, task.max_answer_length)
             if value > best:
                 best, place = value, span
         found.append(BestSpan(context[place[0] : place[1]], float(best), float(null - best)))
+        if candidates is not None:
+            total += len(example.candidates)
+            unplaced += candidates.num_unplaced
+    if unplaced:
+        logger.warning(
+            "task %s: %s of %s candidates are in no window and cannot be predicted; raise "
+            "max_length or stride",
+            task.name, f"{unplaced:,}", f"{total:,}",
+        )  # fmt: skip
     return found
 
 
@@ -109,19 +136,110 @@ def _best_pieces(
     return float(scores[start]), span
 
 
-def _best_candidate(
-    logits: npt.NDArray[np.float64], chars: npt.NDArray[np.int32], example: Example
-) -> tuple[float, tuple[int, int]]:
-    """Return score and characters of the best candidate that lies in this window."""
-    best, place = -np.inf, (0, 0)
-    for candidate in example.candidates:
-        pieces = pieces_of(chars, candidate.start, candidate.end)
-        if pieces is None:
-            continue
-        value = float(logits[pieces[0], 0] + logits[pieces[1], 1])
-        if value > best:
-            best, place = value, (candidate.start, candidate.end)
-    return best, place
+class _Candidates:
+    """The candidates of one example.
+
+    Args:
+        example: the example.
+        encoded: encoded examples.
+        rows: rows of the example.
+    """
+
+    def __init__(self, example: Example, encoded: EncodedDataset, rows: range) -> None:
+        """See the class."""
+        self._candidates = example.candidates
+        chars = encoded.char_offsets[encoded.row_offsets[rows.start] :][
+            : encoded.row_offsets[rows.stop] - encoded.row_offsets[rows.start]
+        ]
+        self._covered = [covered_span(chars, c.start, c.end) for c in example.candidates]
+        self._is_placed = [False] * len(self._covered)
+
+    @property
+    def num_unplaced(self) -> int:
+        """Candidates that were in none of the windows seen."""
+        return self._is_placed.count(False)
+
+    def best(
+        self, logits: npt.NDArray[np.float64], chars: npt.NDArray[np.int32]
+    ) -> tuple[float, tuple[int, int]]:
+        """Return score and characters of the best candidate that lies in a window."""
+        best, place = -np.inf, (0, 0)
+        for index, (candidate, span) in enumerate(
+            zip(self._candidates, self._covered, strict=True)
+        ):
+            pieces = None if span is None else pieces_of(chars, *span)
+            if pieces is None:
+                continue
+            self._is_placed[index] = True
+            value = float(logits[pieces[0], 0] + logits[pieces[1], 1])
+            if value > best:
+                best, place = value, (candidate.start, candidate.end)
+        return best, place
+
+
+def covered_span(chars: npt.NDArray[np.int32], start: int, end: int) -> tuple[int, int] | None:
+    """Return the part of a span from the first to the last character that pieces stand for.
+
+    White space and characters that the tokenizer removes, such as a zero-width space, belong to no
+    piece; at the ends of an answer they are left out.
+
+    Args:
+        chars: characters of each piece of the passage, -1 for other tokens.
+        start: first character.
+        end: character after the last one.
+
+    Returns:
+        First character, and the one after the last; None: no piece stands for any of them.
+    """
+    touched = chars[(chars[:, 0] < end) & (chars[:, 1] > start) & (chars[:, 0] < chars[:, 1])]
+    if not len(touched):
+        return None
+    return max(start, int(touched[:, 0].min())), min(end, int(touched[:, 1].max()))
+
+
+def whole_characters(text: str, spans: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """Extend the spans of pieces to all code points of the characters that they touch.
+
+    A character may be several code points: a letter with accents that are not composed, the
+    letters of a Korean syllable, an emoji with its modifiers. Where encoding composes them, the
+    tokenizer reports the first code point only.
+
+    Args:
+        text: the text.
+        spans: int32 ``[pieces, 2]``, first code point and the one after the last.
+    """
+    continuing = {c for c in set(text) if ord(c) >= _FIRST_MARK and _continues_character(c)}
+    if not continuing:
+        return spans
+    is_start = np.array([c not in continuing for c in text] + [True])
+    for at in np.flatnonzero(~is_start).tolist():
+        # A mark at the beginning or after white space is a character of its own.
+        is_start[at] = at == 0 or text[at - 1].isspace()
+    joined = [at + 1 for at, c in enumerate(text[:-1]) if c == _JOINER]
+    for at in joined:
+        is_start[at] &= unicodedata.category(text[at]) != "So"
+    numbers = np.arange(len(text) + 1)
+    begins = np.maximum.accumulate(np.where(is_start, numbers, 0))
+    ends = np.minimum.accumulate(np.where(is_start, numbers, len(text))[::-1])[::-1]
+    extended = np.stack([begins[spans[:, 0]], ends[spans[:, 1]]], axis=1).astype(np.int32)
+    is_empty = spans[:, :1] == spans[:, 1:]
+    # A blank piece inside a character must not lead back.
+    result: npt.NDArray[np.int32] = np.maximum.accumulate(
+        np.where(is_empty, spans, extended), axis=0
+    )
+    return result
+
+
+def _continues_character(c: str) -> bool:
+    """Tell whether a code point belongs to the character before it, as in Unicode's UAX 29."""
+    return (
+        unicodedata.category(c).startswith("M")
+        or c in ("\u200c", _JOINER)
+        # Vowels and final consonants of decomposed Korean, and skin tones of emoji.
+        or "\u1160" <= c <= "\u11ff"
+        or "\ud7b0" <= c <= "\ud7fb"
+        or "\U0001f3fb" <= c <= "\U0001f3ff"
+    )
 
 
 def pieces_of(chars: npt.NDArray[np.int32], start: int, end: int) -> tuple[int, int] | None:

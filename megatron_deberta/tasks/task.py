@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
+import re
+import unicodedata
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_deberta.config.loader import CONFIG_ROOTS
 from megatron_deberta.config.yaml_reader import parse_yaml, read_yaml
-from megatron_deberta.errors import ConfigError
+from megatron_deberta.errors import ConfigError, MissingInputError
+from megatron_deberta.files import write_atomically
+from megatron_deberta.tasks.tags import ENTITY_METRICS, TOKEN_PREFIX, SchemeError, entity_labels
+from megatron_deberta.tasks.yaml_text import TaskLoader
 
 Head = Literal["classification", "regression", "spans", "tokens", "choices"]
 Reader = Literal[
@@ -24,7 +32,7 @@ Reader = Literal[
 Metric = Literal[
     "accuracy", "f1", "macro_f1", "matthews", "pearson", "spearman", "pearson_spearman",
     "exact", "best_f1", "best_exact", "precision", "recall", "f1a", "group_exact",
-    "gender_parity",
+    "gender_parity", "token_f1", "token_precision", "token_recall",
 ]  # fmt: skip
 Leaderboard = Literal["", "glue", "superglue", "squad", "conll"]
 
@@ -34,7 +42,9 @@ METRICS: Mapping[str, tuple[str, ...]] = {
     ),
     "regression": ("pearson", "spearman", "pearson_spearman"),
     "spans": ("f1", "exact", "best_f1", "best_exact"),
-    "tokens": ("f1", "precision", "recall", "accuracy"),
+    "tokens": (
+        "f1", "precision", "recall", "accuracy", "token_f1", "token_precision", "token_recall",
+    ),
     "choices": ("accuracy",),
 }  # fmt: skip
 COLUMNS: Mapping[str, tuple[str, ...]] = {
@@ -59,6 +69,21 @@ REQUIRED_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "tokens": ("words",),
     "choices": ("choices",),
 }
+
+
+TASK_FILE = "task.yaml"
+"""In the folder of a fine-tuning run: the task, complete."""
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
+_NAME = re.compile(r"\w[\w .+-]{0,99}")
+"""Names of tasks and splits and of leaderboard files, which become names of files."""
+_PATH_KEYS = (
+    "train.run_dir", "finetune.task", "finetune.data", "finetune.cache", "tokenizer.path",
+    "checkpoint.load_from", "checkpoint.continue_from", "checkpoint.local_dir", "data.train",
+    "data.validation", "data.index_cache", "train.blimp_data", "cluster.notify",
+    "cluster.prometheus_file",
+)  # fmt: skip
+"""Keys of a run that name files or commands."""
+_LABEL_KEYS = ("labels", "label_names", "leaderboard_labels", "skip_labels")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +142,8 @@ class TaskConfig:
     positive_label: str = ""
     """Label that ``f1`` refers to; empty: the last one."""
     metrics: tuple[Metric, ...]
-    """Metrics to report; the first selects the best checkpoint. Larger is better."""
+    """Metrics to report; the first selects the best checkpoint. Larger is better. Of labels of
+    words without a scheme such as BIO, ``f1`` becomes ``token_f1``, as do precision and recall."""
     max_length: int
     """Tokens per row, special tokens included."""
     stride: int = 128
@@ -168,7 +194,7 @@ def load_task(name: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Ta
         ConfigError: unreadable file, unknown key, wrong type, or inconsistent values.
     """
     path = _find_task(os.fspath(name))
-    data = _expand_shorthands(_read_layers(path, ()))
+    data = _expand_shorthands(_read_layers(path, ()), str(path))
     for override in overrides:
         _apply_override(data, override)
     return task_from_dict(data, str(path))
@@ -184,8 +210,10 @@ def task_from_dict(data: Mapping[str, Any], source: str) -> TaskConfig:
     Raises:
         ConfigError: unknown key, wrong type, or inconsistent values.
     """
-    expanded = _expand_shorthands(data)
+    expanded = _expand_shorthands(data, source)
     _check_names(expanded, source)
+    # OmegaConf takes 80 us per item, and there may be thousands of labels.
+    labels = {key: expanded.pop(key) for key in _LABEL_KEYS if key in expanded}
     try:
         merged = OmegaConf.merge(OmegaConf.structured(TaskConfig), expanded)
         task = cast(TaskConfig, OmegaConf.to_object(merged))
@@ -193,8 +221,40 @@ def task_from_dict(data: Mapping[str, Any], source: str) -> TaskConfig:
         problem = str(error).split("\n")[0]
         key = getattr(error, "full_key", "") or getattr(error, "key", "")
         raise ConfigError(f"{source}: {key}: {problem}") from error
+    task = replace(task, **labels)
+    _check_file_names(task, source)
     _check(task, source)
-    return task
+    return replace(task, metrics=_metrics_of_scheme(task, source))
+
+
+def save_task(task: TaskConfig, run_dir: Path) -> None:
+    """Keep a task, with what its file extends, in the folder of a run.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    data = json.loads(json.dumps(asdict(task)))
+    text = yaml.safe_dump(data, allow_unicode=True, sort_keys=False)
+    write_atomically(run_dir / TASK_FILE, text.encode())
+
+
+def run_task_name(name: str, run_dir: Path) -> str:
+    """Return the file of a run's task that is in its folder, or else the name in its config.
+
+    Args:
+        name: ``finetune.task``, whose file may have been moved or changed since.
+        run_dir: folder of the run.
+    """
+    kept = run_dir / TASK_FILE
+    return str(kept) if kept.is_file() else name
+
+
+def absolute_task_name(name: str) -> str:
+    """Return the absolute path of a task file; names of packaged tasks are unchanged."""
+    path = Path(name)
+    is_packaged = path.parts[:1] == ("configs",) and not path.exists()
+    is_file = path.suffix in (".yaml", ".yml") and not is_packaged
+    return os.path.abspath(name) if is_file else name
 
 
 def task_names() -> list[str]:
@@ -223,7 +283,9 @@ def _read_layers(path: Path, ancestors: tuple[Path, ...]) -> dict[str, Any]:
     """Read a file over the file that it names as ``base``; mappings are merged key by key."""
     if path.resolve() in ancestors:
         raise ConfigError(f"{path}: extends itself through `base`; remove one of the references")
-    data = read_yaml(path)
+    if path.exists() and not path.is_file():
+        raise MissingInputError(f"{path}: not a regular file; give a task file on disk")
+    data = read_yaml(path, TaskLoader)
     base = data.pop("base", None)
     if base is None:
         return data
@@ -252,21 +314,37 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     name, equals, value = override.partition("=")
     if not equals or not name:
         raise ConfigError(f"command line: {override!r} is not key=value, as in max_length=128")
-    *parents, last = name.strip().split(".")
+    *parents, last = keys = name.strip().split(".")
     for parent in parents:
         data[parent] = dict(data[parent]) if isinstance(data.get(parent), Mapping) else {}
         data = data[parent]
-    data[last] = parse_yaml(value, "command line") if value.strip() else ""
+    if not value.strip():
+        data[last] = ""
+        return
+    # Read below its keys, which say whether it is text.
+    lines = [f"{'  ' * depth}{key}:" for depth, key in enumerate(keys)]
+    parsed: Any = parse_yaml(
+        "\n".join([*lines, "  " * len(keys) + value]), "command line", TaskLoader
+    )
+    try:
+        for key in keys:
+            parsed = parsed[key]
+    except (KeyError, TypeError):
+        raise ConfigError(f"command line: {name!r} is not a key, as in splits.dev.part") from None
+    data[last] = parsed
 
 
-def _expand_shorthands(data: Mapping[str, Any]) -> dict[str, Any]:
+def _expand_shorthands(data: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Expand ``dev: dev.tsv`` in splits; write labels as text."""
     expanded = dict(data)
     if isinstance(splits := data.get("splits"), Mapping):
         expanded["splits"] = {str(name): _split(value) for name, value in splits.items()}
-    for key in ("labels", "label_names", "leaderboard_labels", "metrics", "skip_labels"):
-        if isinstance(value := data.get(key), (list, tuple)):
-            expanded[key] = [_label(item) for item in value]
+    for key in _LABEL_KEYS:
+        if key not in data:
+            continue
+        if not isinstance(value := data[key], (list, tuple)):
+            raise ConfigError(f"{source}: {key}={value!r} is not a list; write {key}: [a, b]")
+        expanded[key] = tuple(_label(source, key, item) for item in value)
     return expanded
 
 
@@ -280,11 +358,31 @@ def _split(value: Any) -> Any:
     return value
 
 
-def _label(value: Any) -> Any:
-    """Write YAML's booleans and numbers as the files do."""
+def _label(source: str, key: str, value: Any) -> str:
+    """Write booleans and numbers, which plain data may have, as JSON files do."""
     if isinstance(value, bool):
         return str(value).lower()
-    return str(value) if isinstance(value, (int, float)) else value
+    if not isinstance(value, (str, int, float)):
+        raise ConfigError(f"{source}: {key}: {value!r} is not text; quote it")
+    text = str(value)
+    if not text.strip() or _UNPRINTABLE.search(text):
+        raise ConfigError(f"{source}: {key}: {value!r} is empty or has control characters")
+    return text
+
+
+def _metrics_of_scheme(task: TaskConfig, source: str) -> tuple[Metric, ...]:
+    """Return the metrics, with those of entities renamed where labels of words have no scheme."""
+    if task.head != "tokens" or not set(task.metrics) & set(ENTITY_METRICS):
+        return task.metrics
+    try:
+        if entity_labels(task.labels) is not None:
+            return task.metrics
+    except SchemeError as error:
+        raise ConfigError(
+            f"{source}: labels: {error}; or give metrics that need none: [token_f1, accuracy]"
+        ) from error
+    names = [TOKEN_PREFIX + name if name in ENTITY_METRICS else name for name in task.metrics]
+    return cast("tuple[Metric, ...]", tuple(dict.fromkeys(names)))
 
 
 def _check_names(data: Mapping[str, Any], source: str) -> None:
@@ -300,6 +398,34 @@ def _check_names(data: Mapping[str, Any], source: str) -> None:
     ]  # fmt: skip
     if missing:
         raise ConfigError(f"{source}: {', '.join(missing)} missing; every task states them")
+
+
+def _check_file_names(task: TaskConfig, source: str) -> None:
+    """Check that no name leads out of the folders of the data, the run and the predictions."""
+    for key, name in (("name", task.name), *(("splits", name) for name in task.splits)):
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"{source}: {key}: {name!r} cannot be the name of a file; use letters, digits and "
+                ". _ - +"
+            )
+    for split, value in task.splits.items():
+        for file in value.files:
+            if not file or os.path.isabs(file) or ".." in Path(file).parts:
+                raise ConfigError(
+                    f"{source}: splits.{split}.files: {file!r} is not below the data folder; write "
+                    "a relative name without .."
+                )
+        if value.leaderboard_file and not _NAME.fullmatch(value.leaderboard_file):
+            raise ConfigError(
+                f"{source}: splits.{split}.leaderboard_file: {value.leaderboard_file!r} is not the "
+                "name of a file; its folder is that of --leaderboard"
+            )
+    for name, values in task.settings.items():
+        for key in set(values) & set(_PATH_KEYS):
+            raise ConfigError(
+                f"{source}: settings.{name}.{key}={values[key]!r}: settings cannot name files; "
+                f"give {key}= on the command line"
+            )
 
 
 def _check(task: TaskConfig, source: str) -> None:
@@ -336,7 +462,9 @@ def _check(task: TaskConfig, source: str) -> None:
         )
     if task.head in ("classification", "tokens"):
         require(len(task.labels) >= 2, f"labels: head {task.head} needs at least two")
-    require(len(set(task.labels)) == len(task.labels), "labels: one occurs twice")
+    composed = Counter(unicodedata.normalize("NFC", label) for label in task.labels)
+    twice = next((label for label, count in composed.items() if count > 1), None)
+    require(twice is None, f"labels: {twice!r} occurs twice; labels must differ")
     for key, names in (
         ("label_names", task.label_names),
         ("leaderboard_labels", task.leaderboard_labels),

@@ -6,12 +6,11 @@ each line counts as a word. The validation part of WikiText-103 has 217,646 word
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_deberta.errors import DataError
+from megatron_deberta.errors import MalformedInputError
+from megatron_deberta.tasks.readers.records import read_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +44,9 @@ def read_words(path: str) -> WordText:
         DataError: it is missing, damaged, empty, or not in UTF-8.
     """
     try:
-        content = Path(path).read_bytes()
-        if path.endswith(".gz"):
-            content = gzip.decompress(content)
-        text = content.decode("utf-8")
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"--data {path} cannot be read: {reason}; give a text file") from error
+        text = read_bytes(Path(path)).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"--data {path} is not in UTF-8: {error}; convert it") from error
+        raise MalformedInputError(f"--data {path} is not in UTF-8: {error}; convert it") from error
     if not text.strip():
-        raise DataError(f"--data {path} has no words; give a text file")
+        raise MalformedInputError(f"--data {path} has no words; give a text file")
     return WordText.of(text)

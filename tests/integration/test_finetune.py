@@ -179,7 +179,11 @@ def test_two_ranks_predict_as_one(
 
 
 def test_a_saved_run_is_checked_and_trained_by_other_commands(
-    tmp_path: Path, finetune: Finetune, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    data: Path,
+    finetune: Finetune,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     saved, run_dir = tmp_path / "run.yaml", tmp_path / "run"
     steps = ("train.steps=2", "optimizer.warmup_steps=1")
@@ -191,6 +195,31 @@ def test_a_saved_run_is_checked_and_trained_by_other_commands(
     assert committed_steps(run_dir) == [2]
     submit = ["submit", str(saved), "--cluster", "local", "--nodes", "1", "--dry-run"]
     assert main(submit) == EXIT_DONE
+    # From another folder, and without the task's file.
+    (data / "task.yaml").unlink()
+    monkeypatch.chdir(data.parent)
+    export = ["convert", "--checkpoint", str(run_dir), "--to", "hf", "--output", "export"]
+    assert main(export) == EXIT_DONE
+    assert main(["compare", str(run_dir), str(run_dir), "--split", "dev"]) == EXIT_DONE
+    assert "tiny" in capsys.readouterr().out
+
+
+def test_malformed_or_empty_data_is_a_usage_error(
+    tmp_path: Path, finetune: Finetune, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    assert finetune(run_dir, "train.steps=1", "optimizer.warmup_steps=0") == EXIT_DONE
+    error = capsys.readouterr().err
+    assert "settings of task tiny: none" in error
+    command = ["predict", str(data / "task.yaml"), "--model", str(run_dir), "--data", str(data)]
+    for content, message in (
+        ('text\tlabel\n"a\tgood\nb"\tbad\n', "test.tsv:2: a quoted field reaches"),
+        ("text\tlabel\na\n", "test.tsv:2: 1 columns instead of 2"),
+        ("", "test.tsv:1: the file is empty"),
+    ):
+        (data / "test.tsv").write_text(content)
+        assert main(command) == EXIT_USAGE
+        assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_model_without_the_head_cannot_predict(

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_deberta.finetune.compare.paired import Floats, PairedMetric
 from megatron_deberta.tasks.examples import Example
+from megatron_deberta.tasks.metrics import finish_tag_metric, tag_counts
 from megatron_deberta.tasks.scoring import Prediction, sentences
 from megatron_deberta.tasks.spans import best_threshold, exact_match, right_answers, token_f1
 from megatron_deberta.tasks.task import TaskConfig
@@ -217,28 +219,14 @@ def _span_scores(
 def _tag_metric(
     task: TaskConfig, name: str, examples: Sequence[Example], predictions: Sequence[Prediction]
 ) -> CountMetric:
-    """Return a metric of labelled spans, as conlleval counts them, or the accuracy of words."""
-    from seqeval.metrics.sequence_labeling import get_entities
-
+    """Return a metric of entities, as conlleval counts them, or of words."""
     counts = []
     for example, prediction in zip(examples, predictions, strict=True):
         assert isinstance(prediction.value, tuple)
         tags = tuple(task.labels[tag] for tag in example.tags)
-        if name == "accuracy":
-            pairs = zip(tags, prediction.value, strict=True)
-            counts.append((sum(a == b for a, b in pairs), len(tags), 0))
-            continue
-        truth, found = (
-            set(get_entities(sentences(example, side))) for side in (tags, prediction.value)
-        )
-        counts.append((len(truth & found), len(truth), len(found)))
-    finish: Mapping[str, Finish] = {
-        "accuracy": lambda sums: _ratio(sums[:, 0], sums[:, 1]),
-        "recall": lambda sums: _ratio(sums[:, 0], sums[:, 1]),
-        "precision": lambda sums: _ratio(sums[:, 0], sums[:, 2]),
-        "f1": lambda sums: _ratio(2 * sums[:, 0], sums[:, 1] + sums[:, 2]),
-    }
-    return CountMetric(np.array(counts, np.float64), finish[name])
+        truth, found = (sentences(example, side) for side in (tags, prediction.value))
+        counts.append(tag_counts(task, name, truth, found))
+    return CountMetric(np.array(counts, np.float64), partial(finish_tag_metric, name))
 
 
 def _ratio(numerator: Floats, denominator: Floats) -> Floats:

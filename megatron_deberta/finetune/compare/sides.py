@@ -15,6 +15,7 @@ from megatron_deberta.finetune.outputs import CONFIG_FILE, FinetunedRun, find_ru
 from megatron_deberta.parsing import parse_json
 from megatron_deberta.tasks import read_examples
 from megatron_deberta.tasks.examples import Example
+from megatron_deberta.tasks.readers.records import read_bytes
 from megatron_deberta.tasks.scoring import Prediction, predict
 from megatron_deberta.tasks.task import TaskConfig, load_task
 
@@ -199,7 +200,7 @@ def read_predictions(path: Path, task: TaskConfig, examples: Sequence[Example]) 
         DataError: it is malformed, or has other examples.
     """
     found: dict[str, Prediction] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    for number, line in enumerate(read_bytes(path).splitlines(), 1):
         remedy = "write it again with predict"
         prediction = parse_json(line, Prediction, f"{path}:{number}", "a prediction", remedy=remedy)
         found[prediction.id] = prediction

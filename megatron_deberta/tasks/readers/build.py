@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron_deberta.tasks.examples import Answer, Example
 from megatron_deberta.tasks.readers.records import Record, kind_of, whole_number
 from megatron_deberta.tasks.readers.registry import is_labelled
-from megatron_deberta.tasks.readers.row import Row, written_label
+from megatron_deberta.tasks.readers.row import Row, class_indices, split_words, written_label
 from megatron_deberta.tasks.task import TaskConfig
+
+_NUMBER = re.compile(r"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*")
 
 
 def build_examples(task: TaskConfig, split: str, records: Iterable[Record]) -> Iterator[Example]:
@@ -22,10 +26,10 @@ def build_examples(task: TaskConfig, split: str, records: Iterable[Record]) -> I
     """
     columns = task.splits[split].columns or task.columns
     build = _BUILDERS[task.head]
-    labelled = is_labelled(split)
+    labelled, classes = is_labelled(split), class_indices(task)
     seen: set[str] = set()
     for record in records:
-        row = Row(task, columns, record, labelled=labelled)
+        row = Row(task, columns, record, classes, labelled=labelled)
         if row.is_skipped():
             continue
         identifier = row.text("id") if row.has("id") else str(len(seen))
@@ -62,8 +66,10 @@ def _score(row: Row) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         row.fail(f"score {value!r} is not a number")
     try:
-        score = float(value)
-    except ValueError:
+        # Unlike ``float``, without underscores and other scripts' digits.
+        is_number = not isinstance(value, str) or _NUMBER.fullmatch(value)
+        score = float(value) if is_number else math.nan
+    except OverflowError:
         score = math.nan
     if row.is_hidden(value) and not low <= score <= high:
         return None
@@ -91,7 +97,7 @@ def _words(row: Row, identifier: str) -> Example:
 def _tags(row: Row) -> list[Any]:
     tags = row.raw("tags")
     if isinstance(tags, str):
-        return tags.split()
+        return split_words(tags)
     if not isinstance(tags, list):
         row.fail(f"tags are {kind_of(tags)}, not a list")
     return tags
@@ -153,7 +159,8 @@ def _answer_in_columns(row: Row, context: str) -> tuple[Answer, ...]:
     text = row.text("answer_text")
     if not text.strip():
         return ()
-    start: Any = context.find(text)
+    places = (context.find(form) for form in _unicode_forms(text))
+    start: Any = next((place for place in places if place >= 0), -1)
     if row.has("answer_start"):
         start = whole_number(written_label(row.raw("answer_start")))
     elif start < 0:
@@ -190,6 +197,11 @@ def _answer_in(report: Callable[[str], Any], value: Any, context: str) -> Answer
         return Answer("", 0)
     if not text.strip():
         report("an answer is empty")
+    # Of texts that differ only in their Unicode form, the passage's is used.
+    text = next(
+        (form for form in _unicode_forms(text) if start >= 0 and context.startswith(form, start)),
+        text,
+    )
     found = context[max(start, 0) : max(start, 0) + len(text)]
     if start < 0 or found != text:
         report(
@@ -197,6 +209,11 @@ def _answer_in(report: Callable[[str], Any], value: Any, context: str) -> Answer
             f"where {found[:40]!r} is"
         )
     return Answer(text, start)
+
+
+def _unicode_forms(text: str) -> tuple[str, ...]:
+    """Return a text as given, composed and decomposed."""
+    return text, unicodedata.normalize("NFC", text), unicodedata.normalize("NFD", text)
 
 
 _BUILDERS: Mapping[str, Callable[[Row, str], Example]] = {

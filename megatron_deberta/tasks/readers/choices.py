@@ -8,13 +8,14 @@ from typing import Any
 from xml.etree.ElementTree import Element, TreeBuilder
 from xml.parsers import expat
 
-from megatron_deberta.errors import DataError
+from megatron_deberta.errors import MalformedInputError
 from megatron_deberta.tasks.readers.records import (
     Place,
     Record,
     kind_of,
     list_of,
     read_bytes,
+    require_below,
     string_of,
     whole_number,
 )
@@ -37,7 +38,9 @@ def read_race(path: Path) -> Iterator[Record]:
     if path.is_dir():
         files = sorted(path.rglob("*.txt"))
         if not files:
-            raise DataError(f"{path}: no .txt files; RACE has train/high/1.txt and so on")
+            raise MalformedInputError(f"{path}: no .txt files; RACE has train/high/1.txt and so on")
+        for file in files:
+            require_below(file, path)
         passages = (Record(Place(file, 1), read_document(file)) for file in files)
     else:
         passages = (Record(place, values) for place, values in read_jsonl(path))
@@ -135,10 +138,13 @@ def read_copa_xml(path: Path) -> Iterator[Record]:
 
 
 def _content(place: Place, element: Element | None, tag: str) -> str:
-    """Return the text at the beginning of an element, without white space around it."""
+    """Return the text of an element, without white space around it.
+
+    Elements inside it, such as <b>, mark parts of its text; those of <q> are the answers.
+    """
     if element is None:
         place.fail(f"no <{tag}> in this element")
-    text = (element.text or "").strip()
+    text = ((element.text or "") if tag == "q" else "".join(element.itertext())).strip()
     if not text:
         place.fail(f"<{tag}> is empty")
     return text

@@ -32,9 +32,9 @@ def read_conll(path: Path, *, labelled: bool, merge: bool) -> Iterator[Record]:
     width = 0
     in_document = False
     for number, line in numbered_lines(read_text(path)):
-        is_start = line.startswith(DOCUMENT_START)
-        if line.strip() and not is_start:
-            columns = line.rstrip().split("\t") if "\t" in line.rstrip() else line.split()
+        columns = _columns(line)
+        is_start = columns[:1] == [DOCUMENT_START]
+        if columns and not is_start:
             width = width or len(columns)
             _check_columns(Place(path, number), columns, width, labelled)
             collected.add(number, columns)
@@ -44,6 +44,14 @@ def read_conll(path: Path, *, labelled: bool, merge: bool) -> Iterator[Record]:
             collected.end_sentence()
         in_document |= is_start
     yield from collected.finish()
+
+
+def _columns(line: str) -> list[str]:
+    """Return the columns of a line; other white space than spaces and tabs is text."""
+    line = line.strip(" \t") if "\t" not in line.strip(" \t") else line.rstrip(" \t")
+    separator = "\t" if "\t" in line else " "
+    columns = [column.strip(" ") for column in line.split(separator)]
+    return columns if separator == "\t" else [column for column in columns if column]
 
 
 class _Sentences:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import gzip
 import io
+import stat
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from megatron_deberta.errors import DataError
+from megatron_deberta.errors import ConfigError, MalformedInputError, MissingInputError
 
 _MOST_DIGITS = 20
+_MOST_EXPANSION = 100
+"""Ratio of decompression that no text reaches: about 4 is usual, and gzip allows 1,032."""
+_BLOCK = 1 << 22
+_SMALL = 64 << 20
+"""Bytes that any file may decompress to."""
 
 
 class Place(NamedTuple):
@@ -26,9 +32,9 @@ class Place(NamedTuple):
     line: int | Callable[[], int]
 
     def fail(self, problem: str) -> NoReturn:
-        """Raise a ``DataError`` that names file and line."""
+        """Raise a ``MalformedInputError`` that names file and line."""
         line = self.line if isinstance(self.line, int) else self.line()
-        raise DataError(f"{self.path}:{line}: {problem}")
+        raise MalformedInputError(f"{self.path}:{line}: {problem}")
 
 
 class Record(NamedTuple):
@@ -43,18 +49,60 @@ class Record(NamedTuple):
     values: dict[str, Any]
 
 
-def read_bytes(path: Path) -> bytes:
-    """Read a file, decompressed if its name ends in ``.gz``.
+def require_regular(path: Path) -> None:
+    """Check that a path is a regular file: pipes and devices may block or never end.
 
     Raises:
-        DataError: it cannot be read or is damaged.
+        MissingInputError: it is something else, or cannot be opened.
     """
     try:
-        content = path.read_bytes()
-        return gzip.decompress(content) if path.suffix == ".gz" else content
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise MissingInputError(f"{path}: cannot be read: {reason}") from error
+    if not stat.S_ISREG(mode):
+        raise MissingInputError(f"{path}: not a regular file; give a file on disk")
+
+
+def require_below(path: Path, folder: Path) -> None:
+    """Check that a file named by a task or found in its data lies in the data folder.
+
+    Raises:
+        ConfigError: a link or ``..`` leads outside.
+    """
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(
+            f"{path}: leads outside the data folder {folder}; copy the file, or give --data the "
+            "folder that holds it"
+        )
+
+
+def read_bytes(path: Path) -> bytes:
+    """Read a regular file, decompressed if its name ends in ``.gz``.
+
+    Raises:
+        DataError: it cannot be read, is damaged, or expands more than any text does.
+    """
+    require_regular(path)
+    try:
+        if path.suffix != ".gz":
+            return path.read_bytes()
+        size = path.stat().st_size
+        limit = max(_SMALL, size * _MOST_EXPANSION)
+        blocks, total = [], 0
+        with gzip.open(path) as stream:
+            while total <= limit and (block := stream.read(_BLOCK)):
+                blocks.append(block)
+                total += len(block)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise DataError(f"{path}: cannot be read: {reason}") from error
+        raise MalformedInputError(f"{path}: cannot be read: {reason}") from error
+    if total > limit:
+        raise MalformedInputError(
+            f"{path}: {size:,} bytes expand to more than {limit:,}, which no table does; give the "
+            "decompressed file if this is right"
+        )
+    return b"".join(blocks)
 
 
 def read_text(path: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from megatron_deberta.errors import DataError
+from megatron_deberta.errors import MalformedInputError
 from megatron_deberta.tasks.readers.choices import read_copa_xml, read_quail, read_race
 from megatron_deberta.tasks.readers.conll import read_conll
 from megatron_deberta.tasks.readers.records import Record
@@ -53,7 +53,7 @@ def read_records(task: TaskConfig, split: str, path: Path) -> Iterator[Record]:
     reader = task.reader
     name = _table_format(path) if reader == "table" else reader
     if path.is_dir() and name not in ("datasets", "race"):
-        raise DataError(f"{path}: is a folder; reader {reader} reads files")
+        raise MalformedInputError(f"{path}: is a folder; reader {reader} reads files")
     if name in ("tsv", "csv"):
         own = task.splits[split].header
         return read_delimited(
@@ -73,5 +73,7 @@ def _table_format(path: Path) -> str:
         return "datasets"
     suffix = Path(path.name.removesuffix(".gz")).suffix
     if suffix not in TABLE_SUFFIXES:
-        raise DataError(f"{path}: is none of {', '.join(TABLE_SUFFIXES)}; set the task's reader")
+        raise MalformedInputError(
+            f"{path}: is none of {', '.join(TABLE_SUFFIXES)}; set the task's reader"
+        )
     return TABLE_SUFFIXES[suffix]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
 import string
+import unicodedata
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -11,6 +14,9 @@ from megatron_deberta.tasks.task import TaskConfig
 
 _UNLABELLED = ("", "-1", "None")
 """Labels that test files have instead of the hidden ones."""
+_SHOWN = 50
+"""Labels that an error lists."""
+_WHITE_SPACE = re.compile(r"[ \t\r\n\f\v]+")
 _OPTIONAL = ("label", "tags", "answers", "answer_text", "answer_start")
 """Roles that files may lack where labels are optional."""
 
@@ -22,6 +28,7 @@ class Row:
         task: the task.
         columns: column, template or list of columns by role.
         record: the record.
+        classes: index of each label in its composed form, as `class_indices` returns it.
         labelled: whether labels are required.
 
     Attributes:
@@ -30,12 +37,19 @@ class Row:
     """
 
     def __init__(
-        self, task: TaskConfig, columns: Mapping[str, Any], record: Record, *, labelled: bool
+        self,
+        task: TaskConfig,
+        columns: Mapping[str, Any],
+        record: Record,
+        classes: Mapping[str, int],
+        *,
+        labelled: bool,
     ) -> None:
         """See the class."""
         self.task = task
         self.labelled = labelled
         self._columns = columns
+        self._classes = classes
         self._place, self._values = record
 
     def fail(self, problem: str) -> NoReturn:
@@ -44,9 +58,9 @@ class Row:
 
     def is_skipped(self) -> bool:
         """Tell whether the record's label is one of those to skip."""
-        if not self.task.skip_labels or "label" not in self._columns:
+        if not self.task.skip_labels or not self.has("label"):
             return False
-        return str(self._values.get(str(self._columns["label"]))) in self.task.skip_labels
+        return any(label in self.task.skip_labels for label in _spellings(self.raw("label")))
 
     def has(self, role: str) -> bool:
         """Tell whether the role has a column, and in optional labels whether the file has it."""
@@ -89,7 +103,7 @@ class Row:
             return tuple(self._text_of(item) for item in name)
         value = self._value(str(name))
         if isinstance(value, str) and role == "words":
-            value = value.split()
+            value = split_words(value)
         if not isinstance(value, list):
             self.fail(f"{name!r} is {kind_of(value)}, not a list")
         for item in value:
@@ -104,9 +118,9 @@ class Row:
             value: the label.
             word: index of its word, whose line an error names if the file has a line per word.
         """
-        label = written_label(value)
-        if label in self.task.labels:
-            return self.task.labels.index(label)
+        for label in _spellings(value):
+            if (index := self._classes.get(unicodedata.normalize("NFC", label))) is not None:
+                return index
         if self.is_hidden(value):
             return None
         lines = self._values.get("lines") if self.task.reader == "conll" else None
@@ -115,14 +129,16 @@ class Row:
         remedy = (
             f"; list yours as labels: [...] in a task file with base: configs/tasks/{name}.yaml"
         )
+        known = ", ".join(self.task.labels[:_SHOWN])
+        more = f" and {len(self.task.labels) - _SHOWN:,} more" * (len(self.task.labels) > _SHOWN)
         place.fail(
-            f"label {label!r} is not one of {', '.join(self.task.labels)}"
+            f"label {written_label(value)!r} is not one of {known}{more}"
             f"{remedy if name.startswith('custom_') else ''}"
         )
 
     def is_hidden(self, value: Any) -> bool:
         """Tell whether a label is the placeholder of one that is not published."""
-        return not self.labelled and written_label(value) in _UNLABELLED
+        return not self.labelled and (_is_missing(value) or written_label(value) in _UNLABELLED)
 
     def breaks(self) -> tuple[int, ...]:
         """Return the words that begin a sentence, other than the first, in a merged document."""
@@ -143,7 +159,11 @@ class Row:
 
     def _string(self, name: str) -> str:
         value = self._value(name)
-        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (str, int, float))
+            or _is_missing(value)
+        ):
             self.fail(f"{name!r} is {kind_of(value)}, not a string")
         text = str(value)
         return self.task.values.get(name, {}).get(text, text)
@@ -157,6 +177,30 @@ class Row:
                 self.fail(f"no column {name!r} (there are {there})")
             value = value[part]
         return value
+
+
+def class_indices(task: TaskConfig) -> dict[str, int]:
+    """Return the class of each label, by the label in its composed Unicode form."""
+    return {unicodedata.normalize("NFC", label): i for i, label in enumerate(task.labels)}
+
+
+def split_words(text: str) -> list[str]:
+    """Split at white space of ASCII; other white space, such as no-break spaces, is text."""
+    return [word for word in _WHITE_SPACE.split(text) if word]
+
+
+def _spellings(value: Any) -> tuple[str, ...]:
+    """Return the texts that a task file may have for a label; a missing value has none."""
+    if _is_missing(value):
+        return ()
+    if isinstance(value, (bool, float)):
+        return written_label(value), str(value)
+    return (str(value),)
+
+
+def _is_missing(value: Any) -> bool:
+    """Tell whether a value is null, which tables of numbers write as NaN."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def written_label(value: Any) -> str:

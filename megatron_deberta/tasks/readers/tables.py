@@ -6,13 +6,14 @@ import csv
 import io
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from megatron_deberta.errors import DataError
+from megatron_deberta.errors import MalformedInputError
 from megatron_deberta.tasks.readers.records import (
     Place,
     Record,
@@ -20,9 +21,13 @@ from megatron_deberta.tasks.readers.records import (
     list_of,
     numbered_lines,
     read_text,
+    require_below,
+    require_regular,
     string_of,
 )
 
+_MOST_CHARACTERS = (1 << 31) - 1
+"""Characters of a field, as a C ``long`` holds them on every platform."""
 _LONE_SURROGATE = re.compile(
     r"(?<!\\)(?:\\\\)*(?:\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])"
     r"|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]..)"
@@ -46,14 +51,21 @@ def read_delimited(
         DataError: the file is malformed; the message names file and line.
     """
     rows = _rows(path, delimiter, quoting)
-    number, first = next(rows)
+    number, first = next((number, row) for number, row in rows if row)
     names = first if header else [str(column) for column in range(1, len(first) + 1)]
-    for name in names:
-        if names.count(name) > 1:
-            Place(path, number).fail(f"{names.count(name)} columns are named {name!r}")
+    for name, count in Counter(names).items():
+        if count > 1:
+            Place(path, number).fail(f"{count} columns are named {name!r}")
     if not header:
         yield Record(Place(path, number), dict(zip(names, first, strict=True)))
+    blank = 0
     for number, row in rows:
+        if not row:
+            blank = blank or number
+            continue
+        if blank and len(names) == 1:
+            # Not at the end: predictions would not stand in the lines of their texts.
+            Place(path, blank).fail(f"the line is blank, but column {names[0]!r} needs a value")
         if len(row) < len(names) and skip_short_rows:
             continue
         if len(row) != len(names):
@@ -62,21 +74,30 @@ def read_delimited(
 
 
 def _rows(path: Path, delimiter: str, quoting: bool) -> Iterator[tuple[int, list[str]]]:
+    """Yield line and columns of each row; blank lines have no columns."""
     text = read_text(path)
     if not quoting:
         for number, line in numbered_lines(text):
-            if line:
-                yield number, line.split(delimiter)
+            yield number, line.split(delimiter) if line else []
         return
+    # The module's own limit of 131,072 characters per field is for all of its users.
+    csv.field_size_limit(_MOST_CHARACTERS)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    number = 1
+    number, is_tsv = 1, delimiter == "\t"
     try:
         for row in reader:
-            if row:
-                yield number, row
+            if is_tsv and reader.line_num > number:
+                # Most TSV files do not quote: two lone quotation marks would merge these rows.
+                Place(path, number).fail(
+                    f"a quoted field reaches from line {number} to line {reader.line_num}; set "
+                    "quoting: false in the task file if quotation marks are text, else write the "
+                    "table as CSV or JSON Lines"
+                )
+            yield number, row
             number = reader.line_num + 1
     except csv.Error as error:
-        Place(path, number).fail(f"not valid {'TSV' if delimiter == chr(9) else 'CSV'}: {error}")
+        hint = "; set quoting: false in the task file if quotation marks are text" * is_tsv
+        Place(path, number).fail(f"not valid {'TSV' if is_tsv else 'CSV'}: {error}{hint}")
 
 
 def read_jsonl(path: Path) -> Iterator[Record]:
@@ -91,7 +112,11 @@ def read_jsonl(path: Path) -> Iterator[Record]:
         try:
             record = orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            Place(path, number).fail(f"not valid JSON: {error.msg} at character {error.colno}")
+            is_document = number == 1 and line.strip() in ("[", "{")
+            Place(path, number).fail(
+                f"not valid JSON: {error.msg} at character {error.colno}"
+                f"{'; write one object per line, not one document' * is_document}"
+            )
         if not isinstance(record, dict):
             Place(path, number).fail(f"expected a JSON object, found {kind_of(record)}")
         yield Record(Place(path, number), record)
@@ -106,12 +131,13 @@ def read_parquet(path: Path) -> Iterator[Record]:
     import pyarrow
     import pyarrow.parquet
 
+    require_regular(path)
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
             names = _class_names(table.schema_arrow.metadata)
             yield from _batches(path, table.iter_batches(), names, 1)
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise DataError(f"{path}: damaged Parquet file ({_one_line(error)})") from error
+        raise MalformedInputError(f"{path}: damaged Parquet file ({_one_line(error)})") from error
 
 
 def read_datasets(path: Path) -> Iterator[Record]:
@@ -124,12 +150,16 @@ def read_datasets(path: Path) -> Iterator[Record]:
 
     state = path / "state.json"
     if not state.is_file():
-        raise DataError(f"{path}: no state.json; expected a split saved by datasets.save_to_disk")
+        raise MalformedInputError(
+            f"{path}: no state.json; expected a split saved by datasets.save_to_disk"
+        )
     content = read_document(state)
     row = 1
     for entry in list_of(Place(state, 1), content, "_data_files"):
         # A file name only: nothing outside the folder is opened.
         file = path / Path(string_of(Place(state, 1), entry, "filename")).name
+        require_regular(file)
+        require_below(file, path)
         try:
             with pyarrow.memory_map(str(file)) as source:
                 reader = pyarrow.ipc.open_stream(source)
@@ -137,7 +167,7 @@ def read_datasets(path: Path) -> Iterator[Record]:
                     row += 1
                     yield record
         except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"{file}: damaged Arrow file ({_one_line(error)})") from error
+            raise MalformedInputError(f"{file}: damaged Arrow file ({_one_line(error)})") from error
 
 
 def read_document(path: Path) -> dict[str, Any]:

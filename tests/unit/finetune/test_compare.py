@@ -177,7 +177,9 @@ def test_correlations(name: str) -> None:
     assert constant.resampled(weights).tolist() == [0] * 5
 
 
-@pytest.mark.parametrize("name", ["f1", "precision", "recall", "accuracy"])
+@pytest.mark.parametrize(
+    "name", ["f1", "precision", "recall", "accuracy", "token_f1", "token_precision", "token_recall"]
+)
 def test_metrics_of_tags(name: str) -> None:
     labels = ["O", "B-PER", "I-PER", "B-LOC"]
     task = make_task("tokens", name, labels=labels)
@@ -198,7 +200,7 @@ def test_metrics_of_tags(name: str) -> None:
         for side in (0, 1):
             names = [[labels[t] for t in tags[i, side]] for i in explicit(row)]
             sides.append([part for each in names for part in (each[:4], each[4:])])
-        assert value == pytest.approx(tag_metrics([name], *sides)[name])
+        assert value == pytest.approx(tag_metrics(task, *sides)[name])
 
 
 def test_metrics_of_groups() -> None:

@@ -64,7 +64,7 @@ def read(folder: Path, head: str, *overrides: str) -> list[Example]:
     return read_examples(load_task(f"custom_{head}", overrides), folder, "train")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["csv", "jsonl", "parquet", "datasets"])
 def test_classes(form: str, tmp_path: Path) -> None:
     write(tmp_path, form, CLASSES)
     assert read(tmp_path, "classification") == [
@@ -222,5 +222,5 @@ def test_a_dataset_cannot_name_files_elsewhere(tmp_path: Path) -> None:
     write(tmp_path, "datasets", CLASSES)
     state = {"_data_files": [{"filename": "../../secret.arrow"}]}
     (tmp_path / "train/state.json").write_text(json.dumps(state))
-    with pytest.raises(DataError, match=r"train/secret.arrow: damaged"):
+    with pytest.raises(DataError, match=r"train/secret.arrow: cannot be read: No such file"):
         read(tmp_path, "classification")

@@ -118,6 +118,27 @@ def test_words_are_labelled_on_their_first_piece(tokenizer: Tokenizer) -> None:
     assert encoded.word_index[encoded.word_index >= 0].tolist() == [0, 1, 2]
 
 
+@pytest.mark.parametrize("kind", ["unigram", "byte_level"])
+def test_words_of_marks_and_invisible_characters_keep_their_labels(
+    kind: str, tokenizer: Tokenizer, byte_level: Tokenizer
+) -> None:
+    used = tokenizer if kind == "unigram" else byte_level
+    words = (
+        "cafe\u0301",
+        "\u0301",
+        "\u200b",
+        "fox\u200b",
+        "\u200bfox",
+        "\u1112\u1161\u11ab",
+        "\ufe0f",
+    )
+    tags = (1, 2, 0, 1, 2, 0, 1)
+    encoded = encode(make_task("tokens"), [Example(id="0", words=words, tags=tags)], used)
+    at = encoded.word_index >= 0
+    assert encoded.word_index[at].tolist() == list(range(len(words)))
+    assert encoded.labels[at].tolist() == list(tags)
+
+
 def test_each_word_of_a_long_sentence_is_labelled_once(tokenizer: Tokenizer) -> None:
     words = tuple(f"fox{i}" for i in range(60))
     tags = tuple(i % 3 for i in range(60))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import unicodedata
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron_deberta.errors import DataError
 from megatron_deberta.tasks import (
     Answer,
     EncodedDataset,
@@ -304,3 +307,83 @@ def test_labels_of_real_files_give_the_answers_back(task: str, file: str, bpe: T
             assert isinstance(prediction.value, str)
             assert any(answer.text.strip() in prediction.value for answer in example.answers or ())
     assert values["f1"] > 0.95
+
+
+COMPOSED = {
+    "accent": ("Elle aime le café noir", "café"),
+    "last": ("Elle aime le café", "café"),
+    "two accents": ("Nói Tiếng Việt hay", "Tiếng Việt"),
+    "Korean": ("나는 한국 사람", "한국"),
+    "no composed form": ("say q\u0304 twice", "q\u0304"),
+    "below a word": ("a dog\u0301 ran", "dog\u0301"),
+}
+
+
+def composing(used: Tokenizer) -> Tokenizer:
+    """Return a tokenizer that composes text before everything else."""
+    spec = json.loads(json.dumps(used.spec))
+    steps = [step for step in [{"type": "NFC"}, spec["normalizer"]] if step]
+    return Tokenizer(
+        {**spec, "normalizer": {"type": "Sequence", "normalizers": steps}}, used.special
+    )
+
+
+@pytest.mark.parametrize("composes", [False, True])
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+@pytest.mark.parametrize("kind", ["unigram", "byte_level"])
+@pytest.mark.parametrize("name", COMPOSED)
+def test_answers_in_any_unicode_form(
+    name: str, kind: str, form: Any, composes: bool, tokenizer: Tokenizer, byte_level: Tokenizer
+) -> None:
+    used = {"unigram": tokenizer, "byte_level": byte_level}[kind]
+    used = composing(used) if composes else used
+    context, answer = (unicodedata.normalize(form, text) for text in COMPOSED[name])
+    example = question("Was?", Answer(answer, context.index(answer)), context=context)
+    candidates = (Answer(answer, context.index(answer)),)
+    task = make_task()
+    encoded = encode(task, [example], used)
+    assert encoded.labels[0].all()
+    (found,) = predict(task, [example], encoded, oracle(encoded))
+    assert found.value == answer
+    example = replace(example, candidates=candidates)
+    (found,) = predict(task, [example], encoded, oracle(encoded))
+    assert found.value == answer
+
+
+@pytest.mark.parametrize("answer", ["fox\u200b", "\u200bfox", "fox \u200b", " fox", "fox\u00ad"])
+def test_invisible_characters_around_an_answer(answer: str, tokenizer: Tokenizer) -> None:
+    # As the whole passage, so that no other piece lies around the answer.
+    for context in (answer, f"The quick {answer} ran"):
+        example = question("Who?", Answer(answer, context.index(answer)), context=context)
+        task = make_task()
+        encoded = encode(task, [example], tokenizer)
+        assert encoded.labels[0].all()
+        assert score(task, [example], encoded, oracle(encoded))["exact"] == 1
+
+
+def test_answers_without_a_place_are_counted(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    lost = question("lost", Answer("\u200b", 8), context="The fox \u200b ran")
+    kept = question("kept", Answer("fox", 10))
+    task = make_task()
+    encoded = encode(task, [kept, lost, question("none")], tokenizer)
+    assert encoded.labels[:, 0].astype(bool).tolist() == [True, False, False]
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "the answers of 1 of 2 answered questions are in no window" in message
+    assert "(first: lost)" in message
+    with pytest.raises(DataError, match="the answers of 1 of 1 answered questions"):
+        encode(task, [lost], tokenizer)
+
+
+def test_candidates_without_a_place_are_counted(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = "The fox \u200b ran"
+    entities = (Answer("fox", 4), Answer("\u200b", 8))
+    example = replace(question("who", entities[0], context=context), candidates=entities)
+    task = make_task()
+    encoded = encode(task, [example], tokenizer)
+    (found,) = predict(task, [example], encoded, oracle(encoded))
+    assert found.value == "fox"
+    assert "1 of 2 candidates are in no window" in caplog.text

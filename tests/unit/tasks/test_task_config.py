@@ -68,7 +68,7 @@ def test_overrides_and_a_base_of_ones_own(tmp_path: Path) -> None:
         ({"columns": {"label": "label"}}, "x: columns: text missing for head classification"),
         ({"columns": {"text": "a", "words": "b"}}, "x: columns.words: head classification has"),
         ({"metrics": ["exact"]}, "x: metrics: exact is none of head classification's"),
-        ({"labels": [0, 0]}, "x: labels: one occurs twice"),
+        ({"labels": [0, 0]}, "x: labels: '0' occurs twice"),
         ({"labels": []}, "x: labels: head classification needs at least two"),
         ({"positive_label": "2"}, "x: positive_label='2': not in labels"),
         ({"splits": {"train": {"files": "a", "part": [1, 0]}}}, r"x: splits.train.part=\[1.0, 0"),
