@@ -36,7 +36,7 @@ from megatron_deberta.ops.triton.tiles import (
     opaque_zero,
     position_bias,
     program_tile,
-    rotate,
+    rotate_halves,
     select_terms,
     store_rows,
     table_product,
@@ -215,7 +215,7 @@ def key_gradient_kernel(
             d_k = dot(d_scores, q, d_k)
         if P2C:
             zero = opaque_zero(length, query_tile)
-            rotated = rotate(d_scores, zero, BLOCK)
+            rotated = rotate_halves(d_scores, zero, BLOCK)
             row = (near - query_tile + tile) * BLOCK
             d_k = merged_block(d_k, rotated, previous, QUERY_TABLE, row, zero, BLOCK, HEAD_DIM)
             previous = rotated
@@ -266,7 +266,7 @@ def query_gradient_kernel(
         d_q = dot(d_scores, k, d_q)
         if C2P:
             zero = opaque_zero(length, key_tile)
-            rotated = rotate(d_scores, zero, BLOCK)
+            rotated = rotate_halves(d_scores, zero, BLOCK)
             row = (tile - key_tile + near) * BLOCK
             d_q = merged_block(d_q, rotated, previous, KEY_TABLE, row, zero, BLOCK, HEAD_DIM)
             previous = rotated

@@ -18,15 +18,10 @@ from megatron_deberta.ops.triton.tiles import (
     in_high_block,
     load_rows,
     opaque_zero,
+    pack_halves,
     rotate,
+    unpack_half,
 )
-
-
-@triton.jit
-def half_tile(words, upper: tl.constexpr, dtype: tl.constexpr):
-    """Return the lower or the upper 16-bit halves of words as a tile of ``dtype``."""
-    half = words >> 16 if upper else words & 0xFFFF
-    return half.to(tl.uint16).to(dtype, bitcast=True)
 
 
 @triton.jit
@@ -51,12 +46,11 @@ def block_parts(
     by_key_high, by_key_low = d_scores, d_scores
     if C2P and P2C and dtype.primitive_bitwidth == 16:
         # Both in one word: one rotation and one selection for the two.
-        lower = d_scores.to(tl.uint16, bitcast=True).to(tl.uint32)
-        word = rotate(lower | (tl.trans(lower) << 16), zero, BLOCK)
+        word = rotate(pack_halves(d_scores, tl.trans(d_scores)), zero, BLOCK)
         high = tl.where(in_high, word, 0)
         low = tl.where(in_high, 0, word)
-        by_key_high, by_key_low = half_tile(high, False, dtype), half_tile(low, False, dtype)
-        by_query_high, by_query_low = half_tile(high, True, dtype), half_tile(low, True, dtype)
+        by_key_high, by_key_low = unpack_half(high, False, dtype), unpack_half(low, False, dtype)
+        by_query_high, by_query_low = unpack_half(high, True, dtype), unpack_half(low, True, dtype)
     else:
         if P2C:
             rotated = rotate(d_scores, zero, BLOCK)
