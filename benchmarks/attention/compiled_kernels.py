@@ -4,6 +4,10 @@ Reports registers, stack, shared memory and instructions of every kernel, counte
 disassembler: ``python -m benchmarks.attention.compiled_kernels --output
 benchmarks/results/offline/kernels.json`` adds the installed Triton's results to the report.
 ``--quick`` compiles only a few kernels. Exits with 1 if a limit is exceeded.
+
+``--slots FILE --label NAME`` instead counts the issue slots per tile of the main kernels, which is
+what bounds them, and adds them to FILE under NAME
+(``benchmarks/results/offline/attention_slots.json``).
 """
 
 from __future__ import annotations
@@ -73,12 +77,15 @@ _FLOATS32 = (
     "ENDS SUMS"
 ).split()
 _INTEGERS = "POSITIONS KEY_BEGIN KEY_END QUERY_BEGIN QUERY_END ROWS".split()
-_SCALARS = "scale log2_scale unpack_scale".split()
+_SCALARS = "scale log2_scale pack_scale".split()
 _HEAD_TENSORS = "Q K V X OUT D_OUT D_Q D_K D_V".split()
 # Arguments that are plain pointers in these kernels and ``HeadTensor`` in other kernels.
 _POINTERS = {"fold": ("OUT",), "end_products": ("OUT",), "end_gradient": ("OUT",)} | {
     "gathered_query": ("D_Q",), "gathered_key": ("D_K",)
 }  # fmt: skip
+SCHEDULERS = 4
+"""Of a multiprocessor; each issues one instruction of a warp per cycle."""
+
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -205,6 +212,29 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
     }
 
 
+def issue_slots() -> dict[str, dict[str, Any]]:
+    """Return the issue slots per tile of the main kernels, with dropout and without.
+
+    For heads of 64 in bfloat16 on sm_90 and dense rows whose length is a multiple of the tile.
+    A kernel's slots are the instructions of its main loop, which processes a tile of
+    64 x 64 per iteration, times the warps that execute it, over the schedulers of a multiprocessor:
+    the cycles that a multiprocessor takes for a tile if it issues an instruction in every one.
+    What programs do once, before and after the loop, is not counted, nor are stalls.
+    """
+    kept = ("warps", "stages", "registers", "stack_bytes", "spills_in_loops", "shared_bytes")
+    found: dict[str, dict[str, Any]] = {}
+    for flags in ("dropout", "plain"):
+        kernels: dict[str, Any] = {}
+        for kernel in MAIN:
+            result = compile_variant(Variant(kernel, 90, 64, torch.bfloat16, flags))
+            instructions = max(result["instructions_of_loops"])
+            slots = instructions * result["warps"] // SCHEDULERS
+            kernels[kernel] = {"slots": slots} | {name: result[name] for name in kept}
+        total = sum(kernel["slots"] for kernel in kernels.values())
+        found[flags] = {"slots": total, "kernels": kernels}
+    return found
+
+
 def _type_of(name: str, variant: Variant) -> Any:
     """Return the type of an argument that is not a compile-time constant."""
     pointer = f"*{_TYPES[variant.dtype]}"
@@ -252,7 +282,16 @@ def main() -> int:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", default="", help="regular expression of variant names")
+    parser.add_argument("--slots", type=Path, help="only count issue slots, into this file")
+    parser.add_argument("--label", default="now", help="name of the counts in this file")
     arguments = parser.parse_args()
+    if arguments.slots is not None:
+        counts = issue_slots()
+        write_by_version(arguments.slots, {arguments.label: counts}, keep=True)
+        for flags, count in counts.items():
+            by_kernel = {name: kernel["slots"] for name, kernel in count["kernels"].items()}
+            print(flags, count["slots"], by_kernel)
+        return 0
     results, wrong = {}, []
     for variant in variants(arguments.quick):
         if not re.search(arguments.only, variant.name):

@@ -36,7 +36,8 @@ from megatron_deberta.ops.triton.tiles import (
     opaque_zero,
     position_bias,
     program_tile,
-    rotate,
+    rotate_halves,
+    scaled,
     select_terms,
     store_rows,
     table_product,
@@ -79,7 +80,7 @@ def merged_block(
 @triton.jit
 def key_kernel(
     Q, K, V, D_OUT, KEY_TABLE, QUERY_TABLE, QUERY_BEGIN, QUERY_END, LSE2, DELTA, D_V, BAND, D_V_FAR,
-    DROPOUT, heads, length, near, width, log2_scale, unpack_scale,
+    DROPOUT, heads, length, near, width, log2_scale, pack_scale,
     BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, C2P: tl.constexpr, P2C: tl.constexpr,
     HALF: tl.constexpr, FAR: tl.constexpr, RANGES: tl.constexpr, EVEN: tl.constexpr,
     DROP: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr,
@@ -94,6 +95,7 @@ def key_kernel(
         QUERY_END: int32 ``[batch, length]``, one past the last; only with RANGES.
         LSE2, DELTA: float32 ``[batch, heads, length]``.
         BAND: as in the module docstring.
+        KEY_TABLE: times pack_scale; QUERY_TABLE is not.
         D_V_FAR: float32 ``[batch, heads, length, HEAD_DIM]``, from far queries; only with FAR.
         width: query tiles in a key tile's band.
         SCORES: compute the probabilities; otherwise read them from the band.
@@ -115,6 +117,7 @@ def key_kernel(
     k = load_rows(
         head_pointer(K, batch, head), K.row_stride, first, length, EVEN, BLOCK, HEAD_DIM
     )  # fmt: skip
+    k = scaled(k, pack_scale, HALF)
     v = load_rows(
         head_pointer(V, batch, head), V.row_stride, first, length, EVEN, BLOCK, HEAD_DIM
     )  # fmt: skip
@@ -150,7 +153,7 @@ def key_kernel(
                 k_low = table_product(k, QUERY_TABLE, k_row, BLOCK, HEAD_DIM).to(k_high.dtype)
                 k_terms = select_terms(k_high, k_low, zero, HALF, BLOCK)
                 k_high = k_low
-            bias = position_bias(k_terms, q_terms, zero, unpack_scale, P2C, C2P, HALF, BLOCK)
+            bias = position_bias(k_terms, q_terms, zero, P2C, C2P, HALF, BLOCK)
             # Loaded where it is used: earlier, it would take registers from the products above.
             lse2 = load_vector(LSE2 + pair * length, first_query + zero, length, EVEN, BLOCK)
             scores = dot(k, tl.trans(q), bias)
@@ -215,7 +218,7 @@ def key_gradient_kernel(
             d_k = dot(d_scores, q, d_k)
         if P2C:
             zero = opaque_zero(length, query_tile)
-            rotated = rotate(d_scores, zero, BLOCK)
+            rotated = rotate_halves(d_scores, zero, BLOCK)
             row = (near - query_tile + tile) * BLOCK
             d_k = merged_block(d_k, rotated, previous, QUERY_TABLE, row, zero, BLOCK, HEAD_DIM)
             previous = rotated
@@ -266,7 +269,7 @@ def query_gradient_kernel(
         d_q = dot(d_scores, k, d_q)
         if C2P:
             zero = opaque_zero(length, key_tile)
-            rotated = rotate(d_scores, zero, BLOCK)
+            rotated = rotate_halves(d_scores, zero, BLOCK)
             row = (tile - key_tile + near) * BLOCK
             d_q = merged_block(d_q, rotated, previous, KEY_TABLE, row, zero, BLOCK, HEAD_DIM)
             previous = rotated

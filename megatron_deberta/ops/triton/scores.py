@@ -83,8 +83,8 @@ def softmax_step(
     Args:
         scores: unscaled, float32 ``[BLOCK, BLOCK]``.
         v: values of the keys.
-        row_max: maximum of each query's scores so far.
-        row_sum: sum of 2**(score - row_max) so far.
+        row_max: maximum of each query's scores so far, times log2_scale.
+        row_sum: sum of 2**(score * log2_scale - row_max) so far.
         accumulator: sum of values with these weights so far.
         first_key: position of the tile's first key.
         key_begin: first visible key of each query; read only with MASKED.
@@ -99,16 +99,16 @@ def softmax_step(
     Returns:
         The new row_max, row_sum and accumulator.
     """
-    scores = scores * log2_scale
     if MASKED:
         key = first_key + tl.arange(0, BLOCK)
         visible = (key[None, :] >= key_begin[:, None]) & (key[None, :] < key_end[:, None])
         scores = tl.where(visible, scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    # Scaled after the maximum, so that the scale is part of the fused multiply-add below.
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * log2_scale)
     base = new_max
     if MASKED:  # avoids inf - inf for queries without a visible key so far
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.math.exp2(scores - base[:, None])
+    p = tl.math.exp2(scores * log2_scale - base[:, None])
     rescale = tl.math.exp2(row_max - base)
     row_sum = row_sum * rescale + tl.sum(p, 1)
     if DROP:
@@ -177,5 +177,6 @@ def score_gradient(signed, products, delta, keep_scale, DROP: tl.constexpr):
         DROP: whether there is dropout.
     """
     if DROP:
-        products = tl.where(signed > 0, products * keep_scale, 0.0)
+        # Multiplied after the selection, so that it is part of a fused multiply-add.
+        products = tl.where(signed > 0, products, 0.0) * keep_scale
     return tl.abs(signed) * (products - delta)

@@ -43,7 +43,7 @@ LAUNCH: dict[tuple[str, int], LaunchSetting] = {
     ("key", 64): LaunchSetting(4, 1),
     ("key", 32): LaunchSetting(2, 1),
     ("key", 16): LaunchSetting(1, 1),
-    ("table_gradient", 64): LaunchSetting(8, 2),
+    ("table_gradient", 64): LaunchSetting(4, 2),
     # Gathered queries are few, and their tiles take many registers.
     ("gathered_forward", 32): LaunchSetting(4, 1),
     ("gathered_query", 32): LaunchSetting(8, 1),

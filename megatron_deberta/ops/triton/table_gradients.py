@@ -18,56 +18,68 @@ from megatron_deberta.ops.triton.tiles import (
     in_high_block,
     load_rows,
     opaque_zero,
+    pack_halves,
     rotate,
+    unpack_half,
 )
 
 
 @triton.jit
-def rotated_tiles(
+def block_parts(
     d_scores, zero, dtype: tl.constexpr, C2P: tl.constexpr, P2C: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return rotated dS with keys as rows and with queries as rows.
+    """Return rotated dS, split into the parts of the blocks of greater and of lesser distances.
 
     Args:
         d_scores: tile of keys by queries.
         zero: ``opaque_zero``.
         dtype: of the tile.
-        C2P: whether to rotate the second.
-        P2C: whether to rotate the first.
+        C2P: whether to return tiles with queries as rows.
+        P2C: whether to return tiles with keys as rows.
         BLOCK: tile size.
+
+    Returns:
+        Greater and lesser distances with queries as rows, and with keys as rows.
     """
-    by_key = d_scores
-    by_query = d_scores
+    in_high = in_high_block(zero, BLOCK)
+    by_query_high, by_query_low = d_scores, d_scores
+    by_key_high, by_key_low = d_scores, d_scores
     if C2P and P2C and dtype.primitive_bitwidth == 16:
-        low = d_scores.to(tl.uint16, bitcast=True).to(tl.uint32)
-        word = rotate(low | (tl.trans(low) << 16), zero, BLOCK)
-        by_key = (word & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
-        by_query = (word >> 16).to(tl.uint16).to(dtype, bitcast=True)
+        # Both in one word: one rotation and one selection for the two.
+        word = rotate(pack_halves(d_scores, tl.trans(d_scores)), zero, BLOCK)
+        high = tl.where(in_high, word, 0)
+        low = tl.where(in_high, 0, word)
+        by_key_high, by_key_low = unpack_half(high, False, dtype), unpack_half(low, False, dtype)
+        by_query_high, by_query_low = unpack_half(high, True, dtype), unpack_half(low, True, dtype)
     else:
         if P2C:
-            by_key = rotate(d_scores, zero, BLOCK)
+            rotated = rotate(d_scores, zero, BLOCK)
+            by_key_high = tl.where(in_high, rotated, 0.0).to(dtype)
+            by_key_low = tl.where(in_high, 0.0, rotated).to(dtype)
         if C2P:
-            by_query = rotate(tl.trans(d_scores), zero, BLOCK)
-    return by_key, by_query
+            rotated = rotate(tl.trans(d_scores), zero, BLOCK)
+            by_query_high = tl.where(in_high, rotated, 0.0).to(dtype)
+            by_query_low = tl.where(in_high, 0.0, rotated).to(dtype)
+    return by_query_high, by_query_low, by_key_high, by_key_low
 
 
 @triton.jit
 def add_blocks(
-    high_sum, low_sum, rotated, x, batch, head, first, length, in_high, CHUNK: tl.constexpr,
-    chunk, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+    high_sum, low_sum, high, low, x, batch, head, first, length, CHUNK: tl.constexpr, chunk,
+    EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add one tile to the sums of the blocks of greater and of lesser distances.
 
     Args:
         high_sum: float32 ``[BLOCK, CHUNK]``.
         low_sum: float32 ``[BLOCK, CHUNK]``.
-        rotated: rotated dS, with the positions of ``x`` as rows.
+        high: of ``block_parts``, with the positions of ``x`` as rows.
+        low: the same, of lesser distances.
         x: ``HeadTensor`` of queries or keys.
         batch: batch row.
         head: local head, int64.
         first: first position of the tile.
         length: positions in a row.
-        in_high: ``in_high_block``.
         CHUNK: features summed.
         chunk: index of these features.
         EVEN: length is a multiple of BLOCK.
@@ -75,10 +87,7 @@ def add_blocks(
     """
     pointer = head_pointer(x, batch, head) + chunk * CHUNK
     rows = load_rows(pointer, x.row_stride, first, length, EVEN, BLOCK, CHUNK)
-    part = tl.trans(tl.where(in_high, rotated, 0.0).to(rotated.dtype))
-    high_sum = dot(part, rows, high_sum)
-    part = tl.trans(tl.where(in_high, 0.0, rotated).to(rotated.dtype))
-    return high_sum, dot(part, rows, low_sum)
+    return dot(tl.trans(high), rows, high_sum), dot(tl.trans(low), rows, low_sum)
 
 
 @triton.jit
@@ -135,18 +144,18 @@ def table_gradient_kernel(
             d_scores = tl.load(pointers, mask=tl.arange(0, BLOCK)[:, None] < rows, other=0.0)
         else:
             d_scores = tl.load(pointers)
-        zero = opaque_zero(length, step)
-        in_high = in_high_block(zero, BLOCK)
-        by_key, by_query = rotated_tiles(d_scores, zero, dtype, C2P, P2C, BLOCK)
+        by_query_high, by_query_low, by_key_high, by_key_low = block_parts(
+            d_scores, opaque_zero(length, step), dtype, C2P, P2C, BLOCK
+        )
         if C2P:
             key_high, key_low = add_blocks(
-                key_high, key_low, by_query, Q, batch, head, query_tile * BLOCK, length, in_high,
-                CHUNK, chunk, EVEN, BLOCK,
+                key_high, key_low, by_query_high, by_query_low, Q, batch, head, query_tile * BLOCK,
+                length, CHUNK, chunk, EVEN, BLOCK,
             )  # fmt: skip
         if P2C:
             query_high, query_low = add_blocks(
-                query_high, query_low, by_key, K, batch, head, key_tile * BLOCK, length, in_high,
-                CHUNK, chunk, EVEN, BLOCK,
+                query_high, query_low, by_key_high, by_key_low, K, batch, head, key_tile * BLOCK,
+                length, CHUNK, chunk, EVEN, BLOCK,
             )  # fmt: skip
 
     part = heads * 2 * near * BLOCK * HEAD_DIM

@@ -255,3 +255,12 @@ def test_compiles_without_graph_break() -> None:
     expected = torch.autograd.grad(attend(*leaves).sum(), leaves)
     actual = torch.autograd.grad(traced(*leaves).sum(), leaves)
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.1])
+def test_scales_that_reverse_the_order_of_scores_are_refused(scale: float) -> None:
+    inputs = [x for x in random_inputs((1, 1, 16, 32), LINEAR) if x is not None]
+    with pytest.raises(ValueError, match="scale: got .*, expected above 0"):
+        disentangled_attention(
+            *(x.to(DEVICE, torch.float16) for x in inputs), LINEAR, scale=scale, backend="triton"
+        )
