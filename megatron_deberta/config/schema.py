@@ -103,6 +103,9 @@ class ModelConfig:
     """Names of the classes, for the heads ``classification`` and ``tokens``."""
     head_dropout: float = below_one(0.1, 0.998)
     """Dropout before the last projection of a task's head."""
+    pooler_activation: Literal["auto", "gelu", "tanh"] = "auto"
+    """Activation of the pooler of heads on rows; ``auto``: tanh for the architecture of RoBERTa
+    (absolute positions at the input, no position terms), else GELU."""
     initializer_range: float = positive(0.02)
     """Standard deviation of initial weights."""
     layer_norm_eps: float = positive(1e-7)

@@ -166,7 +166,11 @@ def _check_attention(name: str, module: Any) -> None:
         try:
             positions = positions_of(module)
         except ValueError as error:
-            raise ValueError(f"{name}: {error}; use the model without accelerate") from None
+            raise ValueError(
+                f"{name}: position_buckets={getattr(module, 'position_buckets', -1)} with "
+                f"max_relative_positions={module.max_relative_positions}: {error}; use the model "
+                "without accelerate"
+            ) from None
         if not _same_slots(positions):
             raise ValueError(
                 f"{name}: {positions} differ from this version of transformers; use the model "

@@ -24,7 +24,7 @@ from megatron_deberta.errors import ConfigError
 from megatron_deberta.hf.heads import HEADS, GraphKind
 from megatron_deberta.hf.onnx.libraries import MAX_FILE_BYTES, GraphWriter
 from megatron_deberta.model import count_parameters
-from megatron_deberta.model.heads import is_roberta, num_outputs
+from megatron_deberta.model.heads import num_outputs, pooler_activation
 from megatron_deberta.ops import RelativePositions
 
 OnnxDtype: TypeAlias = Literal["fp32", "fp16", "int8"]
@@ -237,7 +237,7 @@ class _Model:
             hidden = self._layers(hidden, config.num_layers - 1)
             state = self._last_layer(hidden, first, self._gather_tokens(hidden, first), 1)
         pooled = self._linear(g.op("Squeeze", state, g.integers(1)), "pooler.dense")
-        pooled = g.op("Tanh" if is_roberta(config) else "Gelu", pooled)
+        pooled = g.op("Tanh" if pooler_activation(config) == "tanh" else "Gelu", pooled)
         logits = self._linear(pooled, "classifier")
         if kind == "choices":
             shape = g.op("Shape", "input_ids", end=2)
