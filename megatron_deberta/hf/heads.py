@@ -30,6 +30,7 @@ class ExportedHead:
             class with this head, and the export loads as an encoder.
         task: ``pipeline_tag`` of the model card.
         has_pipeline: transformers has a pipeline of that name.
+        pipeline_options: further arguments of ``pipeline`` in Python code.
         objective: training objective, for the model card.
         trained: end of the card's first sentence.
         loss_unit: unit of the validation loss; empty: not stated.
@@ -42,6 +43,7 @@ class ExportedHead:
     kind: str
     task: str
     has_pipeline: bool = True
+    pipeline_options: str = ""
     objective: str
     trained: str = "fine-tuned"
     loss_unit: str = ""
@@ -111,6 +113,8 @@ HEADS: Mapping[Head, ExportedHead] = MappingProxyType(
         "tokens": ExportedHead(
             kind="TokenClassification",
             task="token-classification",
+            # Whole words; the model is trained on the first piece of each.
+            pipeline_options=', aggregation_strategy="first"',
             objective="fine-tuned, head tokens",
             graph="tokens",
         ),

@@ -82,9 +82,10 @@ def _without_wrappers(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor
     names = {name: name.replace("_orig_mod.", "") for name in stored}
     prefixes = {found[1] for name in names.values() if (found := _WRAPPED_TABLE.fullmatch(name))}
     if len(prefixes) > 1:
+        shown = ", ".join(map(repr, sorted(prefixes)))
         raise CheckpointError(
-            f"the weights hold several models, with the prefixes {', '.join(sorted(prefixes))}; "
-            "give a file with the tensors of one of them"
+            f"the weights hold several models, with the prefixes {shown}; give a file with the "
+            "tensors of one of them"
         )
     prefix = next(iter(prefixes), "")
     renamed = {name.removeprefix(prefix): stored[old] for old, name in names.items()}
