@@ -223,7 +223,9 @@ class _Model:
         table = self._weight("embeddings.token")
         logits = g.op("Gemm", rows, table, self._weight("head", "bias"), transB=1)
         shape = g.op("Concat", g.op("Shape", chosen), g.integers(config.vocab_size), axis=0)
-        g.output("logits", g.op("Reshape", logits, shape), "batch", "masks", config.vocab_size)
+        # No masks (or no rows) give no logits; without allowzero, a 0 means "as in the input".
+        logits = g.op("Reshape", logits, shape, allowzero=1)
+        g.output("logits", logits, "batch", "masks", config.vocab_size)
 
     def _rows(self, hidden: str, kind: GraphKind) -> None:
         """Add the head on the first token, with the last layer at this token only."""
@@ -241,7 +243,7 @@ class _Model:
         logits = self._linear(pooled, "classifier")
         if kind == "choices":
             shape = g.op("Shape", "input_ids", end=2)
-            g.output("logits", g.op("Reshape", logits, shape), "batch", "choices")
+            g.output("logits", g.op("Reshape", logits, shape, allowzero=1), "batch", "choices")
         else:
             g.output("logits", logits, "batch", num_outputs(config))
 
