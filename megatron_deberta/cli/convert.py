@@ -198,6 +198,7 @@ def _export(args: argparse.Namespace) -> int:
         facts=_training_facts(trained, config),
         generator=trained.open("generator") if config.head == "discriminator" else None,
         extend=onnx_extension(args, trained) if args.to == "onnx" else None,
+        why_untrained=trained.reader.metadata.why_untrained,
     )
     print(f"{args.output}: {trained.reader.path} as {export.model_type}, {dtype}")
     if export.reason:
@@ -212,6 +213,9 @@ def _export(args: argparse.Namespace) -> int:
     )
     for what, line in loading_lines(config, export.model_type, args.output).items():
         print(f"In Python, {what}: {line}")
+    if why := trained.reader.metadata.why_untrained:
+        print(f"It cannot fill masks before it is trained to: {why}")
+        return 0
     if config.head == "discriminator":
         generator = Path(args.output) / GENERATOR_FOLDER
         print(

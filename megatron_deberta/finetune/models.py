@@ -36,6 +36,7 @@ class SourceModel:
         run: config of the run that trained it; None: unknown.
         read: returns a logical fp32 tensor by canonical name.
         missing: canonical names of the parameters that the folder lacks, such as a head.
+        why_untrained: why it cannot predict tokens, of a pretrained model; empty: it can.
         is_multi_label: each class has a probability of its own (sigmoid instead of softmax).
     """
 
@@ -45,6 +46,7 @@ class SourceModel:
     run: RunConfig | None
     read: Callable[[str], Tensor]
     missing: tuple[str, ...] = ()
+    why_untrained: str = ""
     is_multi_label: bool = False
 
 
@@ -74,7 +76,14 @@ def open_source_model(
     missing = tuple(part for tensor in release.missing for part in tensor.parts)
     location = tokenizer_path or str(path)
     return SourceModel(
-        path, release.config, location, None, release.tensor, missing, own.is_multi_label
+        path,
+        release.config,
+        location,
+        None,
+        release.tensor,
+        missing,
+        release.why_untrained if own.head == "mlm" else "",
+        own.is_multi_label,
     )
 
 
@@ -127,7 +136,8 @@ def _open_checkpoint(path: Path, tokenizer_path: str, part: Part) -> SourceModel
     if not location:
         raise CheckpointError(f"{step} records no tokenizer; give --tokenizer")
     config, weights = open_part(reader, run.model, part)
-    return SourceModel(step, config, location, run, weights.tensor)
+    why = reader.metadata.why_untrained
+    return SourceModel(step, config, location, run, weights.tensor, why_untrained=why)
 
 
 def open_release_weights(path: Path, config: RunConfig) -> TaskHead:

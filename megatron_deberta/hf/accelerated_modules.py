@@ -51,15 +51,16 @@ class _Accelerated(_Base):
 
     def __setstate__(self, state: Any) -> None:
         """Restore a copy, and let the acceleration of the original undo it, too."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         if self.acceleration is not None:
             self.acceleration.modules.add(self)
 
 
 def restore(module: nn.Module) -> None:
     """Give an accelerated module its own class back; others are unchanged."""
+    accelerated: Any = module
     if isinstance(module, _Accelerated):
-        module.__class__ = module.stock_class
+        accelerated.__class__ = module.stock_class
         for name in ("remove_padding", "stock_class", "acceleration"):
             vars(module).pop(name, None)
 
@@ -281,11 +282,14 @@ class AcceleratedV2Encoder(_Encoder, v2.DebertaV2Encoder):
 class AcceleratedV1LayerNorm(_Accelerated, v1.DebertaLayerNorm):
     """DeBERTa's LayerNorm as one operation."""
 
+    weight: nn.Parameter
+    bias: nn.Parameter
+    variance_epsilon: float
+
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalise over the last dimension, in float32 as the stock class."""
-        weight: Tensor = self.weight
-        bias: Tensor = self.bias
-        shape, eps = list(weight.shape), self.variance_epsilon
+        weight, bias, eps = self.weight, self.bias, self.variance_epsilon
+        shape = list(weight.shape)
         if hidden_states.dtype == weight.dtype == torch.float32:
             return F.layer_norm(hidden_states, shape, weight, bias, eps)
         normalised = F.layer_norm(hidden_states.float(), shape, eps=eps).to(hidden_states.dtype)

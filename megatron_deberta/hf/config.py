@@ -88,6 +88,8 @@ _VALUE_CHECKS: tuple[tuple[Iterable[str], Callable[[Any], bool], str], ...] = (
     *(((key,), choices.__contains__, " or ".join(choices)) for key, choices in _CHOICES.items()),
 )
 """Fields, the check of their values, and what the error message says is expected."""
+UNTRAINED_FIELD = "why_untrained"
+"""In ``config.json`` of the export of an import without a trained head: the reason."""
 _NEXT_SENTENCE_FIELDS = {
     "next_sentence_head": True,
     "num_labels": 2,

@@ -21,6 +21,7 @@ from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.files import published_folder
 from megatron_deberta.hf.config import (
     DTYPES,
+    UNTRAINED_FIELD,
     SpecialIds,
     choose_model_type,
     modeling_modules,
@@ -63,6 +64,7 @@ def export_model(
     facts: TrainingFacts = UNKNOWN_TRAINING,
     generator: tuple[ModelConfig, Callable[[str], Tensor]] | None = None,
     extend: Callable[[Path], object] | None = None,
+    why_untrained: str = "",
 ) -> ExportResult:
     """Write weights, config, tokenizer, code and model card, verify them, publish the folder.
 
@@ -75,6 +77,7 @@ def export_model(
         facts: training of the model, for the model card.
         generator: of replaced-token detection, exported to the folder ``generator`` inside.
         extend: called with the verified folder before it is published, to add files.
+        why_untrained: why the model (or the generator) cannot predict tokens; empty: it can.
 
     Raises:
         CheckpointError: the exported model computes different values than the training model.
@@ -87,10 +90,16 @@ def export_model(
         )
     with output_folder(output) as folder:
         result = _write_export(folder, output.name, config, read, tokenizer, dtype, facts)
+        written = folder
         if generator is not None:
             (folder / GENERATOR_FOLDER).mkdir()
             name = f"{output.name}/{GENERATOR_FOLDER}"
-            _write_export(folder / GENERATOR_FOLDER, name, *generator, tokenizer, dtype, facts)
+            written = folder / GENERATOR_FOLDER
+            _write_export(written, name, *generator, tokenizer, dtype, facts)
+        if why_untrained:
+            path = written / "config.json"
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            _write_json(path, {**fields, UNTRAINED_FIELD: why_untrained})
         if extend is not None:
             extend(folder)
     return result

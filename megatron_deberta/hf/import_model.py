@@ -24,7 +24,7 @@ from megatron_deberta.config.schema import (
     TokenizerConfig,
 )
 from megatron_deberta.errors import CheckpointError, ConfigError
-from megatron_deberta.hf.config import from_hf_config, padding_id
+from megatron_deberta.hf.config import UNTRAINED_FIELD, from_hf_config, padding_id
 from megatron_deberta.hf.export_model import output_folder
 from megatron_deberta.hf.loading import check_folder, load_model_tokenizer
 from megatron_deberta.hf.names import TOKEN_TYPES, HFTensor, ModelType, hf_tensors, standard_names
@@ -108,8 +108,9 @@ def import_model(
         if generator and (why := release.why_no_masks):
             raise CheckpointError(f"{directory}: the generator cannot fill masks: {why}")
         done = write_import(
-            folder, output, release.config, release.tensors(), tokenizer, release.notes
-        )
+            folder, output, release.config, release.tensors(), tokenizer, release.notes,
+            why_untrained=release.why_untrained,
+        )  # fmt: skip
         return replace(done, why_no_masks=release.why_no_masks)
 
 
@@ -121,6 +122,7 @@ def write_import(
     tokenizer: Tokenizer,
     notes: tuple[str, ...],
     objective: ObjectiveConfig | None = None,
+    why_untrained: str = "",
 ) -> ImportResult:
     """Write checkpoint, tokenizer and run file.
 
@@ -132,6 +134,7 @@ def write_import(
         tokenizer: the model's tokenizer.
         notes: of the result.
         objective: of the run; None: masked language modelling with our defaults.
+        why_untrained: why the model cannot predict tokens; empty: it can.
 
     Raises:
         ConfigError: the tokenizer has more ids than the model, or the architecture violates a
@@ -157,6 +160,7 @@ def write_import(
         config=config_to_dict(run),
         tokenizer_fingerprint=tokenizer.fingerprint,
         tokenizer_path=run.tokenizer.path,
+        why_untrained=why_untrained,
     )
     save_weights(folder, tensors, parameter_shapes(model), metadata)
     save_config(run, str(folder / RUN_FILE))
@@ -176,6 +180,8 @@ class Release:
     _tensors: tuple[tuple[HFTensor, StoredTensor], ...]
     _token_types: StoredTensor | None
     _seed: int
+    _recorded: str = ""
+    """Why the head is not trained, as recorded by the export of such an import."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -188,12 +194,19 @@ class Release:
         return tuple(f"{what}: {', '.join(names)}" for what, names in notes.items() if names)
 
     @property
-    def why_no_masks(self) -> str:
-        """Why the model cannot fill masks; empty if it can."""
+    def why_untrained(self) -> str:
+        """Why the model cannot predict tokens; empty if it can, or has another head."""
         if self.missing:
             return f"the file lacks {self.missing[0].name}"
         if "mask_predictions.classifier.weight" in self.ignored:
             return "it is a discriminator (DeBERTaV3), whose head of masked tokens is not trained"
+        return self._recorded
+
+    @property
+    def why_no_masks(self) -> str:
+        """Why the model cannot fill masks; empty if it can."""
+        if self.why_untrained:
+            return self.why_untrained
         return "" if self.config.head == "mlm" else f"its head is {self.config.head}"
 
     @property
@@ -282,7 +295,8 @@ def open_release(
     if adapt is not None:
         config = adapt(config)
     expected = hf_tensors(config, model_type, padding_id(fields, model_type))
-    return _match(directory, config, expected, stored, seed)
+    recorded = fields.get(UNTRAINED_FIELD, "")
+    return replace(_match(directory, config, expected, stored, seed), _recorded=str(recorded))
 
 
 def _match(
