@@ -289,6 +289,54 @@ def test_an_encoder_is_imported_but_predicts_no_masks(
     refuses_to_predict(pair, "its generator is new", tmp_path, capsys)
 
 
+@pytest.mark.parametrize(
+    ("mode", "options", "said"),
+    [
+        ("import", ["--to", "onnx"], "--to is for exports (--checkpoint), not for --from"),
+        ("import", ["--to", "hf"], "--to is for exports"),
+        ("import", ["--dtype", "fp32"], "--dtype is for exports"),
+        ("import", ["--form", "masked"], "--form is for exports"),
+        ("import", ["--encoder"], "--encoder is for exports"),
+        ("import", ["--no-timing"], "--no-timing is for exports"),
+        ("import", ["--average", "2"], "--average is for exports"),
+        ("import", ["--ema", "1"], "--ema is for exports"),
+        ("import", ["--moving-average"], "--moving-average is for exports"),
+        ("import", ["--data", "x"], "--data is for exports"),
+        ("import", ["--every", "1"], "--every is for exports"),
+        ("import", ["--generator-sha256", "0" * 64], "--generator-sha256 is for --generator"),
+        ("export", ["--generator", "x"], "--generator is for imports (--from)"),
+        ("export", ["--new-generator"], "--new-generator is for imports"),
+        ("export", ["--generator-only"], "--generator-only is for imports"),
+        ("export", ["--allow-pickle-weights-only"], "--allow-pickle-weights-only is for imports"),
+        ("export", ["--sha256", "0" * 64], "--sha256 is for imports"),
+        ("export", ["--seed", "0"], "--seed is for imports"),
+        ("export", ["--every", "1", "--ema", "1"], "--ema excludes --every"),
+        ("export", ["--average", "0"], "--average: 0 must be at least 1"),
+        ("export", ["--moving-average", "--ema", "1"], "--moving-average excludes"),
+        ("export", ["--encoder"], "--encoder is for --to onnx"),
+    ],
+)
+def test_options_that_would_be_passed_over_are_refused(
+    mode: str,
+    options: list[str],
+    said: str,
+    run_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source = ["--from", "hf", str(tmp_path)] if mode == "import" else ["--checkpoint", str(run_dir)]
+    arguments = ["convert", *source, "--output", str(tmp_path / "out"), *options]
+    assert said in error_of(arguments, capsys, 2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_shards_without_a_weight_are_refused(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["fill-mask", str(run_dir), TEXT, "--prior-shards", "x"]
+    assert "--prior-shards needs --prior-weight above 0" in error_of(arguments, capsys, 2)
+
+
 def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int) -> str:
     assert main(arguments) == code
     captured = capsys.readouterr()
