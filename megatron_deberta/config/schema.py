@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from megatron_deberta.config.known_settings import KnownSettings
 from megatron_deberta.config.ranges import below_one, fraction, positive
 
 PositionTerms = Literal["c2p+p2c", "c2p", "p2c", "none"]
@@ -38,7 +39,7 @@ AUTO = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
+class ModelConfig(KnownSettings):
     """Model architecture. The defaults are those of the released v2/v3 base model."""
 
     num_layers: int = positive(12)
