@@ -45,6 +45,10 @@ class MalformedInputError(DataError):
     exit_code = EXIT_USAGE
 
 
+class ModelInputError(DataError, ValueError):
+    """A tensor that was passed to a model has a wrong shape, or values out of range."""
+
+
 class TopologyError(MegatronDebertaError):
     """Ranks, process groups and parallel sizes are inconsistent."""
 

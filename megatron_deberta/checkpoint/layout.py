@@ -69,6 +69,8 @@ class CheckpointMetadata:
         scalars: engine state: Adam's step count, loss scale and its counters.
         layout: ``tp_size`` and ``dp_size`` of the ranks that saved; information only.
         guard: state of the numeric guard; empty in older checkpoints.
+        why_untrained: why the model cannot predict tokens before it is trained, of an import
+            without a trained head; empty: it can. Not written if empty.
     """
 
     step: Count
@@ -80,6 +82,7 @@ class CheckpointMetadata:
     scalars: dict[str, EngineScalar] = field(default_factory=dict)
     layout: dict[str, int] = field(default_factory=dict)
     guard: dict[str, Any] = field(default_factory=dict)
+    why_untrained: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,8 @@ class CheckpointManifest:
     def to_json(self) -> bytes:
         """Return the content of ``manifest.json``."""
         content = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(self)}
+        if not self.metadata.why_untrained:
+            del content["metadata"]["why_untrained"]
         return json.dumps(content, indent=1).encode()
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -61,6 +61,23 @@ def number(
     # argparse names it in its message about text that is no number.
     parse.__name__ = kind.__name__
     return parse
+
+
+def refuse_options(args: argparse.Namespace, options: Mapping[str, str], why: str) -> None:
+    """Reject options that would be passed over in silence.
+
+    Args:
+        args: the arguments; an option that is not given is None, False or empty.
+        options: the options by attribute of ``args``.
+        why: end of the message, such as "is for exports".
+
+    Raises:
+        ConfigError: one is given.
+    """
+    for name, option in options.items():
+        value = getattr(args, name)
+        if value is not None and value is not False and value != "" and value != []:
+            raise ConfigError(f"{option} {why}; remove it")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_deberta.cli.arguments import number
+from megatron_deberta.cli.arguments import number, refuse_options
 from megatron_deberta.config.objective_rules import trained_forms
 from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.files import write_atomically
@@ -31,6 +31,17 @@ if TYPE_CHECKING:
     from megatron_deberta.hf.loading import TrainedModel
     from megatron_deberta.hf.model_card import TrainingFacts
 
+_EXPORT_OPTIONS = {
+    "to": "--to", "dtype": "--dtype", "form": "--form", "encoder": "--encoder",
+    "no_timing": "--no-timing", "average": "--average", "ema": "--ema",
+    "moving_average": "--moving-average", "data": "--data", "every": "--every",
+}  # fmt: skip
+_IMPORT_OPTIONS = {
+    "generator": "--generator", "new_generator": "--new-generator",
+    "generator_sha256": "--generator-sha256", "generator_only": "--generator-only",
+    "allow_pickle_weights_only": "--allow-pickle-weights-only", "sha256": "--sha256",
+    "seed": "--seed",
+}  # fmt: skip
 _PRETRAINING_SCORES = ("masked_accuracy", "accuracy", "perplexity")
 """Metrics of validation that the model card of a pretrained model has."""
 
@@ -46,12 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoint", metavar="DIR", help="run folder (newest checkpoint) or checkpoint folder"
     )
     export.add_argument(
-        "--to", choices=["hf", "onnx"], default="hf",
+        "--to", choices=["hf", "onnx"],
         help="target format; onnx includes hf (default: hf)",
     )  # fmt: skip
     export.add_argument(
-        "--dtype", choices=["fp32", "fp16", "bf16", "int8"], default="fp32",
-        help="format of the weights: bf16 only for hf, int8 only for the ONNX graph",
+        "--dtype", choices=["fp32", "fp16", "bf16", "int8"],
+        help="format of the weights (default: fp32): bf16 only for hf, int8 only for the ONNX "
+        "graph",
     )  # fmt: skip
     export.add_argument(
         "--form", choices=["masked", "autoregressive"],
@@ -65,10 +77,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-timing", action="store_true", help="onnx: do not compare the speed with transformers"
     )
     export.add_argument(
-        "--average", type=int, default=0, metavar="K", help="mean of the run's last K checkpoints"
+        "--average", type=number(int, 1), metavar="K", help="mean of the run's last K checkpoints"
     )
     export.add_argument(
-        "--ema", type=float, default=1.0, metavar="D",
+        "--ema", type=float, metavar="D",
         help="exponential moving average: weigh each checkpoint D times the next one "
         "(of all checkpoints of the run, or of --average K)",
     )  # fmt: skip
@@ -121,8 +133,9 @@ def _add_import_arguments(imported: argparse._ArgumentGroup) -> None:
         help="SHA-256 of the weight file; required for pickles",
     )  # fmt: skip
     imported.add_argument(
-        "--seed", type=int, default=0, help="seed of new parameters, which the file lacks"
-    )
+        "--seed", type=int, metavar="N",
+        help="seed of new parameters, which the file lacks (default: 0)",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -131,8 +144,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "give either --checkpoint DIR (export) or --from hf|microsoft DIR (import)"
         )
+    if args.source:
+        refuse_options(args, _EXPORT_OPTIONS, "is for exports (--checkpoint), not for --from")
+    else:
+        refuse_options(args, _IMPORT_OPTIONS, "is for imports (--from), not for --checkpoint")
     from megatron_deberta.hf.export_model import refuse_existing
 
+    args.to, args.dtype = args.to or "hf", args.dtype or "fp32"
     if args.every:
         return _export_revisions(args)
     # Before the work, which takes minutes.
@@ -144,10 +162,9 @@ def _export_revisions(args: argparse.Namespace) -> int:
     """Export several checkpoints of a run; folders that exist are complete and are skipped."""
     from megatron_deberta.checkpoint.layout import committed_steps, step_dir
 
-    if args.source:
-        raise ConfigError("--every is for exports, not for --from")
-    if args.average or args.ema != 1:
-        raise ConfigError("--every exports single checkpoints; omit --average and --ema")
+    refuse_options(
+        args, {"average": "--average", "ema": "--ema"}, "excludes --every, of single checkpoints"
+    )
     run, output = Path(args.checkpoint), Path(args.output)
     steps = committed_steps(run)
     if not steps:
@@ -198,6 +215,7 @@ def _export(args: argparse.Namespace) -> int:
         facts=_training_facts(trained, config),
         generator=trained.open("generator") if config.head == "discriminator" else None,
         extend=onnx_extension(args, trained) if args.to == "onnx" else None,
+        why_untrained=trained.reader.metadata.why_untrained,
     )
     print(f"{args.output}: {trained.reader.path} as {export.model_type}, {dtype}")
     if export.reason:
@@ -212,6 +230,9 @@ def _export(args: argparse.Namespace) -> int:
     )
     for what, line in loading_lines(config, export.model_type, args.output).items():
         print(f"In Python, {what}: {line}")
+    if why := trained.reader.metadata.why_untrained:
+        print(f"It cannot fill masks before it is trained to: {why}")
+        return 0
     if config.head == "discriminator":
         generator = Path(args.output) / GENERATOR_FOLDER
         print(
@@ -236,7 +257,7 @@ def _averaged(trained: TrainedModel, args: argparse.Namespace) -> TrainedModel:
     from megatron_deberta.checkpoint.average import MovingAverage, average_checkpoints
     from megatron_deberta.checkpoint.reader import CheckpointReader
 
-    averages_checkpoints = args.average or args.ema != 1
+    averages_checkpoints = args.average is not None or args.ema is not None
     if args.moving_average:
         if averages_checkpoints:
             raise ConfigError("--moving-average excludes --average and --ema; omit one of them")
@@ -244,7 +265,8 @@ def _averaged(trained: TrainedModel, args: argparse.Namespace) -> TrainedModel:
         return replace(trained, reader=MovingAverage(CheckpointReader(trained.reader.path)))
     if not averages_checkpoints:
         return trained
-    averaged = average_checkpoints(Path(args.checkpoint), args.average, args.ema)
+    decay = 1.0 if args.ema is None else args.ema
+    averaged = average_checkpoints(Path(args.checkpoint), args.average or 0, decay)
     print(f"average of the checkpoints of steps {', '.join(map(str, averaged.steps))}")
     return replace(trained, reader=averaged)
 
@@ -312,6 +334,10 @@ def _import(args: argparse.Namespace) -> int:
         raise ConfigError("--generator and --new-generator: give one of them")
     if args.generator_only and (args.generator or args.new_generator):
         raise ConfigError("--generator-only excludes --generator and --new-generator; give one")
+    if not args.generator:
+        refuse_options(
+            args, {"generator_sha256": "--generator-sha256"}, "is for --generator, not given"
+        )
     pair = args.generator or args.new_generator
     if pair:
         generator = WeightFile(Path(args.generator), args.generator_sha256)
@@ -322,7 +348,7 @@ def _import(args: argparse.Namespace) -> int:
             Path(args.output),
             tokenizer_path=args.tokenizer,
             allow_pickle=args.allow_pickle_weights_only,
-            seed=args.seed,
+            seed=args.seed or 0,
         )
     else:
         imported = import_model(
@@ -332,7 +358,7 @@ def _import(args: argparse.Namespace) -> int:
             tokenizer_path=args.tokenizer,
             allow_pickle=args.allow_pickle_weights_only,
             sha256=args.sha256,
-            seed=args.seed,
+            seed=args.seed or 0,
             generator=args.generator_only,
         )
     print(f"{imported.checkpoint}: weights of {directory}, for checkpoint.load_from")

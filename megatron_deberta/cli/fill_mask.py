@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_deberta.cli.arguments import number
+from megatron_deberta.cli.arguments import number, refuse_options
 from megatron_deberta.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a table of predictions for every [MASK]."""
+    if not args.prior_weight:
+        refuse_options(args, {"prior_shards": "--prior-shards"}, "needs --prior-weight above 0")
     from megatron_deberta.hf.fill_mask import open_filler
 
     filler = open_filler(Path(args.model), args.tokenizer)

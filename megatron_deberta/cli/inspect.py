@@ -25,7 +25,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from megatron_deberta.cli.inspect_shards import add_shard_statistics_arguments, inspect_shards
+from megatron_deberta.cli.arguments import refuse_options
+from megatron_deberta.cli.inspect_shards import (
+    SHARD_OPTIONS,
+    add_shard_statistics_arguments,
+    inspect_shards,
+)
 from megatron_deberta.config import RunConfig, load_config
 from megatron_deberta.config.phases import segments
 from megatron_deberta.data.build import (
@@ -52,6 +57,9 @@ if TYPE_CHECKING:
     from megatron_deberta.cli.inspect_generator import Generate
 
 _NUM_PARTS = 8
+_DATA_OPTIONS = {
+    "first_sample": "--first-sample", "statistics": "--statistics", "generator": "--generator",
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,10 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", default="", metavar="DIR", help="tokenizer (default: the shards' own)"
     )
     parser.add_argument("--num-samples", type=int, default=3, help="samples printed (default 3)")
-    parser.add_argument("--first-sample", type=int, default=0, help="index of the first sample")
-    parser.add_argument(
-        "--statistics", type=int, default=1000, help="samples averaged over (default 1000)"
-    )
+    parser.add_argument("--first-sample", type=int, help="data: index of the first sample")
+    parser.add_argument("--statistics", type=int, help="data: samples averaged over (default 1000)")
     parser.add_argument(
         "--sequence-length",
         type=int,
@@ -91,10 +97,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print samples and averages."""
-    if args.num_samples < 0 or args.first_sample < 0 or args.statistics < 0:
+    if args.num_samples < 0 or (args.first_sample or 0) < 0 or (args.statistics or 0) < 0:
         raise ConfigError("--num-samples, --first-sample and --statistics must not be negative")
     if args.what == "shards":
+        refuse_options(args, _DATA_OPTIONS, "is for inspect data, not for shards")
         return inspect_shards(args)
+    refuse_options(args, SHARD_OPTIONS, "is for inspect shards, not for data")
+    args.first_sample = args.first_sample or 0
+    args.statistics = 1000 if args.statistics is None else args.statistics
     while args.run and is_shard(args.run[0]):
         args.prefix.append(args.run.pop(0))
     config = _config(args)

@@ -25,6 +25,8 @@ from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.files import temporary_name
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 
+SHARD_OPTIONS = {"top": "--top", "plot": "--plot"}
+"""What only ``inspect shards`` takes."""
 _BAR = 40
 _SAMPLE_TOKENS = 60
 _MOST_TOKENS = 200_000_000
@@ -33,14 +35,15 @@ _MOST_TOKENS = 200_000_000
 def add_shard_statistics_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what only ``inspect shards`` takes."""
     group = parser.add_argument_group("inspect shards")
-    group.add_argument("--top", type=int, default=20, help="most frequent pieces (default 20)")
+    group.add_argument("--top", type=int, help="most frequent pieces (default 20)")
     group.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the document lengths")
 
 
 def inspect_shards(args: argparse.Namespace) -> int:
     """Print statistics of all shards named, together."""
     length = 512 if args.sequence_length is None else args.sequence_length
-    if length < 3 or args.top < 0:
+    top = 20 if args.top is None else args.top
+    if length < 3 or top < 0:
         raise ConfigError("--sequence-length must be at least 3, and --top not negative")
     prefixes = shard_prefixes([*args.prefix, *args.run])
     shards = [IndexedDataset(prefix) for prefix in prefixes]
@@ -50,8 +53,8 @@ def inspect_shards(args: argparse.Namespace) -> int:
     packings = {name: count(lengths, length) for name, count in PACKINGS.items()}
     print(_summary(shards, statistics))
     print(_lengths_text(statistics, length, lengths, packings))
-    if args.top:
-        print(_frequent_text(statistics, tokenizer, args.top))
+    if top:
+        print(_frequent_text(statistics, tokenizer, top))
     for line in _samples(shards, tokenizer, args.num_samples):
         print(line)
     if tokenizer is None:

@@ -52,7 +52,12 @@ def run(args: argparse.Namespace) -> int:
         if predictor.groups.rank == 0:
             task, examples = predictor.task, split.examples
             predictions = predict(
-                task, examples, split.encoded, outputs, null_threshold=args.null_threshold
+                task,
+                examples,
+                split.encoded,
+                outputs,
+                null_threshold=args.null_threshold,
+                is_multi_label=predictor.is_multi_label,
             )
             lines = json_lines(predictions)
             if args.leaderboard:

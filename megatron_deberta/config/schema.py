@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from megatron_deberta.config.known_settings import KnownSettings
 from megatron_deberta.config.ranges import below_one, fraction, positive
 
 PositionTerms = Literal["c2p+p2c", "c2p", "p2c", "none"]
@@ -38,7 +39,7 @@ AUTO = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
+class ModelConfig(KnownSettings):
     """Model architecture. The defaults are those of the released v2/v3 base model."""
 
     num_layers: int = positive(12)
@@ -103,6 +104,9 @@ class ModelConfig:
     """Names of the classes, for the heads ``classification`` and ``tokens``."""
     head_dropout: float = below_one(0.1, 0.998)
     """Dropout before the last projection of a task's head."""
+    pooler_activation: Literal["auto", "gelu", "tanh"] = "auto"
+    """Activation of the pooler of heads on rows; ``auto``: tanh for the architecture of RoBERTa
+    (absolute positions at the input, no position terms), else GELU."""
     initializer_range: float = positive(0.02)
     """Standard deviation of initial weights."""
     layer_norm_eps: float = positive(1e-7)

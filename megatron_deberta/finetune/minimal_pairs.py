@@ -76,10 +76,10 @@ def language_model_config(source: SourceModel, overrides: Sequence[str]) -> RunC
         raise ConfigError(
             f"{source.path} is fine-tuned and predicts no tokens; give the pretrained model"
         )
-    if source.missing:
+    if source.why_untrained:
         raise CheckpointError(
-            f"{source.path} lacks {source.missing[0]}, so predictions would come from random "
-            "weights; give a model trained for masked language modelling"
+            f"{source.path} cannot predict tokens before it is trained to, so predictions would be "
+            f"noise: {source.why_untrained}; give a model trained for masked language modelling"
         )
     run = source.run or _run_of_model(source)
     if run.model.head != source.config.head:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -11,14 +12,17 @@ from torch import Tensor
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, find_best
 from megatron_deberta.checkpoint.parts import Part, open_part
 from megatron_deberta.checkpoint.reader import CheckpointReader
-from megatron_deberta.checkpoint.store import WeightSource, find_newest
+from megatron_deberta.checkpoint.store import find_newest
+from megatron_deberta.checkpoint.task_head import TaskHead, are_placeholders, class_order
 from megatron_deberta.config import config_from_dict
 from megatron_deberta.config.schema import ModelConfig, RunConfig
 from megatron_deberta.config.task_head import with_task_head
 from megatron_deberta.errors import CheckpointError
-from megatron_deberta.hf.config import task_head
+from megatron_deberta.hf.heads import HeadFields, task_head
 from megatron_deberta.hf.import_model import CONFIG_FILES, open_release, read_config
 from megatron_deberta.hf.loading import check_folder
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,8 @@ class SourceModel:
         run: config of the run that trained it; None: unknown.
         read: returns a logical fp32 tensor by canonical name.
         missing: canonical names of the parameters that the folder lacks, such as a head.
+        why_untrained: why it cannot predict tokens, of a pretrained model; empty: it can.
+        is_multi_label: each class has a probability of its own (sigmoid instead of softmax).
     """
 
     path: Path
@@ -40,6 +46,8 @@ class SourceModel:
     run: RunConfig | None
     read: Callable[[str], Tensor]
     missing: tuple[str, ...] = ()
+    why_untrained: str = ""
+    is_multi_label: bool = False
 
 
 def open_source_model(
@@ -63,12 +71,56 @@ def open_source_model(
             f"{path} has pickled weights; import them first: megatron-deberta convert --from hf "
             f"{path} --output NEW --allow-pickle-weights-only --sha256 HEX"
         )
-    head, labels = task_head(read_config(path))
-    adapt = None if head == "mlm" else lambda model: with_task_head(model, head, labels)
-    release = open_release(path, None, path, adapt=adapt)
+    own = task_head(read_config(path))
+    release = open_release(path, None, path, adapt=None if own.head == "mlm" else _with_head(own))
     missing = tuple(part for tensor in release.missing for part in tensor.parts)
     location = tokenizer_path or str(path)
-    return SourceModel(path, release.config, location, None, release.tensor, missing)
+    return SourceModel(
+        path,
+        release.config,
+        location,
+        None,
+        release.tensor,
+        missing,
+        release.why_untrained if own.head == "mlm" else "",
+        own.is_multi_label,
+    )
+
+
+def _with_head(own: HeadFields) -> Callable[[ModelConfig], ModelConfig]:
+    return lambda model: with_task_head(model, own.head, own.labels, own.dropout)
+
+
+def with_classes(source: SourceModel, labels: tuple[str, ...]) -> SourceModel:
+    """Return a model whose outputs are those of a list of classes, which name the same ones.
+
+    Names without meaning, as in a file without ``id2label``, stand for the classes in their order.
+
+    Args:
+        source: a fine-tuned model.
+        labels: names of the classes; the model is returned unchanged if it has others.
+    """
+    own = source.config
+    if labels == own.labels or len(labels) != len(own.labels):
+        return source
+    wanted = replace(own, labels=labels)
+    run = None if source.run is None else replace(source.run, model=wanted)
+    if are_placeholders(own.labels):
+        logger.warning(
+            "%s does not name its classes; taken to be, in this order: %s",
+            source.path,
+            ", ".join(labels),
+        )
+        return replace(source, config=wanted, run=run)
+    order = class_order(own.labels, labels)
+    if order is None:
+        return source
+
+    def read(name: str) -> Tensor:
+        tensor = source.read(name)
+        return tensor[order] if name.startswith("classifier.") else tensor
+
+    return replace(source, config=wanted, run=run, read=read)
 
 
 def _open_checkpoint(path: Path, tokenizer_path: str, part: Part) -> SourceModel:
@@ -84,10 +136,11 @@ def _open_checkpoint(path: Path, tokenizer_path: str, part: Part) -> SourceModel
     if not location:
         raise CheckpointError(f"{step} records no tokenizer; give --tokenizer")
     config, weights = open_part(reader, run.model, part)
-    return SourceModel(step, config, location, run, weights.tensor)
+    why = reader.metadata.why_untrained
+    return SourceModel(step, config, location, run, weights.tensor, why_untrained=why)
 
 
-def open_release_weights(path: Path, config: RunConfig) -> WeightSource:
+def open_release_weights(path: Path, config: RunConfig) -> TaskHead:
     """Open the encoder of an export or release for a run with another head.
 
     Raises:
@@ -98,4 +151,7 @@ def open_release_weights(path: Path, config: RunConfig) -> WeightSource:
     def adapt(own: ModelConfig) -> ModelConfig:
         return with_task_head(own, model.head, model.labels, model.head_dropout)
 
-    return open_release(path, None, path, adapt=adapt)
+    release = open_release(path, None, path, adapt=adapt)
+    fields = task_head(read_config(path))
+    own = replace(release.config, head=fields.head, labels=fields.labels)
+    return TaskHead(release, own, model)

@@ -16,9 +16,9 @@ from megatron_deberta.config.loader import config_from_layers, config_to_dict
 from megatron_deberta.config.schema import PrecisionConfig, RunConfig
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.distributed.topology import ProcessGroups, init_process_groups, shutdown
-from megatron_deberta.errors import ConfigError
-from megatron_deberta.finetune.data import Split, check_task, read_split, run_split
-from megatron_deberta.finetune.models import SourceModel, open_source_model
+from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.finetune.data import Split, check_task, class_names, read_split, run_split
+from megatron_deberta.finetune.models import SourceModel, open_source_model, with_classes
 from megatron_deberta.finetune.settings import finetune_config
 from megatron_deberta.hf.loading import load_model_tokenizer
 from megatron_deberta.model.flops import is_task_head
@@ -38,6 +38,7 @@ class Predictor:
         tokenizer: the model's tokenizer.
         module: this rank's part of the model.
         groups: the rank grid.
+        is_multi_label: each class has a probability of its own.
     """
 
     config: RunConfig
@@ -45,6 +46,7 @@ class Predictor:
     tokenizer: Tokenizer
     module: nn.Module
     groups: ProcessGroups
+    is_multi_label: bool = False
 
     def run(self, split: str) -> tuple[Split, Outputs, float]:
         """Return a split, the model's outputs for it, and the mean loss. Collective: all ranks."""
@@ -74,12 +76,18 @@ def open_predictor(
     source = open_source_model(model, tokenizer)
     if not is_task_head(source.config):
         raise ConfigError(f"{model} is not fine-tuned; run megatron-deberta finetune first")
-    config = prediction_config(task_name, source, data, overrides)
+    if source.missing:
+        raise CheckpointError(
+            f"{model} lacks {source.missing[0]} of the shape that its config.json says, so "
+            "predictions would come from random weights; give a fine-tuned model"
+        )
     task = load_task(task_name)
+    source = with_classes(source, class_names(task))
+    config = prediction_config(task_name, source, data, overrides)
     check_task(config, task)
     with open_ranks(config, source) as (module, groups):
         loaded = load_model_tokenizer(config.tokenizer.path)
-        yield Predictor(config, task, loaded, module, groups)
+        yield Predictor(config, task, loaded, module, groups, source.is_multi_label)
 
 
 @contextmanager

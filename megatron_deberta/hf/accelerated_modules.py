@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 else:
     _Base = object
 _UNDO = "undo the acceleration for this call"
+LAST_STATE_ONLY: tuple[()] = ()
+"""Value of the encoder's ``output_attentions`` by which the model's hook says that the caller does
+not use the states of every layer, which the model's own call of its encoder always requests."""
 
 
 def positions_of(module: Any) -> RelativePositions:
@@ -38,7 +41,31 @@ def positions_of(module: Any) -> RelativePositions:
     return RelativePositions(module.max_relative_positions, max(0, buckets))
 
 
-class _SelfAttention(_Base):
+class _Accelerated(_Base):
+    """Base class of accelerated modules."""
+
+    stock_class: type[nn.Module]
+    """The class that `restore` gives back."""
+    acceleration: Any
+    """The acceleration, also of deep copies; None in a module that was pickled."""
+
+    def __setstate__(self, state: Any) -> None:
+        """Restore a copy, and let the acceleration of the original undo it, too."""
+        super().__setstate__(state)
+        if self.acceleration is not None:
+            self.acceleration.modules.add(self)
+
+
+def restore(module: nn.Module) -> None:
+    """Give an accelerated module its own class back; others are unchanged."""
+    accelerated: Any = module
+    if isinstance(module, _Accelerated):
+        accelerated.__class__ = module.stock_class
+        for name in ("remove_padding", "stock_class", "acceleration"):
+            vars(module).pop(name, None)
+
+
+class _SelfAttention(_Accelerated):
     """Attention through ``disentangled_attention``; see the stock class for the parameters."""
 
     pos_att_type: Any
@@ -176,21 +203,19 @@ class _V2SelfAttention(_SelfAttention):
         return 1 + ("c2p" in self.pos_att_type) + ("p2c" in self.pos_att_type)
 
 
-class _Encoder(_Base):
+class _Encoder(_Accelerated):
     """The stack of layers, on packed tokens; see the stock class for the parameters."""
 
     layer: nn.ModuleList
     remove_padding = True
     """Whether rows with padding are packed; set by ``accelerate``."""
-    wants_all_states = True
-    """Whether the next call returns the states of every layer; set by the model's hook."""
 
     def forward(
         self,
         hidden_states: Tensor,
         attention_mask: Tensor,
         output_hidden_states: bool = True,
-        output_attentions: bool = False,
+        output_attentions: bool | tuple[()] = False,
         query_states: Tensor | None = None,
         relative_pos: Tensor | None = None,
         return_dict: bool = True,
@@ -201,7 +226,8 @@ class _Encoder(_Base):
             ValueError: an argument is not supported: attention matrices, query states, relative
                 positions, a mask of pairs of tokens, or padding between tokens.
         """
-        refuse(output_attentions=output_attentions, query_states=query_states)
+        every = output_hidden_states and output_attentions != LAST_STATE_ONLY
+        refuse(output_attentions=output_attentions or False, query_states=query_states)
         refuse(relative_pos=relative_pos)
         if attention_mask.dim() != 2:
             raise ValueError(
@@ -212,8 +238,6 @@ class _Encoder(_Base):
         stock: Any = self
         table = stock.get_rel_embedding()
         states = layout.pack(hidden_states)
-        every = output_hidden_states and self.wants_all_states
-        self.wants_all_states = True
         collected = [hidden_states] if every else []
         for index, layer in enumerate(self.layer):
             states, _ = layer(states, layout, rel_embeddings=table)
@@ -255,14 +279,17 @@ class AcceleratedV2Encoder(_Encoder, v2.DebertaV2Encoder):
     """DeBERTa-v2's encoder without padding."""
 
 
-class AcceleratedV1LayerNorm(v1.DebertaLayerNorm):
+class AcceleratedV1LayerNorm(_Accelerated, v1.DebertaLayerNorm):
     """DeBERTa's LayerNorm as one operation."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+    variance_epsilon: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalise over the last dimension, in float32 as the stock class."""
-        weight: Tensor = self.weight
-        bias: Tensor = self.bias
-        shape, eps = list(weight.shape), self.variance_epsilon
+        weight, bias, eps = self.weight, self.bias, self.variance_epsilon
+        shape = list(weight.shape)
         if hidden_states.dtype == weight.dtype == torch.float32:
             return F.layer_norm(hidden_states, shape, weight, bias, eps)
         normalised = F.layer_norm(hidden_states.float(), shape, eps=eps).to(hidden_states.dtype)

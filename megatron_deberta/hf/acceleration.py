@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import transformers
@@ -15,12 +15,14 @@ from transformers.models.deberta import modeling_deberta as v1
 from transformers.models.deberta_v2 import modeling_deberta_v2 as v2
 
 from megatron_deberta.hf.accelerated_modules import (
+    LAST_STATE_ONLY,
     AcceleratedV1Encoder,
     AcceleratedV1LayerNorm,
     AcceleratedV1SelfAttention,
     AcceleratedV2Encoder,
     AcceleratedV2SelfAttention,
     positions_of,
+    restore,
 )
 from megatron_deberta.ops import RelativePositions
 
@@ -40,18 +42,30 @@ _MODELS = (v1.DebertaModel, v2.DebertaV2Model)
 class Acceleration:
     """A model that is accelerated; a context manager that undoes it at the end.
 
+    ``Acceleration(copy).undo()`` undoes that of a model which was pickled.
+
     Args:
         model: the model.
+
+    Attributes:
+        model: as given.
+        modules: the accelerated modules, with those of deep copies.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._undo: list[Callable[[], None]] = []
+        self.modules: WeakSet[nn.Module] = WeakSet()
 
     def undo(self) -> None:
-        """Restore transformers' own forward pass; parameters are untouched. May be repeated."""
-        while self._undo:
-            self._undo.pop()()
+        """Restore transformers' own forward pass; parameters are untouched. May be repeated.
+
+        Deep copies of the model are restored, too.
+        """
+        for module in [*self.modules, *self.model.modules()]:
+            restore(module)
+        self.modules.clear()
+        for module in self.model.modules():
+            _remove_hook(module)
 
     def __enter__(self) -> Acceleration:
         """Return the acceleration."""
@@ -61,16 +75,18 @@ class Acceleration:
         """Undo."""
         self.undo()
 
-    def _replace_class(self, module: nn.Module, accelerated: type[nn.Module]) -> None:
-        stock = type(module)
+    def __deepcopy__(self, memo: object) -> Acceleration:
+        """Return itself: a deep copy of a module belongs to the same acceleration."""
+        return self
 
-        def restore() -> None:
-            module.__class__ = stock
-            for name in ("remove_padding", "wants_all_states"):
-                vars(module).pop(name, None)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return None in the place of a pickled acceleration: it belongs to this process."""
+        return type(None), ()
 
+    def _replace_class(self, module: Any, accelerated: type[nn.Module]) -> None:
+        module.stock_class, module.acceleration = type(module), self
         module.__class__ = accelerated
-        self._undo.append(restore)
+        self.modules.add(module)
 
 
 def accelerate(model: nn.Module, *, remove_padding: bool = True) -> Acceleration:
@@ -120,21 +136,40 @@ def accelerate(model: nn.Module, *, remove_padding: bool = True) -> Acceleration
             module.remove_padding = remove_padding
     for module in model.modules():
         if isinstance(module, _MODELS):
-            hook = module.register_forward_pre_hook(_note_hidden_states, with_kwargs=True)
-            acceleration._undo.append(hook.remove)
+            _remove_hook(module)
+            module.register_forward_pre_hook(_ask_for_last_state, with_kwargs=True)
     return acceleration
 
 
-def _note_hidden_states(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Record whether the caller of a DeBERTa model uses the states of every layer.
+def _ask_for_last_state(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Tell the encoder if the caller of a DeBERTa model does not use the states of every layer.
 
-    The model's own call of its encoder always requests them.
+    The wish is an argument, so that it belongs to one call, of one thread.
     """
-    # The seventh argument of transformers' forward methods.
-    wanted = args[6] if len(args) > 6 else kwargs.get("output_hidden_states")
-    model.encoder.wants_all_states = bool(
-        model.config.output_hidden_states if wanted is None else wanted
+    # The sixth and seventh arguments of transformers' forward methods.
+    attentions = args[5] if len(args) > 5 else kwargs.get("output_attentions")
+    states = args[6] if len(args) > 6 else kwargs.get("output_hidden_states")
+    given = (
+        (attentions, model.config.output_attentions),
+        (states, model.config.output_hidden_states),
     )
+    if any(default if value is None else value for value, default in given):
+        return None
+    if not isinstance(model.encoder, (AcceleratedV1Encoder, AcceleratedV2Encoder)):
+        return None
+    if len(args) > 5:
+        return (*args[:5], LAST_STATE_ONLY, *args[6:]), kwargs
+    return args, {**kwargs, "output_attentions": LAST_STATE_ONLY}
+
+
+def _remove_hook(module: nn.Module) -> None:
+    """Remove the hook, which deep copies and pickles have as well."""
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if hook is _ask_for_last_state:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _check_module(
@@ -146,7 +181,10 @@ def _check_module(
         ValueError: it would not.
     """
     if isinstance(module, accelerated):
-        raise ValueError(f"{name}: is accelerated already; call undo() of that acceleration first")
+        raise ValueError(
+            f"{name}: is accelerated already; call undo() of that acceleration first, or "
+            "Acceleration(model).undo()"
+        )
     if type(module).forward is not stock.forward or "forward" in vars(module):
         raise ValueError(
             f"{name}: {type(module).__name__} has another forward method than transformers' own, "
@@ -166,7 +204,11 @@ def _check_attention(name: str, module: Any) -> None:
         try:
             positions = positions_of(module)
         except ValueError as error:
-            raise ValueError(f"{name}: {error}; use the model without accelerate") from None
+            raise ValueError(
+                f"{name}: position_buckets={getattr(module, 'position_buckets', -1)} with "
+                f"max_relative_positions={module.max_relative_positions}: {error}; use the model "
+                "without accelerate"
+            ) from None
         if not _same_slots(positions):
             raise ValueError(
                 f"{name}: {positions} differ from this version of transformers; use the model "

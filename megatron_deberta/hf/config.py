@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 
 from megatron_deberta.config.schema import (
     AbsolutePositions,
-    Head,
     ModelConfig,
     P2CIndex,
     PositionTerms,
 )
 from megatron_deberta.errors import CheckpointError
-from megatron_deberta.hf.heads import HEADS, head_of
+from megatron_deberta.hf.heads import HEADS
 from megatron_deberta.hf.names import ModelType
+from megatron_deberta.model.heads import pooler_activation
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MODELING_MODULE = "modeling_megatron_deberta"
@@ -65,6 +66,10 @@ def _is_integer(value: Any, minimum: float = -_LARGEST, maximum: int = _LARGEST)
     return type(value) is int and minimum <= value <= maximum
 
 
+def _is_dropout(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and 0 <= value < 1)
+
+
 def _is_text(value: Any) -> bool:
     return all(isinstance(v, str) for v in (value if isinstance(value, list) else [value or ""]))
 
@@ -77,10 +82,14 @@ _VALUE_CHECKS: tuple[tuple[Iterable[str], Callable[[Any], bool], str], ...] = (
     (("pad_token_id",), lambda v: v is None or _is_integer(v, 0), "a token id or null"),
     (_FLOATS, lambda v: type(v) in (int, float) and 0 <= v < 1e30, "a non-negative number"),
     (_BOOLEANS, lambda v: isinstance(v, bool), "true or false"),
+    (("cls_dropout", "classifier_dropout"), _is_dropout, "a number below 1, or null"),
     (("pos_att_type",), _is_text, "a string or a list of strings"),
+    (("norm_rel_ebd",), lambda v: isinstance(v, str), "a string"),
     *(((key,), choices.__contains__, " or ".join(choices)) for key, choices in _CHOICES.items()),
 )
 """Fields, the check of their values, and what the error message says is expected."""
+UNTRAINED_FIELD = "why_untrained"
+"""In ``config.json`` of the export of an import without a trained head: the reason."""
 _NEXT_SENTENCE_FIELDS = {
     "next_sentence_head": True,
     "num_labels": 2,
@@ -108,6 +117,7 @@ def choose_model_type(config: ModelConfig) -> tuple[ModelType, str]:
     if config.head == "autoregressive":
         return "megatron-deberta", "the autoregressive form"
     plain = config.mask_decoder_passes == 0 and config.conv_kernel_size == 0
+    plain = plain and pooler_activation(config) == "tanh"
     if at_input and not relative and plain and config.key_bias:
         return "roberta", ""
     if at_input:
@@ -256,7 +266,7 @@ def _deberta_fields(config: ModelConfig, model_type: ModelType) -> dict[str, Any
         "attention_head_size": config.hidden_size // config.num_heads,
         "embedding_size": config.hidden_size,
         "pooler_hidden_size": config.hidden_size,
-        "pooler_hidden_act": "tanh" if config.next_sentence_head else "gelu",
+        "pooler_hidden_act": "tanh" if config.next_sentence_head else pooler_activation(config),
         "pooler_dropout": 0.0,
         "cls_dropout": config.hidden_dropout,
         # With legacy, the stock masked-LM class expects other head names and warns that its head is
@@ -311,18 +321,6 @@ def from_hf_config(fields: dict[str, Any], model_type: ModelType) -> ModelConfig
     return _deberta_config(fields, model_type, shared, length)
 
 
-def task_head(fields: dict[str, Any]) -> tuple[Head, tuple[str, ...]]:
-    """Return the head of a labelled task that ``config.json`` names, and its classes.
-
-    Returns:
-        ``mlm`` and no classes where the model has none.
-    """
-    names = {int(number): name for number, name in (fields.get("id2label") or {}).items()}
-    labels = tuple(str(names[number]) for number in sorted(names))
-    head = head_of(fields)
-    return head, labels if head in ("classification", "tokens") else ()
-
-
 def padding_id(fields: dict[str, Any], model_type: ModelType) -> int:
     """Return the configured id of [PAD], or the type's default."""
     pad: int | None = fields.get("pad_token_id")
@@ -332,13 +330,15 @@ def padding_id(fields: dict[str, Any], model_type: ModelType) -> int:
 def _deberta_config(
     fields: dict[str, Any], model_type: ModelType, shared: dict[str, Any], length: int
 ) -> ModelConfig:
+    _check_stock_type(fields, model_type)
     at_input = fields.get("position_biased_input", True)
     max_distance = fields.get("max_relative_positions", -1)
     terms = _position_terms(fields)
     v1 = model_type == "deberta"
-    normalized = "layer_norm" in str(fields.get("norm_rel_ebd", "none")).lower()
+    norms = fields.get("norm_rel_ebd", "none").lower().split("|")
+    normalized = "layer_norm" in map(str.strip, norms)
     kernel = 0 if v1 else fields.get("conv_kernel_size", 0)
-    return ModelConfig(
+    model = ModelConfig(
         **shared,
         head="autoregressive" if fields.get("causal") else "mlm",
         max_position_embeddings=length,
@@ -355,15 +355,56 @@ def _deberta_config(
         mask_decoder_passes=fields.get("mask_decoder_passes", 0 if at_input else 2),
         absolute_positions=fields.get("absolute_positions", "input" if at_input else "decoder"),
     )
+    # The activation of the next-sentence head, where the model has one.
+    activation = _pooler_activation(fields)
+    if model.next_sentence_head or activation == pooler_activation(model):
+        return model
+    return replace(model, pooler_activation=activation)
+
+
+def _pooler_activation(fields: dict[str, Any]) -> Literal["gelu", "tanh"]:
+    """Return the activation of the pooler; `_check_supported` rejects others."""
+    pooling = fields.get("pooling") or {}
+    activation = fields.get("pooler_hidden_act", pooling.get("hidden_act", "gelu"))
+    return cast(Literal["gelu", "tanh"], activation)
 
 
 def _position_terms(fields: dict[str, Any]) -> PositionTerms:
     value = fields.get("pos_att_type") or []
-    terms = value.lower().split("|") if isinstance(value, str) else value
-    known = [term for term in ("c2p", "p2c") if term in map(str.strip, terms)]
-    if not fields.get("relative_attention", False) or not known:
-        return "none"
-    return cast(Literal["c2p+p2c", "c2p", "p2c"], "+".join(known))
+    terms = [t.strip() for t in value.lower().split("|")] if isinstance(value, str) else value
+    known = [term for term in ("c2p", "p2c") if term in terms]
+    relative = fields.get("relative_attention", False)
+    # transformers' scale counts the terms, unknown ones too in v1, also if they are not computed.
+    if sorted(known) != sorted(terms) or relative != bool(known):
+        raise CheckpointError(
+            f"config.json: pos_att_type={fields.get('pos_att_type')!r} with relative_attention="
+            f"{relative} is not supported; only c2p and p2c with true, or none with false, can be "
+            "imported"
+        )
+    return cast(PositionTerms, "+".join(known) or "none")
+
+
+def _check_stock_type(fields: dict[str, Any], model_type: ModelType) -> None:
+    """Reject fields of our own type that transformers' classes ignore."""
+    if model_type == "megatron-deberta":
+        return
+    if "p2c" in (fields.get("pos_att_type") or []) and fields.get("p2c_index") == "paper":
+        raise _unsupported("p2c_index", "paper", ("released",))
+    if fields.get("causal"):
+        raise _unsupported("causal", True, (False,))
+    at_input = fields.get("position_biased_input", True)
+    if "absolute_positions" in fields and (fields["absolute_positions"] == "input") != at_input:
+        raise CheckpointError(
+            f"config.json: absolute_positions={fields['absolute_positions']!r} contradicts "
+            f"position_biased_input={at_input}; give the model's own config file"
+        )
+
+
+def _unsupported(key: str, value: Any, values: Iterable[Any]) -> CheckpointError:
+    return CheckpointError(
+        f"config.json: {key}={value!r} is not supported; "
+        f"only {' or '.join(map(repr, values))} can be imported"
+    )
 
 
 def _check_fields(fields: dict[str, Any]) -> None:
@@ -384,20 +425,34 @@ def _check_fields(fields: dict[str, Any]) -> None:
             f"config.json: num_attention_heads={heads} does not divide hidden_size={size}; "
             "give the model's own config file"
         )
+    _check_supported(fields, size, heads)
+
+
+def _check_supported(fields: dict[str, Any], size: int, heads: int) -> None:
+    pooling = fields.get("pooling") or {}
+    if not isinstance(pooling, dict):
+        raise _unsupported("pooling", pooling, ({},))
     supported: dict[str, tuple[Any, ...]] = {
-        "hidden_act": ("gelu",),
+        "hidden_act": ("gelu", "gelu_python"),
         "embedding_size": (size,),
         "attention_head_size": (size // heads,),
+        "pooler_hidden_size": (size,),
+        "pooler_dropout": (0, None),
         "conv_groups": (1,),
         "conv_act": ("gelu", "tanh"),
         "talking_head": (False,),
         "tie_word_embeddings": (True,),
         "is_decoder": (False,),
+        "add_cross_attention": (False,),
         "position_embedding_type": ("absolute",),
+        "pruned_heads": ({}, None),
+        "quantization_config": (None,),
     }
     for key, values in supported.items():
         if key in fields and fields[key] not in values:
-            raise CheckpointError(
-                f"config.json: {key}={fields[key]!r} is not supported; "
-                f"only {' or '.join(map(repr, values))} can be imported"
-            )
+            raise _unsupported(key, fields[key], values)
+    for key, values in {"dropout": (0,), "hidden_size": (size, -1)}.items():
+        if pooling.get(key, values[0]) not in values:
+            raise _unsupported(f"pooling.{key}", pooling[key], values)
+    if (activation := _pooler_activation(fields)) not in ("gelu", "tanh"):
+        raise _unsupported("pooler_hidden_act", activation, ("gelu", "tanh"))

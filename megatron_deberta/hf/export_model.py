@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -20,6 +21,7 @@ from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.files import published_folder
 from megatron_deberta.hf.config import (
     DTYPES,
+    UNTRAINED_FIELD,
     SpecialIds,
     choose_model_type,
     modeling_modules,
@@ -33,7 +35,7 @@ from megatron_deberta.hf.sentence_transformers import write_pooling
 from megatron_deberta.hf.verify import ExportCheck, check_export
 from megatron_deberta.model import DebertaBackbone, count_parameters
 from megatron_deberta.tokenizer import Tokenizer
-from megatron_deberta.tokenizer.tokenizer import CONFIG_FILE
+from megatron_deberta.tokenizer.tokenizer import CONFIG_FILE, JSON_FILE
 
 UNKNOWN_TRAINING = TrainingFacts()
 GENERATOR_FOLDER = "generator"
@@ -62,6 +64,7 @@ def export_model(
     facts: TrainingFacts = UNKNOWN_TRAINING,
     generator: tuple[ModelConfig, Callable[[str], Tensor]] | None = None,
     extend: Callable[[Path], object] | None = None,
+    why_untrained: str = "",
 ) -> ExportResult:
     """Write weights, config, tokenizer, code and model card, verify them, publish the folder.
 
@@ -74,6 +77,7 @@ def export_model(
         facts: training of the model, for the model card.
         generator: of replaced-token detection, exported to the folder ``generator`` inside.
         extend: called with the verified folder before it is published, to add files.
+        why_untrained: why the model (or the generator) cannot predict tokens; empty: it can.
 
     Raises:
         CheckpointError: the exported model computes different values than the training model.
@@ -86,10 +90,16 @@ def export_model(
         )
     with output_folder(output) as folder:
         result = _write_export(folder, output.name, config, read, tokenizer, dtype, facts)
+        written = folder
         if generator is not None:
             (folder / GENERATOR_FOLDER).mkdir()
             name = f"{output.name}/{GENERATOR_FOLDER}"
-            _write_export(folder / GENERATOR_FOLDER, name, *generator, tokenizer, dtype, facts)
+            written = folder / GENERATOR_FOLDER
+            _write_export(written, name, *generator, tokenizer, dtype, facts)
+        if why_untrained:
+            path = written / "config.json"
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            _write_json(path, {**fields, UNTRAINED_FIELD: why_untrained})
         if extend is not None:
             extend(folder)
     return result
@@ -107,7 +117,7 @@ def _write_export(
     """Write one model to an existing folder, and verify it."""
     model_type, reason = choose_model_type(config)
     ids = SpecialIds(tokenizer.pad_id, tokenizer.cls_id, tokenizer.sep_id)
-    _save_tokenizer(tokenizer, folder, config.max_position_embeddings)
+    _save_tokenizer(tokenizer, folder, config)
     write_hf_model(folder, config, model_type, read, ids, dtype)
     if HEADS[config.head].is_encoder:
         write_pooling(folder, config)
@@ -125,12 +135,50 @@ def _write_export(
     return ExportResult(model_type, reason, check)
 
 
-def _save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
-    """Save the tokenizer with the length at which ``truncation=True`` cuts."""
+def _save_tokenizer(tokenizer: Tokenizer, folder: Path, config: ModelConfig) -> None:
+    """Save the tokenizer as the model needs it.
+
+    ``truncation=True`` cuts at the model's length, pairs get token types if the model has them, and
+    for a head on tokens the offsets of pieces are without the space before a word.
+    """
     tokenizer.save(str(folder))
     path = folder / CONFIG_FILE
     fields = json.loads(path.read_text(encoding="utf-8"))
-    _write_json(path, {**fields, "model_max_length": max_length})
+    fields["model_max_length"] = config.max_position_embeddings
+    if config.type_vocab_size > 1:
+        fields["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
+    _write_json(path, fields)
+    if config.head == "tokens":
+        path = folder / JSON_FILE
+        spec = with_trimmed_offsets(json.loads(path.read_text(encoding="utf-8")))
+        path.write_text(json.dumps(spec, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+def with_trimmed_offsets(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return a ``tokenizer.json`` whose offsets exclude the space before a word; ids are the same.
+
+    Args:
+        spec: content of the file; returned unchanged if its words are not split at single spaces.
+    """
+    whole = spec["pre_tokenizer"] or {}
+    steps = whole.get("pretokenizers", [whole])
+    if any(step.get("type") == "ByteLevel" for step in steps):
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+        byte_level["use_regex"] = True
+        processors = [byte_level, spec["post_processor"]]
+        return {**spec, "post_processor": {"type": "Sequence", "processors": processors}}
+    first, *others = steps
+    replaced = [step.get("pattern") for step in (spec["normalizer"] or {}).get("normalizers", [])]
+    collapses = {"Regex": " {2,}"} in replaced and {"Regex": " \\z"} in replaced
+    words = (
+        first.get("type") == "Metaspace" and first["split"] and first["prepend_scheme"] != "never"
+    )
+    if not (collapses and words):
+        return spec
+    # The space is removed, and the one that is put before each word has the span of the word.
+    removed = {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}
+    steps = [removed, {**first, "prepend_scheme": "always"}, *others]
+    return {**spec, "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
 
 
 def refuse_existing(output: Path) -> None:

@@ -116,6 +116,7 @@ def open_filler(path: Path, tokenizer_path: str = "") -> MaskFiller:
                 f"{path} was trained with objective.name=autoregressive and fills no masks; use "
                 "megatron-deberta generate"
             )
+        trained.check_trained(path)
         tokenizer, training_data = trained.tokenizer, trained.run.data.train
     max_tokens = 0 if config.absolute_positions == "none" else config.max_position_embeddings
     return MaskFiller(build_model(config, read).logits, tokenizer, max_tokens, training_data)

@@ -141,6 +141,7 @@ def open_generator(path: Path, tokenizer_path: str = "") -> TextGenerator:
             f"{path} was trained with objective.name={objective.name}, which does not predict next "
             "tokens; give a run with objective.name=autoregressive or =mlm+ar"
         )
+    trained.check_trained(path)
     config, read = trained.open()
     next_logits = IncrementalDecoder(build_model(config, read))
     max_tokens = 0 if config.absolute_positions == "none" else config.max_position_embeddings

@@ -8,9 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from megatron_deberta.config.schema import Head
+from megatron_deberta.config.schema import Head, ModelConfig
+from megatron_deberta.errors import CheckpointError
+
+_DROPOUTS = ("cls_dropout", "classifier_dropout", "hidden_dropout_prob")
+"""Fields of the dropout before the last projection; the first that is given counts."""
+_PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+_MAX_LABELS = 100_000
 
 GraphKind: TypeAlias = Literal["encoder", "fill-mask", "rows", "tokens", "spans", "choices"]
 
@@ -24,6 +30,7 @@ class ExportedHead:
             class with this head, and the export loads as an encoder.
         task: ``pipeline_tag`` of the model card.
         has_pipeline: transformers has a pipeline of that name.
+        pipeline_options: further arguments of ``pipeline`` in Python code.
         objective: training objective, for the model card.
         trained: end of the card's first sentence.
         loss_unit: unit of the validation loss; empty: not stated.
@@ -36,6 +43,7 @@ class ExportedHead:
     kind: str
     task: str
     has_pipeline: bool = True
+    pipeline_options: str = ""
     objective: str
     trained: str = "fine-tuned"
     loss_unit: str = ""
@@ -105,6 +113,8 @@ HEADS: Mapping[Head, ExportedHead] = MappingProxyType(
         "tokens": ExportedHead(
             kind="TokenClassification",
             task="token-classification",
+            # Whole words; the model is trained on the first piece of each.
+            pipeline_options=', aggregation_strategy="first"',
             objective="fine-tuned, head tokens",
             graph="tokens",
         ),
@@ -122,8 +132,9 @@ HEADS: Mapping[Head, ExportedHead] = MappingProxyType(
 
 def head_of(fields: Mapping[str, Any]) -> Head:
     """Return the head of a labelled task that a ``config.json`` names; ``mlm`` if it names none."""
-    labels = fields.get("id2label") or ()
-    is_score = fields.get("problem_type") == "regression" or len(labels) == 1
+    labels = fields.get("id2label")
+    count = fields.get("num_labels") if labels is None else len(labels)
+    is_score = fields.get("problem_type") == "regression" or count == 1
     for architecture in fields.get("architectures") or ():
         kind = str(architecture).rpartition("For")[2]
         if kind == "SequenceClassification":
@@ -132,3 +143,110 @@ def head_of(fields: Mapping[str, Any]) -> Head:
             if export.kind == kind and not export.is_pretrained:
                 return head
     return "mlm"
+
+
+class HeadFields(NamedTuple):
+    """Head of a labelled task that a ``config.json`` names.
+
+    Attributes:
+        head: ``mlm`` where it names none.
+        labels: names of the classes, of ``classification`` and ``tokens``; ``LABEL_0`` and so on
+            where the file has none.
+        dropout: before the last projection.
+        is_multi_label: each class has a probability of its own (sigmoid instead of softmax).
+    """
+
+    head: Head
+    labels: tuple[str, ...] = ()
+    dropout: float = ModelConfig().head_dropout
+    is_multi_label: bool = False
+
+
+def task_head(fields: Mapping[str, Any]) -> HeadFields:
+    """Return the head of a labelled task that ``config.json`` names.
+
+    Raises:
+        CheckpointError: fields about the head contradict each other.
+    """
+    head = head_of(fields)
+    if head == "mlm":
+        return HeadFields(head)
+    labels = _labels(fields)
+    problem = fields.get("problem_type")
+    if head in ("classification", "regression"):
+        if problem not in (None, *_PROBLEM_TYPES):
+            raise CheckpointError(
+                f"config.json: problem_type={problem!r} is not supported; only "
+                f"{', '.join(_PROBLEM_TYPES)} can be imported"
+            )
+        if problem is not None and (problem == "regression") != (len(labels) == 1):
+            raise CheckpointError(
+                f"config.json: problem_type={problem!r} contradicts the {len(labels)} classes of "
+                "id2label or num_labels; give the model's own config file"
+            )
+    if head == "spans" and len(labels) != 2:
+        raise CheckpointError(
+            f"config.json: num_labels={len(labels)} of a model for question answering; only 2, "
+            "start and end, can be imported"
+        )
+    # transformers' classes use the dropout of hidden states where the file has none of its own.
+    dropout = next(
+        (float(fields[key]) for key in _DROPOUTS if fields.get(key) is not None),
+        ModelConfig().hidden_dropout,
+    )
+    return HeadFields(
+        head,
+        labels if head in ("classification", "tokens") else (),
+        dropout,
+        head == "classification" and problem == "multi_label_classification",
+    )
+
+
+def _labels(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the outputs, as transformers reads them.
+
+    Raises:
+        CheckpointError: ``id2label``, ``label2id`` and ``num_labels`` are malformed or contradict
+            each other.
+    """
+    id2label, label2id = fields.get("id2label"), fields.get("label2id") or {}
+    count = fields.get("num_labels")
+    if count is not None and (type(count) is not int or not 1 <= count <= _MAX_LABELS):
+        raise CheckpointError(
+            f"config.json: num_labels={count!r} is not a number of classes; give the model's own "
+            "config file"
+        )
+    if not isinstance(label2id, dict):
+        label2id = {"": label2id}
+    if id2label is None:
+        names = tuple(f"LABEL_{number}" for number in range(count or 2))
+        if sorted(label2id.values(), key=str) == sorted(range(len(label2id)), key=str) and label2id:
+            names = tuple(str(name) for name in sorted(label2id, key=label2id.__getitem__))
+    else:
+        names = _label_names(id2label)
+    if count is not None and count != len(names):
+        raise CheckpointError(
+            f"config.json: num_labels={count} contradicts the {len(names)} classes of id2label; "
+            "give the model's own config file"
+        )
+    for name, number in label2id.items():
+        if name in names and (number not in range(len(names)) or names[number] != name):
+            raise CheckpointError(
+                f"config.json: label2id says {name!r}: {number!r}, which contradicts id2label; "
+                "give the model's own config file"
+            )
+    return names
+
+
+def _label_names(id2label: Any) -> tuple[str, ...]:
+    error = CheckpointError(
+        f"config.json: id2label={str(id2label)[:80]} is not an object with a name for each of the "
+        "ids 0, 1, 2 ...; give the model's own config file"
+    )
+    if not isinstance(id2label, dict):
+        raise error
+    names = {str(key): str(name) for key, name in id2label.items()}
+    numbers = [str(number) for number in range(len(names))]
+    if not 1 <= len(names) <= _MAX_LABELS or set(names) != set(numbers):
+        raise error
+    return tuple(names[number] for number in numbers)

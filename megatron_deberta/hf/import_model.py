@@ -7,10 +7,9 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_deberta.checkpoint.layout import CheckpointMetadata, step_dir
@@ -25,15 +24,13 @@ from megatron_deberta.config.schema import (
     TokenizerConfig,
 )
 from megatron_deberta.errors import CheckpointError, ConfigError
-from megatron_deberta.files import sha256_file
-from megatron_deberta.hf.config import from_hf_config, padding_id
+from megatron_deberta.hf.config import UNTRAINED_FIELD, from_hf_config, padding_id
 from megatron_deberta.hf.export_model import output_folder
-from megatron_deberta.hf.legacy_bin import convert_bin
 from megatron_deberta.hf.loading import check_folder, load_model_tokenizer
 from megatron_deberta.hf.names import TOKEN_TYPES, HFTensor, ModelType, hf_tensors, standard_names
+from megatron_deberta.hf.weight_files import StoredTensor, read_object, stored_tensors, weight_files
 from megatron_deberta.model.shapes import parameter_shapes
 from megatron_deberta.model.weight_init import fill_initial
-from megatron_deberta.parsing import read_json
 from megatron_deberta.tokenizer import Tokenizer
 
 Source: TypeAlias = Literal["hf", "microsoft"]
@@ -45,8 +42,6 @@ GENERATOR_CONFIG = "generator_config.json"
 """In the folder of a discriminator: config of the generator, whose weights have a name with
 ``.generator.``, such as ``pytorch_model.generator.bin``."""
 _TOKENIZER_FOLDER = "tokenizer"
-_V1_TOKENIZER = "bpe_encoder.bin"
-"""In the folders of v1: a pickle of the pieces, which ``vocab.json`` has as well."""
 _OPTIONAL_PREFIXES = ("head.", "mask_decoder.", *HEAD_PREFIXES)
 _IGNORED = re.compile(
     r"(mask_predictions|(roberta\.)?pooler|classifier|qa_outputs)\.|.*position_ids$|.*\._weight$"
@@ -113,8 +108,9 @@ def import_model(
         if generator and (why := release.why_no_masks):
             raise CheckpointError(f"{directory}: the generator cannot fill masks: {why}")
         done = write_import(
-            folder, output, release.config, release.tensors(), tokenizer, release.notes
-        )
+            folder, output, release.config, release.tensors(), tokenizer, release.notes,
+            why_untrained=release.why_untrained,
+        )  # fmt: skip
         return replace(done, why_no_masks=release.why_no_masks)
 
 
@@ -126,6 +122,7 @@ def write_import(
     tokenizer: Tokenizer,
     notes: tuple[str, ...],
     objective: ObjectiveConfig | None = None,
+    why_untrained: str = "",
 ) -> ImportResult:
     """Write checkpoint, tokenizer and run file.
 
@@ -137,6 +134,7 @@ def write_import(
         tokenizer: the model's tokenizer.
         notes: of the result.
         objective: of the run; None: masked language modelling with our defaults.
+        why_untrained: why the model cannot predict tokens; empty: it can.
 
     Raises:
         ConfigError: the tokenizer has more ids than the model, or the architecture violates a
@@ -162,23 +160,11 @@ def write_import(
         config=config_to_dict(run),
         tokenizer_fingerprint=tokenizer.fingerprint,
         tokenizer_path=run.tokenizer.path,
+        why_untrained=why_untrained,
     )
     save_weights(folder, tensors, parameter_shapes(model), metadata)
     save_config(run, str(folder / RUN_FILE))
     return ImportResult(step_dir(output, 0), output / RUN_FILE, model, notes)
-
-
-class StoredTensor(NamedTuple):
-    """Location of a tensor in a safetensors file."""
-
-    path: Path
-    name: str
-    shape: tuple[int, ...]
-
-    def load(self) -> Tensor:
-        """Read the tensor in its stored dtype."""
-        with safe_open(self.path, framework="pt") as file:
-            return cast(Tensor, file.get_tensor(self.name))
 
 
 @dataclass(frozen=True)
@@ -194,6 +180,8 @@ class Release:
     _tensors: tuple[tuple[HFTensor, StoredTensor], ...]
     _token_types: StoredTensor | None
     _seed: int
+    _recorded: str = ""
+    """Why the head is not trained, as recorded by the export of such an import."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -206,12 +194,19 @@ class Release:
         return tuple(f"{what}: {', '.join(names)}" for what, names in notes.items() if names)
 
     @property
-    def why_no_masks(self) -> str:
-        """Why the model cannot fill masks; empty if it can."""
+    def why_untrained(self) -> str:
+        """Why the model cannot predict tokens; empty if it can, or has another head."""
         if self.missing:
             return f"the file lacks {self.missing[0].name}"
         if "mask_predictions.classifier.weight" in self.ignored:
             return "it is a discriminator (DeBERTaV3), whose head of masked tokens is not trained"
+        return self._recorded
+
+    @property
+    def why_no_masks(self) -> str:
+        """Why the model cannot fill masks; empty if it can."""
+        if self.why_untrained:
+            return self.why_untrained
         return "" if self.config.head == "mlm" else f"its head is {self.config.head}"
 
     @property
@@ -290,7 +285,9 @@ def open_release(
     generator = generator and (directory / GENERATOR_CONFIG).is_file()
     fields = read_config(directory, [GENERATOR_CONFIG] if generator else CONFIG_FILES)
     source = source or ("hf" if "model_type" in fields else "microsoft")
-    in_files = _stored_tensors(_weight_files(directory, scratch, allow_pickle, sha256, generator))
+    in_files = stored_tensors(
+        weight_files(directory, scratch, allow_pickle, sha256, generator=generator)
+    )
     model_type = _model_type(fields, source, in_files)
     names = standard_names(in_files, model_type)
     stored = {names[name]: tensor for name, tensor in in_files.items()}
@@ -298,7 +295,8 @@ def open_release(
     if adapt is not None:
         config = adapt(config)
     expected = hf_tensors(config, model_type, padding_id(fields, model_type))
-    return _match(directory, config, expected, stored, seed)
+    recorded = fields.get(UNTRAINED_FIELD, "")
+    return replace(_match(directory, config, expected, stored, seed), _recorded=str(recorded))
 
 
 def _match(
@@ -331,6 +329,9 @@ def _match(
             tensors.append((entry, tensor))
     ignored = sorted(stored.keys() - {entry.name for entry in expected})
     others = [name for name in ignored if config.head == "mlm" or not _PRETRAINING_HEAD.match(name)]
+    if config.position_terms == "none":
+        # transformers builds it whether there is a table or not.
+        others = [name for name in others if not name.startswith("deberta.encoder.LayerNorm.")]
     _check_ignored(others, stored)
     token_types = stored.get(TOKEN_TYPES) if config.type_vocab_size == 0 else None
     return Release(
@@ -363,9 +364,13 @@ def _infer_from_tensors(
     """Set what the tensors determine: vocabulary size, and whether there is a mask decoder."""
     token_table = next((name for name in stored if _TOKEN_TABLE.fullmatch(name)), None)
     if token_table is None:
-        raise CheckpointError("the weights lack word_embeddings; give a whole model's files")
+        first = next(iter(stored.values())).name if stored else "none"
+        raise CheckpointError(
+            "the weights lack embeddings.word_embeddings.weight (the first tensor is "
+            f"{first}); give a whole DeBERTa or RoBERTa in transformers' or Microsoft's names"
+        )
     config = replace(config, vocab_size=stored[token_table].shape[0])
-    legacy_head = any(tensor.name.startswith("cls.predictions.") for tensor in stored.values())
+    legacy_head = any("cls.predictions." in tensor.name for tensor in stored.values())
     head = "lm_predictions.lm_head.dense.weight" in stored
     stock_head = legacy_head or (head and fields.get("legacy") is False)
     positions = "deberta.embeddings.position_embeddings.weight" in stored
@@ -383,14 +388,8 @@ def read_config(directory: Path, names: Sequence[str] = CONFIG_FILES) -> dict[st
     """
     for name in names:
         if (directory / name).is_file():
-            return _read_json(directory / name)
+            return read_object(directory / name)
     raise CheckpointError(f"{directory} has neither config.json nor model_config.json; add one")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return read_json(
-        path, dict[str, Any], "a JSON object", error=CheckpointError, remedy="download it again"
-    )
 
 
 def _model_type(
@@ -406,93 +405,3 @@ def _model_type(
             f"{', '.join(get_args(ModelType))}, and files without a type by --from microsoft"
         )
     return cast(ModelType, model_type)
-
-
-def _stored_tensors(files: list[Path]) -> dict[str, StoredTensor]:
-    stored: dict[str, StoredTensor] = {}
-    for path in files:
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a dict
-                    shape = tuple(file.get_slice(name).get_shape())
-                    stored[name] = StoredTensor(path, name, shape)
-        except SafetensorError as error:
-            raise CheckpointError(f"{path} is damaged: {error}; download it again") from None
-    return stored
-
-
-def _weight_files(
-    directory: Path, scratch: Path, allow_pickle: bool, sha256: str, generator: bool
-) -> list[Path]:
-    single = directory / "model.safetensors"
-    use_single = single.is_file() and not generator
-    files = [single] if use_single else _files_of(directory, ("*.safetensors",), generator)
-    index = directory / "model.safetensors.index.json"
-    if index.is_file() and not generator:
-        files = [directory / name for name in _indexed_files(index)]
-    for path in files:
-        if not path.is_file():
-            raise CheckpointError(
-                f"{path} is missing, but {index.name} names it; download it again"
-            )
-    if sha256 and len(files) > 1:
-        raise CheckpointError(
-            f"--sha256 checks one file, but {directory} has {len(files)}; omit it"
-        )
-    if not files:
-        return [_convert_pickle(directory, scratch, allow_pickle, sha256, generator)]
-    _check_digest(files[0], sha256)
-    return files
-
-
-def _files_of(directory: Path, patterns: Sequence[str], generator: bool) -> list[Path]:
-    """Return the files of one of the two models, or all if only one model has files."""
-    found = sorted(path for pattern in patterns for path in directory.glob(pattern))
-    found = [path for path in found if path.name != _V1_TOKENIZER]
-    own = [path for path in found if (".generator." in path.name) == generator]
-    return own or ([] if generator and any(directory.glob("*.generator.*")) else found)
-
-
-def _convert_pickle(
-    directory: Path, scratch: Path, allow_pickle: bool, sha256: str, generator: bool
-) -> Path:
-    pickles = _files_of(directory, ("*.bin", "*.pt"), generator)
-    if len(pickles) != 1:
-        found = ", ".join(path.name for path in pickles) or "none"
-        raise CheckpointError(
-            f"{directory} must hold *.safetensors or exactly one .bin file; found {found}"
-        )
-    if not allow_pickle:
-        raise CheckpointError(
-            f"{pickles[0]} is a pickle, which can run code; give safetensors, or "
-            "--allow-pickle-weights-only to read its tensors in a separate process"
-        )
-    if not sha256:
-        raise CheckpointError(
-            f"{pickles[0]} is a pickle; give the SHA-256 stated by its publisher as --sha256"
-        )
-    _check_digest(pickles[0], sha256)
-    target = scratch / "weights.safetensors"
-    try:
-        convert_bin(pickles[0], target)
-    except ValueError as error:
-        raise CheckpointError(f"{pickles[0]} cannot be read as plain weights: {error}") from None
-    return target
-
-
-def _indexed_files(index: Path) -> list[str]:
-    weight_map = _read_json(index).get("weight_map")
-    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
-    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise CheckpointError(
-            f"{index}: weight_map={str(weight_map)[:80]} does not map tensors to files in the same "
-            "folder; download it again"
-        )
-    return sorted(set(names))
-
-
-def _check_digest(path: Path, sha256: str) -> None:
-    if sha256 and (actual := sha256_file(path)) != sha256.lower():
-        raise CheckpointError(
-            f"{path}: SHA-256 is {actual}, not {sha256.lower()}; download the file again"
-        )

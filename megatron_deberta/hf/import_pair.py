@@ -116,6 +116,7 @@ def import_pair(
             tokenizer,
             (*_notes("discriminator", detecting), *_notes("generator", generating)),
             objective=OBJECTIVE,
+            why_untrained=generating.why_untrained,
         )
 
 
@@ -153,6 +154,8 @@ class NewGenerator:
             )
         )
         self._step = own.num_layers // self.config.num_layers
+
+    why_untrained = "its generator is new"
 
     @property
     def notes(self) -> tuple[str, ...]:

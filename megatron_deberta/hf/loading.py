@@ -46,6 +46,18 @@ class TrainedModel:
     run: RunConfig
     tokenizer: Tokenizer
 
+    def check_trained(self, path: Path) -> None:
+        """Check that the head that predicts tokens is trained.
+
+        Raises:
+            CheckpointError: it is not: the checkpoint is an import of a model without one.
+        """
+        if why := self.reader.metadata.why_untrained:
+            raise CheckpointError(
+                f"{path} cannot predict tokens before it is trained to, so predictions would be "
+                f"noise: {why}; train it, or give a model with a trained head"
+            )
+
     def open(self, part: Part = "generator") -> tuple[ModelConfig, Callable[[str], Tensor]]:
         """Return the architecture, and the function from canonical name to logical tensor.
 

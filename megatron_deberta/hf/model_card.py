@@ -92,7 +92,7 @@ def loading_lines(config: ModelConfig, model_type: ModelType, folder: str) -> di
         if head.has_pipeline:
             lines[head.task] = (
                 "from transformers import pipeline; "
-                f'run = pipeline("{head.task}", model="{folder}"{option})'
+                f'run = pipeline("{head.task}", model="{folder}"{option}{head.pipeline_options})'
             )
         return lines
     # transformers' own masked-LM classes have no mask decoder.

@@ -78,18 +78,19 @@ def check_export(
     ours = build_ours()
     config = ours.config
     batches = _make_batches(directory, tokenizer, ours)
-    expected = [_our_outputs(ours, batch) for batch in batches]
+    expected = [_our_outputs(ours, batch) for batch, _ in batches]
     del ours
     head = HEADS[config.head]
+    theirs = [batch for _, batch in batches]
     if config.head == "choices":
-        batches = [{name: rows.unsqueeze(0) for name, rows in b.items()} for b in batches]
+        theirs = [{name: rows.unsqueeze(0) for name, rows in b.items()} for b in theirs]
 
     def compare(what: str, auto_class: str) -> float:
         model = _load(directory, model_type, auto_class, torch.float32)
         _check_classes(model, config)
         return max(
             _compare(what, _their_output(model, batch), outputs[what], batch)
-            for batch, outputs in zip(batches, expected, strict=True)
+            for batch, outputs in zip(theirs, expected, strict=True)
         )
 
     errors = {what: compare(what, name) for what, name in _compared(config, model_type).items()}
@@ -97,7 +98,7 @@ def check_export(
     if dtype == "fp32":
         return ExportCheck(errors[what], 0.0)
     model = _load(directory, model_type, head.auto_class, DTYPES[dtype])
-    error = _low_precision_error(model, batches[-1], expected[-1][what], dtype)
+    error = _low_precision_error(model, theirs[-1], expected[-1][what], dtype)
     return ExportCheck(errors[what], error)
 
 
@@ -131,39 +132,69 @@ def _low_precision_error(model: Any, batch: _Tensors, expected: Tensor, dtype: s
     return error
 
 
-def _make_batches(directory: Path, tokenizer: Tokenizer, ours: DebertaBackbone) -> list[_Tensors]:
-    """Encode the texts as one single row and one padded batch, with two segments if supported.
+def _make_batches(
+    directory: Path, tokenizer: Tokenizer, ours: DebertaBackbone
+) -> list[tuple[_Tensors, _Tensors]]:
+    """Encode the texts as one row and as a padded batch of rows, pairs if the model has segments.
+
+    Returns:
+        For each batch the inputs of our model, from the tokenizer used in training, and those of
+        the exported model, as the exported tokenizer returns them.
 
     Raises:
-        CheckpointError: the exported tokenizer encodes a text differently.
+        CheckpointError: the exported tokenizer returns other ids or token types.
     """
     with quiet_transformers():
         exported = transformers.AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=True
         )
-    rows = []
-    for text in REAL_TEXTS:
-        ids = [tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id]
+    limit = min(_MAX_TOKENS, ours.config.max_position_embeddings)
+    has_pairs = ours.config.type_vocab_size > 1
+    # The short text comes first, so that cut rows have two segments, too.
+    pairs = [(REAL_TEXTS[-1], text) if has_pairs else (text, None) for text in REAL_TEXTS]
+    rows, theirs = [], []
+    for text, second in pairs:
+        row = _our_row(tokenizer, text, second)
         # verbose: texts that are longer than the model's positions are cut below.
-        if exported(text, verbose=False)["input_ids"] != ids:
-            raise CheckpointError(
-                f"the exported tokenizer gives other ids than training for {text[:40]!r}"
-            )
-        ids[1] = tokenizer.mask_id
-        rows.append(torch.tensor(ids[: min(_MAX_TOKENS, ours.config.max_position_embeddings)]))
-    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_id)
-    lengths = torch.tensor([len(row) for row in rows])
-    mask = torch.arange(padded.size(1)) < lengths[:, None]
-    batches = [
-        {"input_ids": rows[0].unsqueeze(0)},
-        {"input_ids": padded, "attention_mask": mask.long()},
+        found = exported(text, second, verbose=False)
+        for name, values in row.items():
+            # A model without segments ignores token types.
+            if found.get(name, [0] * len(values)) != values:
+                raise CheckpointError(
+                    f"the exported tokenizer gives other {name} than training for {text[:40]!r}"
+                )
+        row["input_ids"][1] = found["input_ids"][1] = tokenizer.mask_id
+        rows.append({name: values[:limit] for name, values in row.items()})
+        theirs.append({name: values[:limit] for name, values in found.items()})
+    if not ours.config.type_vocab_size:
+        rows = [{"input_ids": row["input_ids"]} for row in rows]
+    return [
+        (_batch(rows[:1], tokenizer.pad_id), exported.pad(theirs[:1], return_tensors="pt").data),
+        (_batch(rows, tokenizer.pad_id), exported.pad(theirs, return_tensors="pt").data),
     ]
-    if ours.config.type_vocab_size > 0:
-        for batch in batches:
-            length = batch["input_ids"].size(1)
-            second = torch.arange(length) >= length // 2
-            batch["token_type_ids"] = second.long().expand_as(batch["input_ids"])
-    return batches
+
+
+def _our_row(tokenizer: Tokenizer, text: str, second: str | None) -> dict[str, list[int]]:
+    """Return ids and token types of a text or a pair, as training encodes them."""
+    ids = [tokenizer.cls_id, *tokenizer.encode(text), tokenizer.sep_id]
+    more = [] if second is None else [*tokenizer.encode(second), tokenizer.sep_id]
+    return {"input_ids": ids + more, "token_type_ids": [0] * len(ids) + [1] * len(more)}
+
+
+def _batch(rows: list[dict[str, list[int]]], pad_id: int) -> _Tensors:
+    """Return the rows padded to the longest, with a mask if there is padding."""
+    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+    batch = {
+        name: torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(row[name]) for row in rows],
+            batch_first=True,
+            padding_value=pad_id if name == "input_ids" else 0,
+        )
+        for name in rows[0]
+    }
+    if len(rows) > 1:
+        batch["attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+    return batch
 
 
 @torch.no_grad()

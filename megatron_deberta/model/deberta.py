@@ -19,6 +19,7 @@ from megatron_deberta.model.dropout import Dropout, DropoutExecution, DropoutSee
 from megatron_deberta.model.embeddings import Embeddings, Perturbation
 from megatron_deberta.model.encoder import Encoder
 from megatron_deberta.model.heads import MaskedLanguageModelHead, NextSentenceHead
+from megatron_deberta.model.input_checks import check_inputs
 from megatron_deberta.model.layers import Layer
 from megatron_deberta.model.mask_decoder import EnhancedMaskDecoder, gather_tokens
 from megatron_deberta.model.tp_hooks import SequenceExit, TokenLayout
@@ -263,7 +264,18 @@ class DebertaModel(DebertaBackbone):
 
         In training mode without ``seeds``, the dropout key is drawn from torch's default
         generator, once per call.
+
+        Raises:
+            ModelInputError: a tensor has a wrong shape, or values out of range.
         """
+        check_inputs(
+            self.config,
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            has_positions=self.config.absolute_positions == "input",
+        )
         seeds = seeds or self._default_seeds(input_ids)
         return EncoderOutput(
             self.encode(
@@ -350,7 +362,11 @@ class DebertaForPretraining(DebertaBackbone):
 
         Returns:
             ``[B, M, V]`` logits (the local part of V under tensor parallelism).
+
+        Raises:
+            ModelInputError: a tensor has a wrong shape, or values out of range.
         """
+        self._check_inputs(input_ids, attention_mask, token_type_ids, position_ids)
         decoded, _ = self.decode(
             input_ids,
             attention_mask,
@@ -363,6 +379,24 @@ class DebertaForPretraining(DebertaBackbone):
         )
         logits: Tensor = self.head(decoded, self.embeddings.token.weight)
         return logits
+
+    def _check_inputs(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> None:
+        check_inputs(
+            self.config,
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            labels,
+            has_positions=self.config.absolute_positions != "none",
+        )
 
     def logits(
         self,
@@ -419,7 +453,11 @@ class DebertaForMaskedLM(DebertaForPretraining):
             document_ids: int64 ``[B, N]`` or None.
             token_type_ids: int64 ``[B, N]`` or None.
             seeds: dropout keys.
+
+        Raises:
+            ModelInputError: a tensor has a wrong shape, or values out of range.
         """
+        self._check_inputs(input_ids, labels=labels)
         logits = self.masked_logits(
             input_ids,
             attention_mask,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -87,24 +87,27 @@ class ReplacedTokenHead(nn.Module):
 class ContextPooler(nn.Module):
     """Dense layer with activation on the state of the first token.
 
-    Source: the release's ``ContextPooler`` (GELU); for the architecture of RoBERTa, the first half
-    of its classification head (tanh).
+    Source: the release's ``ContextPooler`` (GELU unless its ``pooler_hidden_act`` differs); for the
+    architecture of RoBERTa, the first half of its classification head (tanh).
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.is_roberta = is_roberta(config)
+        self.activation = pooler_activation(config)
 
     def forward(self, first: Tensor) -> Tensor:
         """Map ``[B, 1, D]`` to ``[B, 1, D]``."""
         projected = self.dense(first)
-        return torch.tanh(projected) if self.is_roberta else F.gelu(projected)
+        return torch.tanh(projected) if self.activation == "tanh" else F.gelu(projected)
 
 
-def is_roberta(config: ModelConfig) -> bool:
-    """Return whether the architecture is that of RoBERTa: absolute positions at the input only."""
-    return config.absolute_positions == "input" and config.position_terms == "none"
+def pooler_activation(config: ModelConfig) -> Literal["gelu", "tanh"]:
+    """Return the activation of the pooler, with ``auto`` replaced by the architecture's own."""
+    if config.pooler_activation != "auto":
+        return config.pooler_activation
+    is_roberta = config.absolute_positions == "input" and config.position_terms == "none"
+    return "tanh" if is_roberta else "gelu"
 
 
 def num_outputs(config: ModelConfig) -> int:

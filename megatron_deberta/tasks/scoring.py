@@ -48,6 +48,7 @@ def predict(
     outputs: Outputs,
     *,
     null_threshold: float = 0.0,
+    is_multi_label: bool = False,
 ) -> list[Prediction]:
     """Turn outputs into one prediction per example.
 
@@ -60,11 +61,15 @@ def predict(
             ``[rows]``.
         null_threshold: spans: predict no answer if ``null_score`` is above it; ``score`` finds the
             best one on a dev split as ``null_threshold``.
+        is_multi_label: classification: each class has a probability of its own (sigmoid), as in a
+            model trained with several classes per example; the value is still the most probable.
 
     Raises:
         ValueError: the outputs have another shape.
     """
     _check_shape(task, examples, encoded, outputs)
+    if is_multi_label and task.head == "classification":
+        return _predict_classes(task, examples, encoded, outputs, sigmoid)
     if task.head == "spans":
         return [
             Prediction(
@@ -161,10 +166,21 @@ def softmax(logits: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     return result
 
 
+def sigmoid(logits: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Return the probability of each value by itself."""
+    # Without overflow on either side
+    result: npt.NDArray[np.float64] = (1 + np.tanh(logits.astype(np.float64) / 2)) / 2
+    return result
+
+
 def _predict_classes(
-    task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset, outputs: Outputs
+    task: TaskConfig,
+    examples: Sequence[Example],
+    encoded: EncodedDataset,
+    outputs: Outputs,
+    to_probabilities: Callable[[Outputs], npt.NDArray[np.float64]] = softmax,
 ) -> list[Prediction]:
-    probabilities = softmax(outputs)
+    probabilities = to_probabilities(outputs)
     indices = outputs.argmax(axis=1).tolist()
     return [
         Prediction(

@@ -20,7 +20,8 @@ from megatron_deberta.checkpoint.resume import (
     check_resume,
     check_same_architecture,
 )
-from megatron_deberta.checkpoint.store import StoredRun, WeightSource
+from megatron_deberta.checkpoint.store import StoredRun
+from megatron_deberta.checkpoint.task_head import TaskHead
 from megatron_deberta.config import config_from_dict
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.control import broadcast_from_rank_zero, raise_on_all_ranks
@@ -68,11 +69,11 @@ class Start:
     reader: StoredRun | None = None
     weights_only: bool = False
     other_dtype: bool = False
-    encoder: WeightSource | None = None
+    encoder: TaskHead | None = None
 
 
 # Opens weights for another head, from a folder that is no checkpoint.
-OpenWeights = Callable[[Path, RunConfig], WeightSource]
+OpenWeights = Callable[[Path, RunConfig], TaskHead]
 
 
 @contextmanager
@@ -146,14 +147,14 @@ def choose_start(
         if open_weights is None or is_checkpoint:
             reader = _open_weights(config, groups, identity)
             saved = config_from_dict(reader.metadata.config, str(reader.path))
-            _, encoder = open_part(reader, saved.model, "discriminator")
-            return Start(TrainState(0, 0), encoder=encoder)
+            own, weights = open_part(reader, saved.model, "discriminator")
+            return Start(TrainState(0, 0), encoder=TaskHead(weights, own, config.model))
         with raise_on_all_ranks(groups):
             encoder = open_weights(path, config)
         return Start(TrainState(0, 0), encoder=encoder)
     if config.checkpoint.load_from:
-        weights: StoredRun = _extended(_open_weights(config, groups, identity), config)
-        return Start(TrainState(0, 0), reader=weights, weights_only=True)
+        stored: StoredRun = _extended(_open_weights(config, groups, identity), config)
+        return Start(TrainState(0, 0), reader=stored, weights_only=True)
     return Start(TrainState(0, 0))
 
 
@@ -205,7 +206,7 @@ def load_start(
     if start.encoder is not None:
         assert initial is not None
         new = store.load_initial(start.encoder, engine, specs, initial)
-        logger.info("the head starts from new weights: %s", ", ".join(new) or "none")
+        logger.info("%s", start.encoder.describe(new))
     if start.reader is None:
         return
     fresh = engine.state_dict()

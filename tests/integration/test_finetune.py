@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -16,10 +17,15 @@ import torch
 from megatron_deberta.checkpoint.layout import KINDS, committed_steps, find_best, step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.cli.main import main
+from megatron_deberta.config.task_head import with_task_head
 from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE
+from megatron_deberta.finetune.models import open_source_model
+from megatron_deberta.hf.config import SpecialIds, choose_model_type
+from megatron_deberta.hf.export_model import write_hf_model
 from megatron_deberta.observe.metrics import read_metrics
 from megatron_deberta.train.step import TrainStep
 from tests.support.jobs import ForkedRank, fork_server, free_port, rank_variables
+from tests.support.tiny_models import random_weights
 from tests.support.tiny_task import MODEL, write_task
 
 pytest.importorskip("sklearn")
@@ -142,7 +148,81 @@ def test_the_best_checkpoint_is_kept_and_used(
     assert (
         finetune(tmp_path / "next", "train.steps=1", "optimizer.warmup_steps=0", model=run_dir) == 0
     )
-    assert "the head starts from new weights: none" in caplog.text
+    assert "the head is taken over unchanged" in caplog.text
+
+
+def published_classifier(folder: Path, fields: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Write a classifier as transformers would save it, with these fields about its classes."""
+    model = open_source_model(MODEL).config
+    config = with_task_head(model, "classification", ("bad", "good"))
+    weights = random_weights(config)
+    shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.json", "*.py"))
+    for path in MODEL.glob("tokenizer*"):
+        shutil.copy(path, folder)
+    write_hf_model(folder, config, choose_model_type(config)[0], weights.__getitem__, SpecialIds())
+    path = folder / "config.json"
+    written = json.loads(path.read_text())
+    for key in ("id2label", "label2id", "problem_type"):
+        del written[key]
+    path.write_text(json.dumps(written | fields))
+    return weights
+
+
+def predictions(data: Path, model: Path, output: Path) -> list[Any]:
+    command = ["predict", str(data / "task.yaml"), "--model", str(model), "--data", str(data)]
+    assert main([*command, "--output", str(output)]) == EXIT_DONE
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def test_classes_of_a_published_model_are_matched_by_name(
+    tmp_path: Path, data: Path, finetune: Finetune, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The task has the classes bad and good."""
+    same, other, unnamed, many, foreign = (
+        tmp_path / name for name in ("same", "other", "unnamed", "many", "foreign")
+    )
+    weights = published_classifier(same, {"id2label": {"0": "bad", "1": "good"}})
+    expected = predictions(data, same, tmp_path / "a")
+    published_classifier(other, {"id2label": {"0": "GOOD", "1": "BAD"}})
+    found = predictions(data, other, tmp_path / "b")
+    swapped = {"bad": "good", "good": "bad"}
+    assert [p["value"] for p in found] == [swapped[p["value"]] for p in expected]
+    for one, two in zip(found, expected, strict=True):
+        assert one["probabilities"] == pytest.approx(two["probabilities"][::-1])
+
+    # Two default names are not written by transformers.
+    published_classifier(unnamed, {})
+    assert predictions(data, unnamed, tmp_path / "c") == expected
+    assert "does not name its classes; taken to be, in this order: bad, good" in caplog.text
+
+    published_classifier(many, {"problem_type": "multi_label_classification"})
+    for one, two in zip(predictions(data, many, tmp_path / "d"), expected, strict=True):
+        assert one["value"] == two["value"]
+        odds = [math.log(p / (1 - p)) for p in one["probabilities"]]
+        # The difference of the logits is the log-odds of the softmax.
+        first, second = two["probabilities"]
+        assert odds[0] - odds[1] == pytest.approx(math.log(first / second), abs=1e-4)
+        assert sum(one["probabilities"]) != pytest.approx(1, abs=1e-3)
+
+    published_classifier(foreign, {"id2label": {"0": "spam", "1": "ham"}})
+    command = ["predict", str(data / "task.yaml"), "--model", str(foreign), "--data", str(data)]
+    assert main(command) == EXIT_USAGE
+
+    # Fine-tuning starts from the same rows, or from new ones, and says which.
+    for model, said, rows in (
+        (same, "the head is taken over unchanged", [0, 1]),
+        (other, "permuted to the order of the task's classes: bad, good", [1, 0]),
+        (foreign, "classifier.weight, classifier.bias", None),
+    ):
+        caplog.clear()
+        run_dir = tmp_path / f"run-{model.name}"
+        assert finetune(run_dir, "train.steps=1", "optimizer.learning_rate=1e-12",
+                        "optimizer.warmup_steps=0", model=model) == EXIT_DONE  # fmt: skip
+        assert said in caplog.text
+        started = CheckpointReader(step_dir(run_dir, 1)).tensor("classifier.weight")
+        wanted = weights["classifier.weight"][rows or [0, 1]]
+        assert torch.allclose(started, wanted, atol=1e-6) == (rows is not None)
+    assert "has the classes spam, ham, not bad, good" in caplog.text
 
 
 def test_two_ranks_predict_as_one(

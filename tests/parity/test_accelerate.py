@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from megatron_deberta.hf import accelerate
+from megatron_deberta.hf import Acceleration, accelerate
 from tests.support.compiler import needs_compiler
 from tests.support.corpus import corpus_path
 from tests.support.tiny_models import tiny_tokenizer
@@ -168,6 +170,48 @@ def test_states_of_every_layer() -> None:
         assert len(model.encoder(embedded, batch["attention_mask"]).hidden_states) == 3
 
 
+def test_calls_of_several_threads_do_not_mix() -> None:
+    """Each call has as many states as its caller wants, also while others run."""
+    model, batch = build("v2").eval(), inputs(2, 6)
+
+    def states(wanted: bool) -> int:
+        with torch.no_grad():
+            return len(model(**batch, output_hidden_states=wanted).hidden_states or ())
+
+    wanted = [number % 2 == 0 for number in range(160)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with accelerate(model), ThreadPoolExecutor(4) as threads:
+            found = list(threads.map(states, wanted))
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == [3 if wish else 0 for wish in wanted]
+
+
+@pytest.mark.parametrize("positional", [False, True])
+def test_a_wish_ends_with_a_call_that_raises(positional: bool) -> None:
+    model, batch = build("v2").eval(), inputs(3, 9)
+    with accelerate(model):
+        embedded = model.embeddings(batch["input_ids"], mask=batch["attention_mask"])
+        with pytest.raises(IndexError):
+            model(input_ids=batch["input_ids"] + VOCABULARY, output_hidden_states=False)
+        # The encoder by itself returns every state, as transformers' own.
+        assert len(model.encoder(embedded, batch["attention_mask"]).hidden_states) == 3
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        if positional:
+            out = model(ids, mask, None, None, None, False, True)
+            assert model(ids, mask, None, None, None, None, False).hidden_states is None
+        else:
+            out = model(**batch, output_hidden_states=True)
+        assert len(out.hidden_states) == 3
+        for refused in (True, None):
+            model.config.output_attentions = refused is None
+            with pytest.raises(ValueError, match="output_attentions"):
+                model(**batch, output_attentions=refused)
+            model.config.output_attentions = False
+
+
 def test_encoder_with_states_at_padding() -> None:
     """As GLiNER calls encoders of its own; stock's padding positions then differ."""
     encoder, states = build("v2").encoder.eval(), torch.randn(3, 9, 32)
@@ -305,7 +349,8 @@ def test_copies_pickles_and_files(tmp_path: Path) -> None:
     stock = model(**batch).logits
     acceleration = accelerate(model)
     assert list(model.state_dict()) == names
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    twins = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    for twin in twins:
         assert type(twin.deberta.encoder) is type(model.deberta.encoder)
         torch.testing.assert_close(twin(**batch).logits, stock, atol=1e-5, rtol=1e-5)
     model.save_pretrained(tmp_path)
@@ -315,8 +360,19 @@ def test_copies_pickles_and_files(tmp_path: Path) -> None:
     acceleration.undo()
     acceleration.undo()
     assert torch.equal(model(**batch).logits, stock)
-    assert "Accelerated" not in repr(model)
-    assert not model.deberta._forward_pre_hooks
+    copied, unpickled = twins
+    with pytest.raises(ValueError, match=r"or Acceleration\(model\)\.undo\(\)"):
+        accelerate(unpickled)
+    assert "Accelerated" in repr(unpickled)
+    Acceleration(unpickled).undo()
+    for own in (model, copied, unpickled):
+        assert torch.equal(own(**batch).logits, stock)
+        assert "Accelerated" not in repr(own)
+        assert vars(own.deberta.encoder).keys() == vars(loaded.deberta.encoder).keys()
+        with accelerate(own):
+            assert len(own.deberta._forward_pre_hooks) == 1
+            torch.testing.assert_close(own(**batch).logits, stock, atol=1e-5, rtol=1e-5)
+        assert not own.deberta._forward_pre_hooks
 
 
 def test_distributed_data_parallel(tmp_path: Path) -> None:

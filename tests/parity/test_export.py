@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -19,11 +20,14 @@ from torch import Tensor
 from transformers import DebertaV2ForMaskedLM
 
 from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.config.task_head import with_task_head
 from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.hf import DebertaForMaskedLM
+from megatron_deberta.hf import export_model as export_model_module
 from megatron_deberta.hf.export_model import ExportResult, export_model, write_hf_model
 from megatron_deberta.hf.import_model import open_release
 from megatron_deberta.hf.loading import build_model, temporary_module_cache
+from megatron_deberta.hf.model_card import loading_lines
 from tests.support.stock_weights import stock_name
 from tests.support.tiny_models import V2, random_weights, reader, tiny_tokenizer
 from tests.support.tolerances import FP32_MODEL
@@ -175,6 +179,11 @@ def test_segment_pairs_keep_token_types_and_the_next_sentence_head(
     config = replace(base, type_vocab_size=2, next_sentence_head=True)
     result = export(config, tmp_path / "out")
     assert result.check.max_error < 1e-5
+    # As a user calls it: transformers' pipelines pass on what the tokenizer returns.
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    pair = tokenizer("She sells shells.", "He counts them.")
+    first = pair["input_ids"].index(tokenizer.sep_token_id) + 1
+    assert pair["token_type_ids"] == [0] * first + [1] * (len(pair["input_ids"]) - first)
     back = open_release(tmp_path / "out", "hf", tmp_path)
     assert back.config.type_vocab_size == 2
     assert back.config.next_sentence_head
@@ -203,6 +212,42 @@ def test_segment_pairs_keep_token_types_and_the_next_sentence_head(
         picked = torch.tensor([[3, 5, -1]] * 3)
         _, pairs = model.decode(ids, mask, picked, token_type_ids=types)
         torch.testing.assert_close(pairs, expected, **FP32_MODEL)
+
+
+def test_a_tokenizer_without_token_types_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export_model_module, "_save_tokenizer", lambda t, f, c: t.save(str(f)))
+    config = replace(V2, type_vocab_size=2, next_sentence_head=True)
+    with pytest.raises(CheckpointError, match="gives other token_type_ids than training"):
+        export(config, tmp_path / "out")
+
+
+def test_pieces_of_a_token_classifier_have_no_spaces(tmp_path: Path) -> None:
+    """Spans of entities begin with their first letter."""
+    config = with_task_head(V2, "tokens", ("O", "B-PER", "I-PER"))
+    export(config, tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in (
+        "The quick  brown fox jumps over the lazy dog.",
+        " She sells\tsea shells ",
+        "a",
+        "",
+    ):
+        found = tokenizer(text, return_offsets_mapping=True)
+        ids = [tiny_tokenizer().cls_id, *tiny_tokenizer().encode(text), tiny_tokenizer().sep_id]
+        assert found["input_ids"] == ids
+        pieces = [text[start:end] for start, end in found["offset_mapping"]]
+        assert pieces == [piece.strip() for piece in pieces]
+    lines = loading_lines(config, "deberta-v2", str(tmp_path / "out"))
+    names: dict[str, Any] = {}
+    exec(lines["token-classification"], names)
+    text = "The quick brown fox jumps over the lazy dog."
+    spans = [(e["start"], e["end"]) for e in names["run"](text)]
+    assert spans
+    # A span has whole words, but for pieces that hold nothing but the space before a word.
+    borders = {m.span()[side] for m in re.finditer(r"\S+", text) for side in (0, 1)}
+    assert all(a in borders and (b in borders or b == a + 1) for a, b in spans)
 
 
 @pytest.mark.parametrize("name", ["v3-like", "1.5b-like", "separate", "v1"])

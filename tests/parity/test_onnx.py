@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -41,7 +43,7 @@ ARCHITECTURES = {
     "v1": V1,
     "conv-types": replace(V2, conv_kernel_size=3, type_vocab_size=2),
     "conv-one-layer": replace(V2, conv_kernel_size=3, conv_activation="tanh", num_layers=1),
-    "c2p": replace(V1, position_terms="c2p"),
+    "c2p": replace(V1, position_terms="c2p", pooler_activation="tanh"),
     "p2c-paper": replace(V2, position_terms="p2c", p2c_index="paper"),
     "roberta": replace(
         V2, position_terms="none", absolute_positions="input", mask_decoder_passes=0
@@ -86,6 +88,20 @@ def test_every_head_of_every_architecture(architecture: str, tmp_path: Path) -> 
     _, kind, parity = write(ARCHITECTURES[architecture], tmp_path / "e.onnx", encoder=True)
     assert kind == "encoder"
     assert parity.max_error < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "int8"])
+@pytest.mark.parametrize(("rows", "masks"), [(2, 0), (0, 3), (0, 0)])
+def test_no_masks_give_an_empty_result(
+    dtype: OnnxDtype, rows: int, masks: int, tmp_path: Path
+) -> None:
+    write_graph(tmp_path / "m.onnx", V2, reader(random_weights(V2)), graph_kind(V2), dtype)
+    session = importlib.import_module("onnxruntime").InferenceSession(str(tmp_path / "m.onnx"))
+    ids = np.ones((rows, 6), np.int64)
+    at = np.zeros((rows, masks), np.int64)
+    inputs = {"input_ids": ids, "attention_mask": ids, "masked_positions": at}
+    (logits,) = session.run(["logits"], inputs)
+    assert logits.shape == (rows, masks, V2.vocab_size)
 
 
 @pytest.mark.parametrize("encoder", [False, True], ids=["fill-mask", "encoder"])

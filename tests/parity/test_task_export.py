@@ -24,7 +24,7 @@ from tests.support.labelled import HEADS, LABELS, SMALL, labelled_rows, labelled
 
 V1 = replace(
     SMALL, key_bias=False, share_position_projections=False, normalize_position_table=False,
-    position_buckets=0, position_key_bias=False,
+    position_buckets=0, position_key_bias=False, pooler_activation="tanh",
 )  # fmt: skip
 ROBERTA = replace(
     SMALL, absolute_positions="input", position_terms="none", mask_decoder_passes=0,

@@ -24,7 +24,7 @@ from megatron_deberta.errors import ConfigError
 from megatron_deberta.hf.heads import HEADS, GraphKind
 from megatron_deberta.hf.onnx.libraries import MAX_FILE_BYTES, GraphWriter
 from megatron_deberta.model import count_parameters
-from megatron_deberta.model.heads import is_roberta, num_outputs
+from megatron_deberta.model.heads import num_outputs, pooler_activation
 from megatron_deberta.ops import RelativePositions
 
 OnnxDtype: TypeAlias = Literal["fp32", "fp16", "int8"]
@@ -223,7 +223,9 @@ class _Model:
         table = self._weight("embeddings.token")
         logits = g.op("Gemm", rows, table, self._weight("head", "bias"), transB=1)
         shape = g.op("Concat", g.op("Shape", chosen), g.integers(config.vocab_size), axis=0)
-        g.output("logits", g.op("Reshape", logits, shape), "batch", "masks", config.vocab_size)
+        # No masks (or no rows) give no logits; without allowzero, a 0 means "as in the input".
+        logits = g.op("Reshape", logits, shape, allowzero=1)
+        g.output("logits", logits, "batch", "masks", config.vocab_size)
 
     def _rows(self, hidden: str, kind: GraphKind) -> None:
         """Add the head on the first token, with the last layer at this token only."""
@@ -237,11 +239,11 @@ class _Model:
             hidden = self._layers(hidden, config.num_layers - 1)
             state = self._last_layer(hidden, first, self._gather_tokens(hidden, first), 1)
         pooled = self._linear(g.op("Squeeze", state, g.integers(1)), "pooler.dense")
-        pooled = g.op("Tanh" if is_roberta(config) else "Gelu", pooled)
+        pooled = g.op("Tanh" if pooler_activation(config) == "tanh" else "Gelu", pooled)
         logits = self._linear(pooled, "classifier")
         if kind == "choices":
             shape = g.op("Shape", "input_ids", end=2)
-            g.output("logits", g.op("Reshape", logits, shape), "batch", "choices")
+            g.output("logits", g.op("Reshape", logits, shape, allowzero=1), "batch", "choices")
         else:
             g.output("logits", logits, "batch", num_outputs(config))
 

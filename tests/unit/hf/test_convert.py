@@ -245,8 +245,96 @@ def test_import_says_why_it_cannot_fill_masks(
     assert main([*arguments, str(tmp_path / "new")]) == 0
     output = capsys.readouterr().out
     assert "It cannot fill masks before it is trained to: it is a discriminator" in output
+    # Neither can the import, nor its export, nor an import of that.
+    new, again, third = tmp_path / "new", tmp_path / "again", tmp_path / "third"
+    refuses_to_predict(new, "it is a discriminator", tmp_path, capsys)
+    assert main(["convert", "--checkpoint", str(new), "--output", str(again)]) == 0
+    assert "It cannot fill masks before it is trained to" in capsys.readouterr().out
+    refuses_to_predict(again, "it is a discriminator", tmp_path, capsys)
+    assert main(["convert", "--from", "hf", str(again), "--output", str(third)]) == 0
+    capsys.readouterr()
+    refuses_to_predict(third, "it is a discriminator", tmp_path, capsys)
     message = error_of([*arguments, str(tmp_path / "x"), "--generator-only"], capsys, 1)
     assert "the generator cannot fill masks: it is a discriminator" in message
+
+
+def refuses_to_predict(
+    model: Path, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Check that neither ``fill-mask`` nor the perplexity of a text is computed."""
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog.\n")
+    assert why in error_of(["fill-mask", str(model), TEXT], capsys, 1)
+    arguments = ["evaluate", "perplexity", "--model", str(model), "--data", str(text)]
+    assert why in error_of(arguments, capsys, 1)
+
+
+def test_an_encoder_is_imported_but_predicts_no_masks(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, new, pair = tmp_path / "out", tmp_path / "new", tmp_path / "pair"
+    main(["convert", "--checkpoint", str(run_dir), "--output", str(out)])
+    tensors = load_file(out / "model.safetensors")
+    encoder = {name: value for name, value in tensors.items() if "lm_predictions" not in name}
+    save_file(encoder, out / "model.safetensors")
+    assert main(["convert", "--from", "hf", str(out), "--output", str(new)]) == 0
+    arguments = ["--from", "hf", str(out), "--new-generator", "--output", str(pair)]
+    for name, shape in (("dense", (32, 32)), ("LayerNorm", (32,)), ("classifier", (1, 32))):
+        encoder[f"mask_predictions.{name}.weight"] = torch.ones(shape)
+        encoder[f"mask_predictions.{name}.bias"] = torch.ones(shape[0])
+    save_file(encoder, out / "model.safetensors")
+    assert main(["convert", *arguments]) == 0
+    capsys.readouterr()
+    refuses_to_predict(new, "the file lacks lm_predictions", tmp_path, capsys)
+    refuses_to_predict(pair, "its generator is new", tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "said"),
+    [
+        ("import", ["--to", "onnx"], "--to is for exports (--checkpoint), not for --from"),
+        ("import", ["--to", "hf"], "--to is for exports"),
+        ("import", ["--dtype", "fp32"], "--dtype is for exports"),
+        ("import", ["--form", "masked"], "--form is for exports"),
+        ("import", ["--encoder"], "--encoder is for exports"),
+        ("import", ["--no-timing"], "--no-timing is for exports"),
+        ("import", ["--average", "2"], "--average is for exports"),
+        ("import", ["--ema", "1"], "--ema is for exports"),
+        ("import", ["--moving-average"], "--moving-average is for exports"),
+        ("import", ["--data", "x"], "--data is for exports"),
+        ("import", ["--every", "1"], "--every is for exports"),
+        ("import", ["--generator-sha256", "0" * 64], "--generator-sha256 is for --generator"),
+        ("export", ["--generator", "x"], "--generator is for imports (--from)"),
+        ("export", ["--new-generator"], "--new-generator is for imports"),
+        ("export", ["--generator-only"], "--generator-only is for imports"),
+        ("export", ["--allow-pickle-weights-only"], "--allow-pickle-weights-only is for imports"),
+        ("export", ["--sha256", "0" * 64], "--sha256 is for imports"),
+        ("export", ["--seed", "0"], "--seed is for imports"),
+        ("export", ["--every", "1", "--ema", "1"], "--ema excludes --every"),
+        ("export", ["--average", "0"], "--average: 0 must be at least 1"),
+        ("export", ["--moving-average", "--ema", "1"], "--moving-average excludes"),
+        ("export", ["--encoder"], "--encoder is for --to onnx"),
+    ],
+)
+def test_options_that_would_be_passed_over_are_refused(
+    mode: str,
+    options: list[str],
+    said: str,
+    run_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source = ["--from", "hf", str(tmp_path)] if mode == "import" else ["--checkpoint", str(run_dir)]
+    arguments = ["convert", *source, "--output", str(tmp_path / "out"), *options]
+    assert said in error_of(arguments, capsys, 2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_shards_without_a_weight_are_refused(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["fill-mask", str(run_dir), TEXT, "--prior-shards", "x"]
+    assert "--prior-shards needs --prior-weight above 0" in error_of(arguments, capsys, 2)
 
 
 def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int) -> str:

@@ -69,6 +69,62 @@ def test_next_sentence_labels_are_plain_and_old_exports_still_load(tmp_path: Pat
     assert all(torch.equal(tensor, weights[name]) for name, tensor in release.tensors())
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("", "module."),
+        ("", "_orig_mod."),
+        ("", "module._orig_mod."),
+        ("", "model."),
+        ("deberta.", "deberta._orig_mod."),
+    ],
+)
+def test_names_of_wrapped_models_are_read(model: Path, old: str, new: str) -> None:
+    """Of DistributedDataParallel, torch.compile of the whole or a part, and Lightning."""
+
+    def rename(tensors: dict[str, Tensor]) -> None:
+        for name in sorted(tensors):
+            if name.startswith(old):
+                tensors[new + name.removeprefix(old)] = tensors.pop(name)
+
+    change(model, rename)
+    weights = random_weights(V2)
+    release = read(model)
+    assert release.notes == ()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in release.tensors())
+
+
+def test_several_models_in_a_file_are_refused(model: Path) -> None:
+    def double(tensors: dict[str, Tensor]) -> None:
+        tensors |= {f"teacher.{name}": tensor.clone() for name, tensor in tensors.items()}
+
+    change(model, double)
+    with pytest.raises(CheckpointError, match=r"several models, with the prefixes '', 'teacher\.'"):
+        read(model)
+
+
+def test_a_tensor_in_two_files_is_refused(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").rename(model / "model.fp16.safetensors")
+    save_file(tensors, model / "old.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"fp16\.safetensors and .*old\.safetensors both hold"
+    ):
+        read(model)
+
+
+def test_weights_of_another_kind_name_a_tensor(model: Path) -> None:
+    def rename(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            tensors[f"{name}.lora"] = tensors.pop(name)
+
+    change(model, rename)
+    with pytest.raises(
+        CheckpointError, match=r"word_embeddings\.weight \(the first tensor is .*lora"
+    ):
+        read(model)
+
+
 def test_missing_encoder_tensor_is_refused(model: Path) -> None:
     name = "deberta.encoder.layer.1.output.dense.bias"
     change(model, lambda tensors: tensors.pop(name))

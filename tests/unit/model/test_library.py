@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_deberta import DebertaConfig, DebertaForMaskedLM, DebertaModel
 from megatron_deberta.data.batch import Batch
-from megatron_deberta.errors import ConfigError
+from megatron_deberta.errors import ConfigError, MegatronDebertaError
 from megatron_deberta.model import RuntimeOptions
 from megatron_deberta.objectives import MaskedLanguageModel
 
@@ -76,6 +79,48 @@ def test_the_meta_device_is_left_uninitialised() -> None:
 def test_contradictory_configs_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"num_heads=5 does not divide model.hidden_size=32"):
         DebertaModel(DebertaConfig(hidden_size=32, num_heads=5))
+
+
+def test_a_misspelt_setting_names_the_right_one() -> None:
+    with pytest.raises(TypeError, match=r"^DebertaConfig has no setting hiden_size; did you mean "
+                       r"hidden_size\?$"):  # fmt: skip
+        DebertaConfig(hiden_size=32)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^DebertaConfig has no setting xyz; it has num_layers, "):
+        DebertaConfig(xyz=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="takes settings by name"):
+        DebertaConfig(12)  # type: ignore[misc]
+    assert copy.deepcopy(CONFIG) == pickle.loads(pickle.dumps(CONFIG)) == CONFIG
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ({"input_ids": IDS[0]}, r"input_ids: got shape \[12\], expected \[batch, tokens\]"),
+        ({"input_ids": IDS + 67}, "input_ids: got [0-9]+, expected 0 to 66: 67 rows of vocab_size"),
+        ({"input_ids": IDS - 99}, "input_ids: got -[0-9]+, expected 0 to 66"),
+        (
+            {"input_ids": torch.ones(1, 99).long()},
+            "rows of 99 tokens, but the model has [0-9]+ pos",
+        ),
+        ({"attention_mask": torch.ones(2, 11)}, r"attention_mask: got shape \[2, 11\]"),
+        ({"attention_mask": torch.full((2, 12), -1e4)}, "attention_mask: got -10000.0"),
+        ({"token_type_ids": torch.ones(2, 1).long()}, "token_type_ids: got shape"),
+        ({"token_type_ids": torch.full((2, 12), 2)}, "token_type_ids: got 2, expected 0 to 1"),
+        ({"position_ids": torch.full((2, 12), 512)}, "position_ids: got 512"),
+        ({"labels": torch.full((2, 12), 67)}, "labels: got 67, expected 0 to 66"),
+        ({"labels": torch.full((2, 12), -1)}, "labels: got -1"),
+    ],
+)
+def test_inputs_out_of_range_are_named(inputs: dict[str, torch.Tensor], said: str) -> None:
+    config = replace(
+        CONFIG, absolute_positions="input", type_vocab_size=2, max_position_embeddings=64
+    )
+    with pytest.raises(ValueError, match=said) as error:
+        DebertaForMaskedLM(config).eval()(**{"input_ids": IDS, **inputs})
+    assert isinstance(error.value, MegatronDebertaError)
+    if "labels" not in inputs:
+        with pytest.raises(ValueError, match=said):
+            DebertaModel(config).eval()(**{"input_ids": IDS, **inputs})
 
 
 def test_masks_of_integers_and_no_mask() -> None:
