@@ -43,6 +43,7 @@ from megatron_deberta.cluster.slurm.submit import (
 )
 from megatron_deberta.config import load_config, save_config, validate_for_world
 from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.data.shards.prefixes import blend_weight
 from megatron_deberta.errors import EXIT_DONE, ConfigError
 from megatron_deberta.files import write_atomically
 
@@ -210,12 +211,17 @@ def check_fit(config: RunConfig, profile: ClusterProfile, nodes: int) -> RunConf
         raise ConfigError(f"--nodes {nodes} must be at least 1; set it, or cluster.nodes")
     check_dtype(config.precision.dtype, profile.dtypes)
     sized = replace(config.cluster, nodes=nodes, ranks_per_node=profile.ranks_per_node)
+    sized = replace(sized, prometheus_file=_absolute(sized.prometheus_file))
     config = replace(config, cluster=sized)
     validate_for_world(config, nodes * profile.ranks_per_node)
     data, train = config.data, config.train
     return replace(
         config,
-        train=replace(train, run_dir=os.path.abspath(train.run_dir)),
+        train=replace(
+            train,
+            run_dir=os.path.abspath(train.run_dir),
+            blimp_data=_absolute(train.blimp_data),
+        ),
         finetune=replace(
             config.finetune,
             # A name of a packaged task stays.
@@ -226,23 +232,28 @@ def check_fit(config: RunConfig, profile: ClusterProfile, nodes: int) -> RunConf
             cache=_absolute(config.finetune.cache),
         ),
         tokenizer=replace(config.tokenizer, path=_absolute(config.tokenizer.path)),
-        checkpoint=replace(config.checkpoint, load_from=_absolute(config.checkpoint.load_from)),
+        checkpoint=replace(
+            config.checkpoint,
+            load_from=_absolute(config.checkpoint.load_from),
+            continue_from=_absolute(config.checkpoint.continue_from),
+        ),
         data=replace(
             data,
-            train=tuple(map(_absolute, data.train)),
-            validation=tuple(map(_absolute, data.validation)),
+            train=tuple(map(_absolute_prefix, data.train)),
+            validation=tuple(map(_absolute_prefix, data.validation)),
             index_cache=_absolute(data.index_cache),
         ),
     )
 
 
 def _absolute(path: str) -> str:
-    """Return the absolute path of a prefix; blend weights and empty strings are unchanged."""
-    try:
-        float(path)
-    except ValueError:
-        return os.path.abspath(path) if path else ""
-    return path
+    """Return an absolute path; an empty string is unchanged."""
+    return os.path.abspath(path) if path else ""
+
+
+def _absolute_prefix(text: str) -> str:
+    """Return the absolute path of a shard; the weights of a blend are unchanged."""
+    return _absolute(text) if blend_weight(text) is None else text
 
 
 def describe(spec: JobSpec, command: list[str], problem: str) -> str:

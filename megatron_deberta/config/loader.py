@@ -101,16 +101,18 @@ def _layers(path: Path, ancestors: tuple[Path, ...]) -> Iterator[tuple[str, dict
         raise ConfigError(
             f"{path}: extends itself through `{BASE_KEY}`; remove one of the references"
         )
-    data = read_yaml(path)
+    data = read_yaml(path, keep_text=True)
     if PHASES_KEY in data:
         lines = phase_lines(data.pop(PHASES_KEY), str(path))
-        data["train"] = {**(data.get("train") or {}), PHASES_KEY: lines}
+        train = data.get("train")
+        data["train"] = {**(train if isinstance(train, Mapping) else {}), PHASES_KEY: lines}
     bases = data.pop(BASE_KEY, [])
     if isinstance(bases, str):
         bases = [bases]
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise ConfigError(
-            f"{path}: {BASE_KEY}={bases!r} is not a file name or a list of file names"
+            f"{path}: {BASE_KEY}={bases!r} is not a file name or a list of file names; quote a "
+            "name that looks like a number"
         )
     for base in bases:
         yield from _layers(_find(path.parent, base), (*ancestors, resolved))

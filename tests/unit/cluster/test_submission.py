@@ -135,6 +135,19 @@ def test_job_file_round_trip(tmp_path: Path) -> None:
         JobSpec.read(path)
 
 
+def test_text_of_a_profile_stands_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        "ranks_per_node: 1\npartition: 0123\naccount: 2024_1\nqos: no\n"
+        "environment: {NCCL_ALGO: 010, NCCL_DEBUG: off, OMP_NUM_THREADS: 4}"
+    )
+    profile = load_profile(str(path))
+    assert (profile.partition, profile.account, profile.qos) == ("0123", "2024_1", "no")
+    assert profile.environment == {
+        "NCCL_ALGO": "010", "NCCL_DEBUG": "off", "OMP_NUM_THREADS": "4",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

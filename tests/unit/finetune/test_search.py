@@ -72,6 +72,25 @@ def finish(run: ConfiguredRun, score: float) -> None:
     (run.folder / RESULT_FILE).write_text(json.dumps(result))
 
 
+def test_text_of_a_search_stands_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "search.yaml"
+    path.write_text(
+        "task: 0123\nmodel: 2024_1\ndata: 12:30\nsettings: no\n"
+        "grid: {log.wandb: 555_1, optimizer.freeze: [no, 1e5], finetune.epochs: [1, 1_0]}"
+    )
+    search = load_search(str(path), ["tokenizer=0x10", "finetune.cache=2024_2", "output=yes"])
+    assert (search.task, search.settings) == ("0123", "no")
+    names = [Path(each).name for each in (search.model, search.data, search.tokenizer)]
+    assert [*names, Path(search.output).name] == ["2024_1", "12:30", "0x10", "yes"]
+    assert search.grid == {
+        "log.wandb": "555_1", "optimizer.freeze": ["no", "1e5"], "finetune.epochs": [1, 10],
+        "finetune.cache": "2024_2",
+    }  # fmt: skip
+    for wrong in ("seeds=010", "optimizer.warmup_steps=[1:30]"):
+        with pytest.raises(ConfigError, match="decimal"):
+            load_search(str(path), [wrong])
+
+
 def test_grids_are_those_of_the_papers_table_9(tmp_path: Path) -> None:
     given = ("task=mnli", "model=m", "data=d")
     sizes = {}
