@@ -130,12 +130,12 @@ def conform(
 
 
 def whole_number(variables: Mapping[str, str], name: str, default: int) -> int:
-    """Return an environment variable that is a whole number; the default if it is not set.
+    """Return an environment variable that is a whole number; the default if not set, or empty.
 
     Raises:
         ConfigError: it is something else.
     """
-    text = variables.get(name) or str(default)
+    text = variables.get(name, "").strip() or str(default)
     if not re.fullmatch(r"[0-9]{1,9}", text):
         raise ConfigError(f"{name}={text!r} is not a whole number; unset it, or let SLURM set it")
     return int(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -26,6 +26,8 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         left = list(codes)
 
         class Ends:
+            errors: ClassVar[dict[int, str]] = {}
+
             def __init__(self, plan: Any) -> None:
                 pass
 
@@ -86,6 +88,7 @@ def launch_with_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         class Fails:
             def __init__(self, plan: NodePlan) -> None:
                 self.plan = plan
+                self.errors: dict[int, str] = {}
 
             def run(self) -> int:
                 steps, error = left.pop(0)

@@ -101,6 +101,15 @@ def test_bad_nodes_are_avoided_besides_the_profile_s() -> None:
     assert not any("exclude" in text for text in sbatch_command(spec, profile, Path("/j")))
 
 
+def test_any_number_of_bad_nodes_is_avoided() -> None:
+    nodes = tuple(f"gpu-node-{number:04d}.cluster.example.org" for number in range(300))
+    profile = replace(load_profile("local"), exclude=",".join(nodes[:20]))
+    command = sbatch_command(spec_of(profile), profile, Path("/j"), bad_nodes=nodes)
+    assert f"--exclude={','.join(nodes)}" in command
+    with pytest.raises(ConfigError, match="exclude="):
+        sbatch_command(spec_of(profile), profile, Path("/j"), bad_nodes=(*nodes, "-x"))
+
+
 def test_containers_and_torchrun() -> None:
     profile = replace(
         load_profile("dgx_h100"), container="pyxis", container_image="nvcr.io#nvidia/pytorch:26.10",

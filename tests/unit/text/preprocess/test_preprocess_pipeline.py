@@ -450,6 +450,15 @@ def test_inputs_add_up(corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:
     assert manifest.sources == (corpus, str(other))
 
 
+def test_empty_variables_of_an_array_are_not_given() -> None:
+    array_task, alone = executors.array_task, executors.Share(0, 1)
+    empty = dict.fromkeys([f"SLURM_ARRAY_TASK_{n}" for n in ("ID", "MIN", "STEP", "COUNT")], "")
+    assert array_task(None, empty) == array_task(None, {}) == alone
+    assert array_task(None, {**empty, "SLURM_ARRAY_TASK_ID": "0"}) == alone
+    with pytest.raises(ConfigError, match="SLURM_ARRAY_TASK_ID='x' is not a whole number"):
+        array_task(None, {"SLURM_ARRAY_TASK_ID": "x"})
+
+
 def test_array_tasks_share_the_work(corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:
     build(corpus, tokenizer_dir, tmp_path / "whole")
     common = [
