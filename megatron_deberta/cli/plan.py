@@ -36,6 +36,7 @@ from megatron_deberta.cluster.profile import ClusterProfile, load_profile
 from megatron_deberta.config import RunConfig, load_config
 from megatron_deberta.config.schema import AUTO, ModelConfig
 from megatron_deberta.errors import EXIT_DONE, ConfigError
+from megatron_deberta.finetune.data import planned_steps
 from megatron_deberta.finetune.settings import planned_config
 from megatron_deberta.observe.console import format_duration
 from megatron_deberta.planning.devices import DEVICES, Device
@@ -123,6 +124,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--examples, --row-tokens and --settings need --task NAME")
     if args.task:
         config = _task_config(config, args, overrides, world_size)
+    elif config.finetune.task and config.finetune.epochs:
+        config = planned_steps(config)
     if not 0 < args.failure_days < math.inf:
         raise ConfigError(f"--failure-days {args.failure_days:g} must be above 0, such as 60")
     plan = make_plan(
@@ -336,7 +339,15 @@ def _traffic_table(plan: RunPlan) -> Table:
 
 
 def _time_table(plan: RunPlan) -> Table:
-    parts = ("compute", "tensor_parallel", "gradients", "weights", "optimizer", "total")
+    parts = (
+        "compute",
+        "attention",
+        "tensor_parallel",
+        "gradients",
+        "weights",
+        "optimizer",
+        "total",
+    )
     return _table(
         "predicted time per step, ms",
         [],

@@ -111,10 +111,15 @@ def build_meter(
         first_step: completed steps.
         work: of a step, and of a step with short rows.
     """
-    rate = measure_matmul_rate(groups.device, DTYPES[config.precision.dtype])
+    dtype = DTYPES[config.precision.dtype]
+
+    def measure() -> float:
+        return measure_matmul_rate(groups.device, dtype) * groups.world_size
+
     return ThroughputMeter(
         work=work[0],
-        matmul_rate=rate * groups.world_size,
+        matmul_rate=measure(),
+        measure=measure,
         first_work=work[1],
         first_steps=config.data.short_steps - first_step,
     )

@@ -248,7 +248,7 @@ def test_dry_run_and_table_of_a_search(
 
 
 def test_submission_as_job_array(search_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--cluster", "dgx2", "--jobs", "5", "--dry-run", "ranks=2"]
+    arguments = ["--cluster", "dgx2", "--jobs", "5", "--dry-run", "--no-check", "ranks=2"]
     assert main(["search", str(search_file), *arguments]) == EXIT_DONE
     shown = capsys.readouterr().out
     assert "--array=0-11%5" in shown
