@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     model = open_source_model(Path(args.model), args.tokenizer)
     config = finetune_config(args.task, model, args.data, args.overrides, settings=args.settings)
     if args.dry_run:
-        print(describe_run(config))
+        print(describe_run(config, args.ranks))
         return EXIT_DONE
     if args.save_config:
         save_config(config, args.save_config)

@@ -21,6 +21,8 @@ def report_cpu_plan(config: RunConfig, args: argparse.Namespace) -> str:
     """
     if args.device or args.achieved is not None:
         raise ConfigError(f"--cluster {NAME}: --device and --achieved are about GPUs; omit them")
+    if (args.nodes or 1) > 1:
+        raise ConfigError(f"--cluster {NAME} is this machine alone; omit --nodes {args.nodes}")
     plan = make_cpu_plan(config, args.world_size or 1)
     return json.dumps(plan.to_dict(), indent=1) if args.json else describe(plan)
 

@@ -132,10 +132,12 @@ def predict_bytes(config: RunConfig) -> int:
     return tensors if on_gpu else tensors + LIBRARY_BYTES
 
 
-def describe_run(config: RunConfig) -> str:
+def describe_run(config: RunConfig, ranks: int | None = None) -> str:
     """Format the resolved config, rank grid, batch arithmetic and parameters.
 
-    The number of ranks is that of the launcher, or else of ``cluster.nodes`` full nodes.
+    Args:
+        config: the run.
+        ranks: number of ranks; None: that of the launcher, or else of ``cluster.nodes`` full nodes.
 
     Raises:
         ConfigError: the batch does not divide.
@@ -150,8 +152,8 @@ def describe_run(config: RunConfig) -> str:
 
         config = planned_steps(config)
     environment = read_environment()
-    world_size = environment.world_size
-    if environment.launcher == "none":
+    world_size = environment.world_size if ranks is None else ranks
+    if environment.launcher == "none" and ranks is None:
         world_size = max(1, config.cluster.nodes * config.cluster.ranks_per_node)
     batch = validate_for_world(config, world_size)
     tp_size = config.parallel.tensor_parallel_size

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup
 from torch.distributed.rendezvous import rendezvous
 
@@ -93,7 +94,7 @@ def init_process_groups(
     store.set_timeout(timeout)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore("default_pg", store),
+        store=PrefixStore("default_pg", store),
         rank=environment.rank,
         world_size=environment.world_size,
         timeout=timeout,
@@ -108,7 +109,7 @@ def init_process_groups(
 
 def _meet(
     environment: RankEnvironment, timeout: datetime.timedelta, is_stopped: Callable[[], bool]
-) -> dist.Store:
+) -> Store:
     """Connect to the other ranks.
 
     In a thread: torch waits outside Python, where no signal handler runs.
@@ -119,7 +120,7 @@ def _meet(
     # torchrun serves the ranks itself.
     if environment.rank == 0 and not os.environ.get("TORCHELASTIC_USE_AGENT_STORE"):
         _check_port(port)
-    found: list[dist.Store] = []
+    found: list[Store] = []
     failures: list[Exception] = []
 
     def connect() -> None:

@@ -70,7 +70,7 @@ class RankOutput:
         try:
             target = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            self.problem = error.strerror
+            self.problem = error.strerror or str(error)
         poll = select.poll()
         poll.register(self._source, select.POLLIN)
         while True:
@@ -93,7 +93,7 @@ class RankOutput:
             while rest:
                 rest = rest[os.write(target, rest) :]
         except OSError as error:
-            self.problem = error.strerror
+            self.problem = error.strerror or str(error)
         if self._is_shown:
             try:
                 sys.stdout.buffer.write(block)

@@ -13,9 +13,11 @@ import pytest
 
 from benchmarks.planning import paper as plan_paper
 from megatron_deberta.cli.main import main
+from megatron_deberta.cli.pretrain import predict_bytes
 from megatron_deberta.cluster.profile import load_profile
 from megatron_deberta.config import RunConfig, load_config
 from megatron_deberta.errors import EXIT_USAGE, ConfigError
+from megatron_deberta.planning.cpu import LIBRARY_BYTES, make_cpu_plan
 from megatron_deberta.planning.devices import find_device
 from megatron_deberta.planning.machine import Machine, machine_of
 from megatron_deberta.planning.memory import estimate_memory
@@ -365,3 +367,20 @@ def test_documented_plan_shows_local_checkpoints(capsys: pytest.CaptureFixture[s
     assert values["failures_per_day"] == pytest.approx(16 / 60)
     assert main([*arguments, "--failure-days", "0"]) == EXIT_USAGE
     assert "--failure-days 0 must be above 0" in capsys.readouterr().err
+
+
+def test_nodes_stand_for_their_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_json(capsys, "--json", "--nodes", "2", "--layouts", "0")["world_size"] == 32
+    run = str(RUNS / "1.5b_dgx2.yaml")
+    both = ["plan", run, "--cluster", "dgx2", "--nodes", "2", "--world-size", "32"]
+    assert main(both) == EXIT_USAGE
+    assert "--nodes 2 and --world-size 32 contradict" in capsys.readouterr().err
+    assert main(["plan", run, "--cluster", "cpu", "--nodes", "2"]) == EXIT_USAGE
+
+
+def test_banner_and_plan_predict_the_same_memory() -> None:
+    settings = ["model.vocab_size=8000", "train.device=cpu", "parallel.tensor_parallel_size=1"]
+    config = load_config(RUNS / "quickstart.yaml", settings)
+    plan = make_cpu_plan(config, 1)
+    expected = plan.memory[config.parallel.recompute].total + LIBRARY_BYTES
+    assert predict_bytes(config) == expected
