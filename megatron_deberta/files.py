@@ -15,9 +15,12 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
+MAX_RECORD_BYTES = 1 << 30
+"""Largest file of records, such as ``metrics.jsonl``, that is read at once."""
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
@@ -183,6 +186,20 @@ def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
     if len(content) > most:
         raise OSError(errno.EFBIG, f"Larger than {most:,} bytes", os.fspath(path))
     return content
+
+
+def open_appending(path: str | os.PathLike[str]) -> FileIO:
+    """Open a file for reading and appending, unbuffered; a pipe, which may block, is refused.
+
+    Raises:
+        OSError: it cannot be opened, or is a pipe.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
+    if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "Not a regular file", os.fspath(path))
+    return open(descriptor, "a+b", buffering=0)
 
 
 def sha256_file(path: str | Path) -> str:
