@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from megatron_deberta.finetune.search.local import (
     LOG_FILE,
     Outcome,
     StopRequest,
+    lock_folder,
     run_all,
     slot_environments,
 )
@@ -228,6 +230,28 @@ def test_prune_keeps_the_best_cell_and_unfinished_ones(
     left = [run for run in runs if checkpoints_dir(run.folder).exists()]
     assert left == runs[3:]
     assert collect(runs, "accuracy") == found
+
+
+def test_a_search_is_submitted_by_one_command_at_a_time(
+    search_file: Path, search: SearchConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    descriptor = lock_folder(Path(search.output))
+    command = ["search", str(search_file), "--cluster", "local", "--no-check"]
+    assert main(command) == EXIT_USAGE
+    assert "another search runs in this folder" in capsys.readouterr().err
+    assert not (Path(search.output) / "submissions").exists()
+    os.close(descriptor)
+
+
+def test_the_data_of_a_search_are_checked_before_it_is_submitted(
+    search_file: Path, search: SearchConfig, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    empty = tmp_path / "data" / "train.tsv"
+    empty.write_text("text\tlabel\n")
+    command = ["search", str(search_file), "--cluster", "local", "--dry-run"]
+    assert main(command) == EXIT_USAGE
+    assert "# error: " in capsys.readouterr().out
+    assert main([*command, "--no-check"]) == EXIT_DONE
 
 
 def test_dry_run_and_table_of_a_search(
