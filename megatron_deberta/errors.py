@@ -55,6 +55,10 @@ class TopologyError(MegatronDebertaError):
     exit_code = EXIT_USAGE
 
 
+class RendezvousError(MegatronDebertaError):
+    """The ranks of a job cannot connect to each other."""
+
+
 class CheckpointError(MegatronDebertaError):
     """A checkpoint is missing, damaged, or from another model."""
 

@@ -10,12 +10,17 @@ import hashlib
 import logging
 import os
 import shutil
+import stat
 import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
+from typing import BinaryIO
 
+MAX_RECORD_BYTES = 1 << 30
+"""Largest file of records, such as ``metrics.jsonl``, that is read at once."""
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
@@ -147,6 +152,54 @@ def did_you_mean(path: Path, suffix: str = "") -> str:
         meant = missing.with_name(similar[0]) / path.relative_to(missing) if similar else missing
         return f"; did you mean {meant}?" if meant.exists() else ""
     return ""
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file for reading; a pipe or device, which may never end, is refused.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    # Without O_NONBLOCK, opening a pipe waits for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        reason = os.strerror(number) if stat.S_ISDIR(mode) else "Not a regular file"
+        raise OSError(number, reason, os.fspath(path))
+    return open(descriptor, "rb")
+
+
+def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
+    """Read a regular file.
+
+    Args:
+        path: the file.
+        most: its maximum size in bytes.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or is larger.
+    """
+    with open_regular(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"Larger than {most:,} bytes", os.fspath(path))
+    return content
+
+
+def open_appending(path: str | os.PathLike[str]) -> FileIO:
+    """Open a file for reading and appending, unbuffered; a pipe, which may block, is refused.
+
+    Raises:
+        OSError: it cannot be opened, or is a pipe.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
+    if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "Not a regular file", os.fspath(path))
+    return open(descriptor, "a+b", buffering=0)
 
 
 def sha256_file(path: str | Path) -> str:

@@ -18,6 +18,7 @@ from typing import Annotated, Any, TypeVar, cast
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from megatron_deberta.errors import ConfigError, DataError, MegatronDebertaError, printable
+from megatron_deberta.files import MAX_RECORD_BYTES, read_regular
 
 T = TypeVar("T")
 
@@ -96,7 +97,7 @@ def read_json(
         OSError: it cannot be read.
         MegatronDebertaError: of type ``error``; names the first wrong value.
     """
-    content = path.read_bytes()
+    content = read_regular(path, MAX_RECORD_BYTES)
     return parse_json(
         content, schema, path, what, remedy=remedy, error=error, ignore_unknown=ignore_unknown
     )
@@ -130,12 +131,13 @@ def conform(
 
 
 def whole_number(variables: Mapping[str, str], name: str, default: int) -> int:
-    """Return an environment variable that is a whole number; the default if it is not set.
+    """Return an environment variable that is a whole number; the default if not set, or empty.
 
     Raises:
         ConfigError: it is something else.
     """
-    text = variables.get(name) or str(default)
+    given = variables.get(name, "")
+    text = given if given.strip() else str(default)
     if not re.fullmatch(r"[0-9]{1,9}", text):
         raise ConfigError(f"{name}={text!r} is not a whole number; unset it, or let SLURM set it")
     return int(text)

@@ -10,14 +10,22 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from functools import cache
 
 from megatron_deberta.cli import main
 from megatron_deberta.cli.config import choices, list_keys
+from megatron_deberta.cluster.profile import PROFILES
+from megatron_deberta.config.loader import CONFIG_ROOTS
 from megatron_deberta.errors import EXIT_DONE
+from megatron_deberta.tasks.task import task_names
+
+_FOLDERS = {"config": "configs/runs", "search": "configs/searches"}
+"""Folders of packaged files, by the positional argument that names them."""
 
 _BASH = """\
 _megatron_deberta() {{
-  local word=${{COMP_WORDS[COMP_CWORD]}} key=${{COMP_WORDS[COMP_CWORD-1]}} flags= keys= values=
+  local word=${{COMP_WORDS[COMP_CWORD]}} key=${{COMP_WORDS[COMP_CWORD-1]}}
+  local flags= keys= values= names=
   if ((COMP_CWORD == 1)); then
     COMPREPLY=($(compgen -W "{commands}" -- "$word"))
     return
@@ -33,18 +41,23 @@ _megatron_deberta() {{
   esac
   if [[ -n $values ]]; then
     COMPREPLY=($(compgen -W "$values" -- "$word"))
+    if ((!${{#COMPREPLY[@]}})); then compopt -o default; fi
   elif [[ $word == -* ]]; then
     COMPREPLY=($(compgen -W "$flags" -- "$word"))
   else
     COMPREPLY=($(compgen -W "$keys" -- "$word"))
-    if ((${{#COMPREPLY[@]}})); then compopt -o nospace; else compopt -o default; fi
+    if ((${{#COMPREPLY[@]}})); then compopt -o nospace; fi
+    if [[ -n $(compgen -W "$names" -- "$word") ]]; then
+      COMPREPLY+=($( (compgen -W "$names" -- "$word"; compgen -f -- "$word") | sort -u))
+    fi
+    if ((!${{#COMPREPLY[@]}})); then compopt -o default; fi
   fi
 }}
 complete -F _megatron_deberta megatron-deberta
 """
 _ZSH = """\
 #compdef megatron-deberta
-local flags keys values key=$words[CURRENT-1]
+local flags keys values names key=$words[CURRENT-1]
 if ((CURRENT == 2)); then
   compadd -- {commands}
   return
@@ -63,6 +76,7 @@ elif [[ $PREFIX == -* ]]; then
   compadd -- ${{=flags}}
 else
   _files
+  compadd -- ${{=names}}
   compadd -S '' -- ${{=keys}}
 fi
 """
@@ -98,6 +112,33 @@ def takes_keys(parser: argparse.ArgumentParser) -> bool:
     return any(action.dest == "overrides" for action in parser._actions)
 
 
+@cache
+def packaged(folder: str) -> tuple[str, ...]:
+    """Return the names of packaged files, such as ``configs/runs/small.yaml``."""
+    for root in CONFIG_ROOTS:
+        if found := sorted((root / folder).glob("*.yaml")):
+            return tuple(f"{folder}/{path.name}" for path in found)
+    return ()
+
+
+def names(parser: argparse.ArgumentParser) -> list[str]:
+    """Return what a command's positional arguments can name: configs, searches and tasks."""
+    given = {action.dest for action in parser._actions if not action.option_strings}
+    found = [
+        name for dest, folder in _FOLDERS.items() if dest in given for name in packaged(folder)
+    ]
+    return [*found, *(task_names() if "task" in given else [])]
+
+
+def option_values(action: argparse.Action) -> list[str]:
+    """Return what an option can name; empty: not known."""
+    if action.choices:
+        return list(map(str, action.choices))
+    if action.dest == "cluster":
+        return sorted(path.stem for path in PROFILES.glob("*.yaml"))
+    return task_names() if action.dest == "task" else []
+
+
 def _keys() -> str:
     return " ".join(f"{key.name}=" for key in list_keys())
 
@@ -107,8 +148,9 @@ def _value_cases() -> str:
     cases = {f"*:key:{key}": values for key, values in choices().items()}
     for command, parser in parsers().items():
         for action in parser._actions:
-            for name in action.option_strings if action.choices else ():
-                cases[f"{command.name}:*:{name}"] = list(map(str, action.choices or ()))
+            for name in action.option_strings:
+                if values := option_values(action):
+                    cases[f"{command.name}:*:{name}"] = values
     return "\n".join(
         f"    {case}) values={shlex.quote(' '.join(values))} ;;" for case, values in cases.items()
     )
@@ -118,7 +160,8 @@ def script(shell: str) -> str:
     """Return the script for bash or zsh."""
     cases = "\n".join(
         f"    {command.name}) flags={shlex.quote(' '.join(options(parser)))}"
-        f"{' keys=' + shlex.quote(_keys()) if takes_keys(parser) else ''} ;;"
+        f"{' keys=' + shlex.quote(_keys()) if takes_keys(parser) else ''}"
+        f"{' names=' + shlex.quote(' '.join(names(parser))) if names(parser) else ''} ;;"
         for command, parser in parsers().items()
     )
     commands = " ".join(command.name for command in main.COMMANDS)
@@ -136,11 +179,14 @@ def fish_script() -> str:
         )
         seen = f"-n '__fish_seen_subcommand_from {command.name}'"
         for action in parser._actions:
-            names = [name for name in action.option_strings if name.startswith("--")]
+            flags = [name for name in action.option_strings if name.startswith("--")]
             text = (action.help or "").partition(";")[0].partition(" (")[0]
-            values = shlex.quote(" ".join(map(str, action.choices or ())))
-            taken = f" -x -a {values}" if action.choices else ""
-            lines += [f"{seen} -l {name[2:]} -d {shlex.quote(text)}{taken}" for name in names]
+            values = shlex.quote(" ".join(option_values(action)))
+            taken = f" -x -a {values}" if action.choices else f" -r -a {values}"
+            taken = taken if option_values(action) else ""
+            lines += [f"{seen} -l {name[2:]} -d {shlex.quote(text)}{taken}" for name in flags]
+        if names(parser):
+            lines.append(f"{seen} -a {shlex.quote(' '.join(names(parser)))}")
         if takes_keys(parser):
             pairs = [f"{key}={value}" for key, values in choices().items() for value in values]
             lines.append(f"{seen} -a {shlex.quote(' '.join([_keys(), *pairs]))}")

@@ -32,14 +32,17 @@ from megatron_deberta.cli.text_input import (
     add_input_arguments,
     add_rerun_arguments,
 )
-from megatron_deberta.cli.text_job import add_estimate_arguments, estimated_input, open_work
+from megatron_deberta.cli.text_job import (
+    add_estimate_arguments,
+    estimated_input,
+    not_published,
+    open_work,
+)
 from megatron_deberta.errors import EXIT_DONE, ConfigError
 from megatron_deberta.text.deduplicate.output import SUFFIXES
 from megatron_deberta.text.deduplicate.pipeline import deduplicate
 from megatron_deberta.text.deduplicate.settings import Settings
 from megatron_deberta.text.readers.checks import find_both_sides
-
-NOT_LAST = "{}: this task is done; the last one to finish publishes"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
             compression=args.compress,
         )
     if not summary:
-        print(NOT_LAST.format(args.output))
+        print(not_published(args.output))
         return EXIT_DONE
     removed = summary["removed"]
     print(

@@ -87,9 +87,7 @@ def run_checks(args: argparse.Namespace) -> Checks:
     checks = [
         ("torch", installation.check_torch),
         *([("compiler", installation.check_compiler)] if compiles(config) else []),
-        ("run folder", lambda: check_folder(Path(config.train.run_dir))),
-        ("space", lambda: check_space(config)),
-        ("tokenizer, data and resume", lambda: check_data(config, args.allow_config_change)),
+        *file_checks(config, args.allow_config_change),
     ]
     if args.cluster is not None:
         profile = load_profile(args.cluster, trusted=True)
@@ -99,6 +97,33 @@ def run_checks(args: argparse.Namespace) -> Checks:
             ("SLURM", lambda: check_slurm(profile)),
         ]
     return checks
+
+
+def file_checks(config: RunConfig, allow_change: bool) -> Checks:
+    """Return the checks of run folder, space, tokenizer, data and checkpoint."""
+    return (
+        ("run folder", lambda: check_folder(Path(config.train.run_dir))),
+        ("space", lambda: check_space(config)),
+        ("tokenizer, data and resume", lambda: check_data(config, allow_change)),
+    )
+
+
+def file_problem(config: RunConfig, allow_change: bool = False) -> str:
+    """Return the first thing that is wrong with a run's files, as ``submit`` reports it.
+
+    Args:
+        config: the run.
+        allow_change: as for ``--allow-config-change``.
+
+    Returns:
+        The problem; empty: there is none.
+    """
+    try:
+        for _, check in file_checks(with_vocab_size(config), allow_change):
+            check()
+    except (MegatronDebertaError, OSError) as error:
+        return f"{error} (--no-check leaves this check out)"
+    return ""
 
 
 def compiles(config: RunConfig) -> bool:

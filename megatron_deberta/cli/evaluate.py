@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 MINIMAL_PAIRS = "blimp"
 PERPLEXITY = "perplexity"
+GROUP_PREFIX = "accuracy_"
+"""Names of the metrics of an example's ``group``."""
+_MOST_GROUPS = 12
 _OPTIONS = {
     "split": None,
     "limit": MINIMAL_PAIRS,
@@ -98,11 +101,25 @@ def run(args: argparse.Namespace) -> int:
         if predictor.groups.rank == 0:
             metrics = score(predictor.task, split.examples, split.encoded, outputs)
             metrics = {"loss": loss, **metrics}
-            for name, value in metrics.items():
-                print(f"{name:<20} {value:.4f}")
+            print(describe_metrics(metrics))
             if args.output:
                 Path(args.output).write_text(json.dumps(metrics, indent=2) + "\n")
     return EXIT_DONE
+
+
+def describe_metrics(metrics: dict[str, float]) -> str:
+    """Format one metric per line; of the accuracies of many groups, their range."""
+    groups = {name: value for name, value in metrics.items() if name.startswith(GROUP_PREFIX)}
+    if len(groups) <= _MOST_GROUPS:
+        groups = {}
+    lines = [f"{name:<20} {value:.4f}" for name, value in metrics.items() if name not in groups]
+    if groups:
+        low, high = min(groups, key=groups.__getitem__), max(groups, key=groups.__getitem__)
+        lines.append(
+            f"{len(groups)} groups: from {groups[low]:.4f} ({low.removeprefix(GROUP_PREFIX)}) to "
+            f"{groups[high]:.4f} ({high.removeprefix(GROUP_PREFIX)}); --output FILE has all"
+        )
+    return "\n".join(lines)
 
 
 def _run_minimal_pairs(args: argparse.Namespace) -> int:

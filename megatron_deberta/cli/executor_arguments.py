@@ -88,7 +88,7 @@ def executor_options(args: argparse.Namespace) -> ExecutorOptions:
 
 def _launched_ranks() -> int:
     # A meeting point is not needed.
-    environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", **os.environ}
+    environment = {**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     return read_environment(environment).world_size
 
 

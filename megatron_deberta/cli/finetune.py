@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     config = finetune_config(args.task, model, args.data, args.overrides, settings=args.settings)
     settings = describe_settings(load_task(args.task), model.config, args.settings, config)
     if args.dry_run:
-        print(describe_run(config))
+        print(describe_run(config, args.ranks))
         print(settings)
         return EXIT_DONE
     if args.save_config:

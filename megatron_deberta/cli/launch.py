@@ -18,6 +18,7 @@ from megatron_deberta.cluster.entry_point import log_times
 from megatron_deberta.cluster.run_lock import raise_if_locked
 from megatron_deberta.cluster.watchdog.local_job import run_local_job
 from megatron_deberta.config import load_config, validate_for_world
+from megatron_deberta.errors import EXIT_DONE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--restarts", type=number(int, 0), default=10, metavar="N", help="restarts after failures"
     )
+    parser.add_argument(
+        "--dry-run", action="store_true",
+        help="print the resolved configuration, ranks, batch and parameters, and exit",
+    )  # fmt: skip
     parser.add_argument(FLAG, action="store_true", help=CONFIG_CHANGE_HELP)
 
 
@@ -37,6 +42,11 @@ def run(args: argparse.Namespace) -> int:
     """Start and supervise the ranks."""
     config = load_config(args.config, args.overrides)
     validate_for_world(config, args.ranks)
+    if args.dry_run:
+        from megatron_deberta.cli.pretrain import describe_run
+
+        print(describe_run(config, args.ranks))
+        return EXIT_DONE
     raise_if_locked(config.train.run_dir)
     log_times()
     arguments = [args.config, *args.overrides, *([FLAG] if args.allow_config_change else [])]

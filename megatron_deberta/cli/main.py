@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import io
 import os
 import select
 import sys
@@ -146,6 +147,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: on ``--help``, ``--version`` (0) and an unknown command (2), as argparse does.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Text of any language is shown; a terminal or pipe may have another encoding.
+        sys.stdout.reconfigure(errors="replace")
     overview = build_overview().parse_args(argv)
     command = next(entry for entry in COMMANDS if entry.name == overview.command)
     debug: bool = overview.debug

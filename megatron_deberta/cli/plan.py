@@ -36,6 +36,7 @@ from megatron_deberta.cluster.profile import ClusterProfile, load_profile
 from megatron_deberta.config import RunConfig, load_config
 from megatron_deberta.config.schema import AUTO, ModelConfig
 from megatron_deberta.errors import EXIT_DONE, ConfigError
+from megatron_deberta.finetune.data import planned_steps
 from megatron_deberta.finetune.settings import planned_config
 from megatron_deberta.observe.console import format_duration
 from megatron_deberta.planning.devices import DEVICES, Device
@@ -60,6 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", type=int, metavar="N",
         help="number of ranks (default: those of cluster.nodes full nodes, at least one)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--nodes", type=number(int, 1), metavar="N",
+        help="number of full nodes, instead of --world-size",
     )  # fmt: skip
     parser.add_argument(
         "--device", default="", metavar="NAME", help="GPU, such as A100 (default: the profile's)"
@@ -114,15 +119,13 @@ def run(args: argparse.Namespace) -> int:
         return EXIT_DONE
     profile = load_profile(args.cluster, trusted=True) if args.cluster else default_profile()
     machine = machine_of(profile, args.device, args.achieved or 0.0)
-    world_size = args.world_size
-    if world_size is None:
-        world_size = max(1, config.cluster.nodes) * machine.ranks_per_node
-        if not args.cluster and not args.task:
-            world_size = _usable_devices(config, world_size)
+    world_size = _world_size(config, args, machine.ranks_per_node)
     if not args.task and (args.examples or args.row_tokens or args.settings):
         raise ConfigError("--examples, --row-tokens and --settings need --task NAME")
     if args.task:
         config = _task_config(config, args, overrides, world_size)
+    elif config.finetune.task and config.finetune.epochs:
+        config = planned_steps(config)
     if not 0 < args.failure_days < math.inf:
         raise ConfigError(f"--failure-days {args.failure_days:g} must be above 0, such as 60")
     plan = make_plan(
@@ -136,6 +139,21 @@ def run(args: argparse.Namespace) -> int:
     console = Console(file=sys.stdout, highlight=False, width=width)
     show(plan, console, args.layouts)
     return EXIT_DONE
+
+
+def _world_size(config: RunConfig, args: argparse.Namespace, per_node: int) -> int:
+    """Return the number of ranks to plan for."""
+    if args.nodes is not None and args.world_size is not None:
+        raise ConfigError(
+            f"--nodes {args.nodes} and --world-size {args.world_size} contradict each other; give "
+            "one of them"
+        )
+    if args.world_size is not None:
+        return int(args.world_size)
+    world_size: int = (args.nodes or max(1, config.cluster.nodes)) * per_node
+    if args.nodes is None and not args.cluster and not args.task:
+        return _usable_devices(config, world_size)
+    return world_size
 
 
 def _usable_devices(config: RunConfig, devices: int) -> int:
@@ -336,7 +354,15 @@ def _traffic_table(plan: RunPlan) -> Table:
 
 
 def _time_table(plan: RunPlan) -> Table:
-    parts = ("compute", "tensor_parallel", "gradients", "weights", "optimizer", "total")
+    parts = (
+        "compute",
+        "attention",
+        "tensor_parallel",
+        "gradients",
+        "weights",
+        "optimizer",
+        "total",
+    )
     return _table(
         "predicted time per step, ms",
         [],

@@ -7,11 +7,9 @@ import json
 
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import ConfigError
-from megatron_deberta.planning.cpu import CpuPlan, make_cpu_plan
+from megatron_deberta.planning.cpu import LIBRARY_BYTES, CpuPlan, make_cpu_plan
 
 NAME = "cpu"
-_LIBRARY_BYTES = 1 << 30
-"""Resident code and data of Python, torch and DeepSpeed in one process, rounded up."""
 
 
 def report_cpu_plan(config: RunConfig, args: argparse.Namespace) -> str:
@@ -23,6 +21,8 @@ def report_cpu_plan(config: RunConfig, args: argparse.Namespace) -> str:
     """
     if args.device or args.achieved is not None:
         raise ConfigError(f"--cluster {NAME}: --device and --achieved are about GPUs; omit them")
+    if (args.nodes or 1) > 1:
+        raise ConfigError(f"--cluster {NAME} is this machine alone; omit --nodes {args.nodes}")
     plan = make_cpu_plan(config, args.world_size or 1)
     return json.dumps(plan.to_dict(), indent=1) if args.json else describe(plan)
 
@@ -31,7 +31,7 @@ def describe(plan: CpuPlan) -> str:
     """Format a plan, one ``name: value`` per line."""
     config, batch = plan.config, plan.batch
     needed = plan.memory[config.parallel.recompute].total
-    has_room = plan.world_size * (needed + _LIBRARY_BYTES) < plan.memory_bytes
+    has_room = plan.world_size * (needed + LIBRARY_BYTES) < plan.memory_bytes
     policies = ", ".join(
         f"{policy} {estimate.total / 2**30:.2g}" for policy, estimate in plan.memory.items()
     )

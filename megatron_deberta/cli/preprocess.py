@@ -24,7 +24,12 @@ from megatron_deberta.cli.text_input import (
     add_input_arguments,
     add_rerun_arguments,
 )
-from megatron_deberta.cli.text_job import add_estimate_arguments, estimated_input, open_work
+from megatron_deberta.cli.text_job import (
+    add_estimate_arguments,
+    estimated_input,
+    not_published,
+    open_work,
+)
 from megatron_deberta.errors import EXIT_DONE, ConfigError
 from megatron_deberta.text.preprocess.encoding import EncodingOptions
 from megatron_deberta.text.preprocess.merging import quarantine_path, shard_prefixes
@@ -100,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
             ),
         )
     if not manifests:
-        print(f"{args.output}: this task is done; the last one to finish merges")
+        print(not_published(args.output))
         return EXIT_DONE
     prefixes = shard_prefixes(args.output, read.keys, args.sentences)
     for prefix, manifest in zip(prefixes, manifests, strict=True):

@@ -110,16 +110,17 @@ def task_functions(config: RunConfig) -> dict[str, Any]:
 
 
 def predict_bytes(config: RunConfig) -> int:
-    """Predict the peak memory of a rank of this job."""
+    """Predict the peak memory of a rank of this job: of its GPU, or of its process."""
     import torch
 
+    from megatron_deberta.planning.cpu import LIBRARY_BYTES
     from megatron_deberta.planning.memory import estimate_memory
 
     on_gpu = torch.cuda.is_available() and config.train.device != "cpu"
     has_triton = on_gpu and torch.cuda.get_device_capability() >= (8, 0)
     chunked = config.parallel.attention_backend == "chunked" or not has_triton
     dp_size = validate_for_world(config, read_environment().world_size).dp_size
-    return max(
+    tensors = max(
         estimate_memory(
             part.config,
             dp_size,
@@ -128,12 +129,15 @@ def predict_bytes(config: RunConfig) -> int:
         ).total
         for part in segments(config)
     )
+    return tensors if on_gpu else tensors + LIBRARY_BYTES
 
 
-def describe_run(config: RunConfig) -> str:
+def describe_run(config: RunConfig, ranks: int | None = None) -> str:
     """Format the resolved config, rank grid, batch arithmetic and parameters.
 
-    The number of ranks is that of the launcher, or else of ``cluster.nodes`` full nodes.
+    Args:
+        config: the run.
+        ranks: number of ranks; None: that of the launcher, or else of ``cluster.nodes`` full nodes.
 
     Raises:
         ConfigError: the batch does not divide.
@@ -142,9 +146,14 @@ def describe_run(config: RunConfig) -> str:
     from megatron_deberta.train.vocab_size import with_vocab_size
 
     config = with_vocab_size(config)
+    finetune, epochs = config.finetune, config.finetune.epochs
+    if finetune.task and (epochs or finetune.validations_per_epoch):
+        from megatron_deberta.finetune.data import planned_steps
+
+        config = planned_steps(config)
     environment = read_environment()
-    world_size = environment.world_size
-    if environment.launcher == "none":
+    world_size = environment.world_size if ranks is None else ranks
+    if environment.launcher == "none" and ranks is None:
         world_size = max(1, config.cluster.nodes * config.cluster.ranks_per_node)
     batch = validate_for_world(config, world_size)
     tp_size = config.parallel.tensor_parallel_size
@@ -153,21 +162,26 @@ def describe_run(config: RunConfig) -> str:
             OmegaConf.to_yaml(OmegaConf.structured(config)),
             f"ranks: {world_size} = {batch.dp_size} data-parallel x {tp_size} tensor-parallel, "
             "rank = dp_rank * tp_size + tp_rank",
-            *_batches(config, batch),
+            *_batches(config, batch, epochs),
             "",
             *_parameter_table(config, tp_size),
         )
     )
 
 
-def _batches(config: RunConfig, batch: BatchArithmetic) -> list[str]:
+def _batches(config: RunConfig, batch: BatchArithmetic, epochs: float) -> list[str]:
     """Format the batch arithmetic, or the phases."""
     if len(segments(config)) > 1:
         return [f"phase {n}: {line}" for n, line in enumerate(describe_phases(config), 1)]
+    amount = f"{_tokens(config, batch)} in {config.train.steps:,} steps"
+    if config.finetune.task:
+        # Rows are as long as their examples.
+        passes = f" = {epochs:g} epochs" if epochs else ""
+        amount = f"{config.train.steps:,} steps{passes}"
     return [
         f"batch: {config.train.global_batch_size} sequences = {batch.dp_size} data-parallel x "
         f"{batch.micro_batch_size} per micro batch x {batch.accumulation_steps} accumulated; "
-        f"{_tokens(config, batch)} in {config.train.steps:,} steps"
+        f"{amount}"
     ]
 
 

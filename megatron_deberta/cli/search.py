@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_deberta.cli.arguments import number
-from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, ConfigError, printable
+from megatron_deberta.cli.submit import add_check_argument
+from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE, ConfigError, printable
 
 if TYPE_CHECKING:
     from megatron_deberta.finetune.search.cells import ConfiguredRun, SearchRun
@@ -55,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trust-profile", action="store_true",
         help="allow the profile to run code, as for submit",
     )  # fmt: skip
+    add_check_argument(parser)
     parser.add_argument("--table", action="store_true", help="print the table, and exit")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the cells, and the command of --cluster"
@@ -236,8 +238,7 @@ def _submit(
     search: SearchConfig, pending: Sequence[ConfiguredRun], args: argparse.Namespace
 ) -> int:
     """Submit the pending runs that are not queued already as job arrays."""
-    from megatron_deberta.cli.submit import check_fit
-    from megatron_deberta.cluster import preflight
+    from megatron_deberta.cli.submit import check_fit, submission_problem
     from megatron_deberta.cluster.profile import load_profile
     from megatron_deberta.cluster.slurm import array
 
@@ -245,16 +246,20 @@ def _submit(
     profile, nodes = array.profile_of_ranks(profile, search.ranks)
     configs = [check_fit(run.config, profile, nodes) for run in pending]
     at_most = args.jobs or 0
+    # The runs have the same model and data.
+    problem = submission_problem(configs[0], profile, args)
     if args.dry_run:
         print(array.describe(profile, configs, Path(search.output), at_most))
-        return EXIT_DONE
-    if (problem := preflight.torch_problem(profile.gpu_architecture, profile.torch_builds)) and (
-        profile.container == "none"
-    ):
+        if problem:
+            print(f"# error: {problem}")
+        return EXIT_USAGE if problem else EXIT_DONE
+    if problem:
         raise ConfigError(problem)
-    for run in pending:
-        run.write_config()
-    jobs, skipped = array.submit(profile, configs, Path(search.output), at_most)
+    # A second search would not see the jobs of this one until sbatch has answered.
+    with _folder_lock(search):
+        for run in pending:
+            run.write_config()
+        jobs, skipped = array.submit(profile, configs, Path(search.output), at_most)
     if skipped:
         print(f"{skipped} runs are queued or running already")
     if jobs:

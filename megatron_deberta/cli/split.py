@@ -19,9 +19,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_deberta.cli.deduplicate import NOT_LAST, add_work_arguments
+from megatron_deberta.cli.deduplicate import add_work_arguments
 from megatron_deberta.cli.text_input import add_input_arguments
-from megatron_deberta.cli.text_job import add_estimate_arguments, estimated_input, open_work
+from megatron_deberta.cli.text_job import (
+    add_estimate_arguments,
+    estimated_input,
+    not_published,
+    open_work,
+)
 from megatron_deberta.errors import EXIT_DONE
 from megatron_deberta.text.split import split
 
@@ -63,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             compression=args.compress,
         )
     if not summary:
-        print(NOT_LAST.format(args.output))
+        print(not_published(args.output))
         return EXIT_DONE
     used = summary["train"] + summary["validation"]
     share = f"{summary['validation'] / used:.2%}"

@@ -1,8 +1,8 @@
 """Submit a run to a SLURM cluster.
 
-The run is checked first. The job requeues itself until the run is finished: before the time limit,
-after preemption, and after failures, then without the nodes that caused them. `status`, `logs` and
-`cancel` take the run folder. See docs/slurm.md.
+The run is checked first, with its data and tokenizer, as by `doctor`. The job requeues itself until
+the run is finished: before the time limit, after preemption, and after failures, then without the
+nodes that caused them. `status`, `logs` and `cancel` take the run folder. See docs/slurm.md.
 
 Examples:
   megatron-deberta submit RUN.yaml --cluster dgx2 --nodes 16 train.run_dir=/runs/base
@@ -43,8 +43,9 @@ from megatron_deberta.cluster.slurm.submit import (
 )
 from megatron_deberta.config import load_config, save_config, validate_for_world
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.errors import EXIT_DONE, ConfigError
-from megatron_deberta.files import write_atomically
+from megatron_deberta.data.shards.prefixes import blend_weight
+from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE, ConfigError
+from megatron_deberta.files import FileLock, write_atomically
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,6 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "besides the usual ones for tuning",
     )  # fmt: skip
     parser.add_argument(FLAG, action="store_true", help=CONFIG_CHANGE_HELP)
+    add_check_argument(parser)
     parser.add_argument(
         "--dry-run", action="store_true", help="print all commands and files, and submit nothing"
     )
@@ -121,16 +123,44 @@ def run(args: argparse.Namespace) -> int:
         exported=exported_variables(args.export, os.environ),
         allow_config_change=args.allow_config_change,
     )
-    problem = preflight.torch_problem(profile.gpu_architecture, profile.torch_builds)
+    problem = submission_problem(config, profile, args)
     if args.dry_run:
         command = sbatch_command(spec, profile, submission / "job.json")
         print(describe(spec, command, problem))
-        return EXIT_DONE
-    if problem and profile.container == "none":
+        return EXIT_USAGE if problem else EXIT_DONE
+    if problem:
         raise ConfigError(problem)
     jobs = queue(spec, profile, submission, config, args.max_attempts)
     print(f"submitted {', '.join(jobs)}; megatron-deberta status {shlex.quote(str(run_dir))}")
     return EXIT_DONE
+
+
+def submission_problem(config: RunConfig, profile: ClusterProfile, args: argparse.Namespace) -> str:
+    """Return why a run would fail at its start; empty: nothing is known.
+
+    Args:
+        config: the run, with absolute paths.
+        profile: the cluster.
+        args: ``no_check`` and ``allow_config_change``.
+    """
+    from megatron_deberta.cli.doctor import file_problem
+
+    if args.no_check:
+        return ""
+    problem = ""
+    # A container has its own torch.
+    if profile.container == "none":
+        problem = preflight.torch_problem(profile.gpu_architecture, profile.torch_builds)
+    return problem or file_problem(config, getattr(args, "allow_config_change", False))
+
+
+def add_check_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--no-check``."""
+    parser.add_argument(
+        "--no-check", action="store_true",
+        help="do not check torch, tokenizer, data, checkpoint and run folder first, for a cluster "
+        "whose files are not visible from here",
+    )  # fmt: skip
 
 
 def exported_variables(options: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
@@ -163,17 +193,35 @@ def queue(
         The numbers of the jobs.
 
     Raises:
-        ConfigError: the run has jobs in the queue.
+        ConfigError: the run has jobs in the queue, or is being submitted.
         SlurmError: sbatch failed.
     """
     history = JobHistory(spec.run_dir)
+    submission.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(submission.parent / ".lock")
+    if not lock.acquire():
+        raise ConfigError(f"train.run_dir={spec.run_dir} is being submitted by another command")
+    try:
+        return _queue(history, spec, profile, submission, config, num_jobs)
+    finally:
+        lock.release()
+
+
+def _queue(
+    history: JobHistory,
+    spec: JobSpec,
+    profile: ClusterProfile,
+    submission: Path,
+    config: RunConfig,
+    num_jobs: int,
+) -> list[str]:
     state, queued = queue_state(history.submitted_jobs())
     if queued:
         raise ConfigError(
             f"train.run_dir={spec.run_dir} has job {', '.join(queued)} in the queue ({state}); "
             "cancel it first (megatron-deberta cancel), or set another train.run_dir"
         )
-    submission.mkdir(parents=True)
+    submission.mkdir()
     (history.run_dir / LOGS).mkdir(exist_ok=True)
     save_config(config, submission / "run.yaml")
     job_file = submission / "job.json"
@@ -210,12 +258,17 @@ def check_fit(config: RunConfig, profile: ClusterProfile, nodes: int) -> RunConf
         raise ConfigError(f"--nodes {nodes} must be at least 1; set it, or cluster.nodes")
     check_dtype(config.precision.dtype, profile.dtypes)
     sized = replace(config.cluster, nodes=nodes, ranks_per_node=profile.ranks_per_node)
+    sized = replace(sized, prometheus_file=_absolute(sized.prometheus_file))
     config = replace(config, cluster=sized)
     validate_for_world(config, nodes * profile.ranks_per_node)
     data, train = config.data, config.train
     return replace(
         config,
-        train=replace(train, run_dir=os.path.abspath(train.run_dir)),
+        train=replace(
+            train,
+            run_dir=os.path.abspath(train.run_dir),
+            blimp_data=_absolute(train.blimp_data),
+        ),
         finetune=replace(
             config.finetune,
             # A name of a packaged task stays.
@@ -226,23 +279,28 @@ def check_fit(config: RunConfig, profile: ClusterProfile, nodes: int) -> RunConf
             cache=_absolute(config.finetune.cache),
         ),
         tokenizer=replace(config.tokenizer, path=_absolute(config.tokenizer.path)),
-        checkpoint=replace(config.checkpoint, load_from=_absolute(config.checkpoint.load_from)),
+        checkpoint=replace(
+            config.checkpoint,
+            load_from=_absolute(config.checkpoint.load_from),
+            continue_from=_absolute(config.checkpoint.continue_from),
+        ),
         data=replace(
             data,
-            train=tuple(map(_absolute, data.train)),
-            validation=tuple(map(_absolute, data.validation)),
+            train=tuple(map(_absolute_prefix, data.train)),
+            validation=tuple(map(_absolute_prefix, data.validation)),
             index_cache=_absolute(data.index_cache),
         ),
     )
 
 
 def _absolute(path: str) -> str:
-    """Return the absolute path of a prefix; blend weights and empty strings are unchanged."""
-    try:
-        float(path)
-    except ValueError:
-        return os.path.abspath(path) if path else ""
-    return path
+    """Return an absolute path; an empty string is unchanged."""
+    return os.path.abspath(path) if path else ""
+
+
+def _absolute_prefix(text: str) -> str:
+    """Return the absolute path of a shard; the weights of a blend are unchanged."""
+    return _absolute(text) if blend_weight(text) is None else text
 
 
 def describe(spec: JobSpec, command: list[str], problem: str) -> str:

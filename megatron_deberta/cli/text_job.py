@@ -19,6 +19,14 @@ from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import STANDARD_INPUT, Source
 
 
+def not_published(output: str) -> str:
+    """Return what an array task says that ends while others still work."""
+    return (
+        f"{output}: this task is done, but nothing is published yet: other tasks hold the lock, "
+        "and the last one to end publishes; if none is running, start one again"
+    )
+
+
 @contextlib.contextmanager
 def open_engine(args: argparse.Namespace, folder: JobFolder, title: str) -> Iterator[RunOptions]:
     """Open the engine and the progress display of a command, and discard work on ``--restart``.

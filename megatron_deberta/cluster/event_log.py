@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_deberta.errors import DataError
+from megatron_deberta.files import MAX_RECORD_BYTES, open_appending, read_regular
 from megatron_deberta.parsing import parse_json
 
 T = TypeVar("T")
@@ -25,9 +26,10 @@ def append_event(path: Path, event: Mapping[str, Any]) -> None:
         OSError: the disk is full or the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b", buffering=0) as stream:
+    with open_appending(path) as stream:
         line = json.dumps(event).encode() + b"\n"
-        if stream.tell() and os.pread(stream.fileno(), 1, stream.tell() - 1) != b"\n":
+        size = os.fstat(stream.fileno()).st_size
+        if size and os.pread(stream.fileno(), 1, size - 1) != b"\n":
             # A former line was cut short, such as by a full disk; it must not spoil this one.
             line = b"\n" + line
         if stream.write(line) != len(line):
@@ -45,7 +47,7 @@ def read_events(path: Path, schema: type[T], *, ignore_unknown: bool = False) ->
     """
     events = []
     if path.exists():
-        for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        for number, line in enumerate(read_regular(path, MAX_RECORD_BYTES).splitlines(), start=1):
             try:
                 event = parse_json(
                     line, schema, f"{path}:{number}", "an event",

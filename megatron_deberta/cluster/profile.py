@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast, get_type_hints
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_deberta.cluster.slurm import names
 from megatron_deberta.cluster.slurm.names import checked
-from megatron_deberta.config.merge import mentions_interpolation
-from megatron_deberta.config.yaml_reader import read_yaml
+from megatron_deberta.config.merge import mentions_interpolation, read_value
+from megatron_deberta.config.yaml_reader import TextLoader, read_yaml
 from megatron_deberta.errors import ConfigError
 
 CODE_ROOT = Path(__file__).resolve().parents[2]
@@ -163,8 +163,8 @@ def load_profile(name: str, *, trusted: bool = False) -> ClusterProfile:
         raise ConfigError(
             f"--cluster {name}: no such profile; use one of {', '.join(profiles)}, or a YAML file"
         )
-    data = read_yaml(path)
-    known = {item.name: item.type for item in fields(ClusterProfile)}
+    data = read_yaml(path, TextLoader)
+    known = get_type_hints(ClusterProfile)
     for key in data:
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1)
@@ -180,9 +180,11 @@ def load_profile(name: str, *, trusted: bool = False) -> ClusterProfile:
                 f"{path}: {key}={value!r}: '${{' and '???' are not supported; write the value"
             )
         try:
-            OmegaConf.update(schema, key, value, merge=False)
-        except (OmegaConfBaseException, OverflowError) as error:
-            raise ConfigError(f"{path}: {key}={value!r} is not of type {known[key]}") from error
+            OmegaConf.update(schema, key, _typed(known[key], value, key, path), merge=False)
+        except (OmegaConfBaseException, OverflowError, ValueError) as error:
+            raise ConfigError(
+                f"{path}: {key}={value!r} is not of type {_type_name(known[key])}"
+            ) from error
     try:
         profile = cast(ClusterProfile, OmegaConf.to_object(schema))
     except ConfigError as error:
@@ -192,6 +194,19 @@ def load_profile(name: str, *, trusted: bool = False) -> ClusterProfile:
             f"{path}: {setting} can run other code as you; check the file, then add --trust-profile"
         )
     return profile
+
+
+def _typed(hint: Any, value: Any, key: str, path: Path) -> Any:
+    """Return a value as its key demands: the variable ``NCCL_DEBUG: 010`` is the text ``010``."""
+    if hint == dict[str, str] and isinstance(value, dict):
+        return {
+            name: read_value(str, item, f"{key}.{name}", str(path)) for name, item in value.items()
+        }
+    return read_value(hint, value, key, str(path))
+
+
+def _type_name(hint: Any) -> str:
+    return hint.__name__ if hint in (int, float, str, bool) else str(hint)
 
 
 def _runs_code(profile: ClusterProfile) -> str:

@@ -15,7 +15,7 @@ from megatron_deberta.config.merge import OVERRIDES, merge_layers, parse_overrid
 from megatron_deberta.config.phases import PHASES_KEY, phase_lines, resolve_durations
 from megatron_deberta.config.rules import validate
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.config.yaml_reader import read_yaml
+from megatron_deberta.config.yaml_reader import TextLoader, read_yaml
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import write_atomically
 
@@ -101,16 +101,18 @@ def _layers(path: Path, ancestors: tuple[Path, ...]) -> Iterator[tuple[str, dict
         raise ConfigError(
             f"{path}: extends itself through `{BASE_KEY}`; remove one of the references"
         )
-    data = read_yaml(path)
+    data = read_yaml(path, TextLoader)
     if PHASES_KEY in data:
         lines = phase_lines(data.pop(PHASES_KEY), str(path))
-        data["train"] = {**(data.get("train") or {}), PHASES_KEY: lines}
+        train = data.get("train")
+        data["train"] = {**(train if isinstance(train, Mapping) else {}), PHASES_KEY: lines}
     bases = data.pop(BASE_KEY, [])
     if isinstance(bases, str):
         bases = [bases]
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise ConfigError(
-            f"{path}: {BASE_KEY}={bases!r} is not a file name or a list of file names"
+            f"{path}: {BASE_KEY}={bases!r} is not a file name or a list of file names; quote a "
+            "name that looks like a number"
         )
     for base in bases:
         yield from _layers(_find(path.parent, base), (*ancestors, resolved))

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from megatron_deberta.config.merge import merge_layers, parse_overrides
 from megatron_deberta.config.ranges import check_ranges
 from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.config.yaml_reader import PlainScalar
 from megatron_deberta.errors import ConfigError
 
 PHASES_KEY = "phases"
@@ -120,7 +121,15 @@ def phase_lines(phases: Any, source: str) -> list[str]:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, PlainScalar):
+        return value.text
+    return value if isinstance(value, str) else json.dumps(value, default=_plain)
+
+
+def _plain(scalar: PlainScalar) -> Any:
+    """Return the number of an item if it is written as JSON writes it, otherwise its text."""
+    is_same = isinstance(scalar.value, int | float) and json.dumps(scalar.value) == scalar.text
+    return scalar.value if is_same else scalar.text
 
 
 def resolve_durations(config: RunConfig, last_layer: tuple[str, Mapping[str, Any]]) -> RunConfig:
@@ -145,6 +154,7 @@ def resolve_durations(config: RunConfig, last_layer: tuple[str, Mapping[str, Any
     steps = parts[-1].end
     source, layer = last_layer
     given = (layer.get("train") or {}).get("steps", steps)
+    given = given.value if isinstance(given, PlainScalar) else given
     if given != steps:
         raise ConfigError(
             f"{source}: train.steps={given}, but train.{'phases' if train.phases else 'tokens'} "

@@ -26,7 +26,7 @@ from megatron_deberta.data.loader import StepSampler, TrainLoader, ValidationLoa
 from megatron_deberta.data.masking import Masker
 from megatron_deberta.data.randomness import Purpose, mix64
 from megatron_deberta.data.shards.manifest import read_manifest
-from megatron_deberta.data.shards.prefixes import refuse_duplicates, shard_prefixes
+from megatron_deberta.data.shards.prefixes import blend_weight, refuse_duplicates, shard_prefixes
 from megatron_deberta.data.shards.reader import IndexedDataset
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import ConfigError
@@ -82,7 +82,7 @@ def parse_prefixes(values: tuple[str, ...], key: str) -> tuple[list[list[str]], 
     """
     if not values:
         raise ConfigError(f"{key} is empty; give shard prefixes, as preprocess printed them")
-    numbers = [_as_number(value) for value in values]
+    numbers = [blend_weight(value) for value in values]
     if all(number is None for number in numbers):
         return [shard_prefixes(values, each_once=False)], [1.0]
     weights, rest = numbers[::2], numbers[1::2]
@@ -403,10 +403,3 @@ def _concatenate(corpora: tuple[Corpus, ...], cache: IndexCache) -> Corpus:
     shards = [shard for corpus in corpora for shard in corpus.shards]
     splits = [split for corpus in corpora for split in corpus.splits or ()]
     return Corpus(shards, splits, cache)
-
-
-def _as_number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_deberta.data.batch import MicroBatch
 from megatron_deberta.errors import DataError
-from megatron_deberta.files import fsync_path, write_atomically
+from megatron_deberta.files import fsync_path, open_regular, write_atomically
 from megatron_deberta.parsing import Count, parse_json
 
 
@@ -107,7 +107,7 @@ def read_sample_log(directory: str | Path) -> dict[int, list[int]]:
         raise DataError(f"{directory}: no sample log; run with data.sample_log=true")
     parts: dict[int, dict[int, list[int]]] = defaultdict(dict)
     for path in files:
-        for line in path.read_bytes().splitlines(keepends=True):
+        for line in _read(path).splitlines(keepends=True):
             step, rank, samples = _parse(path, line)
             if rank in parts[step]:
                 raise DataError(f"{path}: rank {rank} has step {step} twice")
@@ -149,6 +149,11 @@ def check_sample_log(
         first += size
 
 
+def _read(path: Path) -> bytes:
+    with open_regular(path) as stream:
+        return stream.read()
+
+
 def _rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.jsonl"
 
@@ -158,7 +163,7 @@ def _cut(path: Path, completed_steps: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_bytes().splitlines(keepends=True):
+    for line in _read(path).splitlines(keepends=True):
         if line.endswith(b"\n") and _parse(path, line)[0] <= completed_steps:
             kept.append(line)
     write_atomically(path, b"".join(kept))

@@ -18,6 +18,8 @@ from megatron_deberta.errors import TopologyError
 # Range of derived ports, below Linux's ephemeral ports (from 32768)
 _FIRST_PORT, _NUM_PORTS = 12000, 20000
 
+# SLURM's steps of batch scripts, interactive shells and the like have reserved numbers.
+_FIRST_RESERVED_STEP = 0xFFFFFFF0
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OPEN_MPI = tuple(
     f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
@@ -80,7 +82,9 @@ def read_environment(variables: Mapping[str, str] | None = None) -> RankEnvironm
     Raises:
         TopologyError: variables are missing, are not numbers or contradict each other.
     """
-    env = os.environ if variables is None else variables
+    given = os.environ if variables is None else variables
+    # Wrappers of schedulers set variables that they do not know to the empty string.
+    env = {name: value for name, value in given.items() if value.strip()}
     if "RANK" in env or "LOCAL_RANK" in env:
         return _from_torchrun(env)
     if "OMPI_COMM_WORLD_RANK" in env:
@@ -150,15 +154,23 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnvironment:
     return RankEnvironment("torchrun", *numbers, env.get("MASTER_ADDR", "127.0.0.1"), port)
 
 
+def _in_step(env: Mapping[str, str]) -> bool:
+    """Return whether srun started this process, not a batch script or an interactive shell."""
+    return "SLURM_STEP_ID" in env and _number(env, "SLURM_STEP_ID", "srun") < _FIRST_RESERVED_STEP
+
+
 def _from_slurm(env: Mapping[str, str]) -> RankEnvironment:
-    world_size = _number(env, "SLURM_NTASKS", "srun")
-    if "SLURM_STEP_ID" not in env and world_size > 1:
+    in_step = _in_step(env)
+    # A job that was submitted without --ntasks does not have the variable.
+    world_size = _number(env, "SLURM_NTASKS", "srun") if in_step or "SLURM_NTASKS" in env else 1
+    if not in_step and world_size > 1:
         # The batch script itself has SLURM_PROCID=0, but the other ranks are never started.
         raise TopologyError(
             f"SLURM_NTASKS={world_size} but this process was not started by srun; put srun before "
             "the command, or submit with --ntasks=1"
         )
     rank = _number(env, "SLURM_PROCID", "srun")
+    is_alone = not in_step or world_size == 1
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
     address = env.get("MASTER_ADDR") or (first_host(nodes) if nodes else "")
     if world_size > 1 and not address:
@@ -168,8 +180,9 @@ def _from_slurm(env: Mapping[str, str]) -> RankEnvironment:
         launcher="srun",
         rank=rank,
         world_size=world_size,
-        local_rank=_number(env, "SLURM_LOCALID", "srun"),
-        local_world_size=_slurm_tasks_on_node(env, world_size),
+        local_rank=0 if is_alone else _number(env, "SLURM_LOCALID", "srun"),
+        # A batch script's variable has the tasks that would fit into the node.
+        local_world_size=1 if is_alone else _slurm_tasks_on_node(env, world_size),
         master_address=address or "127.0.0.1",
         master_port=_port(env, job),
     )

@@ -7,15 +7,23 @@ Groups are passed as arguments; there is no global state.
 from __future__ import annotations
 
 import datetime
+import os
+import socket
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup
+from torch.distributed.rendezvous import rendezvous
 
 from megatron_deberta.config.divisibility import check_tensor_parallel_divides
 from megatron_deberta.distributed.environment import RankEnvironment
-from megatron_deberta.errors import TopologyError
+from megatron_deberta.errors import RendezvousError, TopologyError
+
+_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,7 @@ def init_process_groups(
     device: torch.device,
     timeout_minutes: float,
     environment: RankEnvironment,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> ProcessGroups:
     """Initialise ``torch.distributed`` (NCCL on CUDA, gloo elsewhere) and create the groups.
 
@@ -68,8 +77,11 @@ def init_process_groups(
         device: ``cuda`` without an index selects the local rank's GPU.
         timeout_minutes: of each collective.
         environment: rank and address, see ``environment.read_environment``.
+        is_stopped: whether this process should no longer wait for the other ranks.
 
     Raises:
+        InterruptedError: ``is_stopped`` while it waited.
+        RendezvousError: another program listens on the port, or ranks cannot be reached.
         TopologyError: ``tensor_parallel_size`` does not divide the world size or spans nodes, or
             there is no GPU for this rank.
     """
@@ -77,12 +89,12 @@ def init_process_groups(
     device = _local_device(device, environment.local_rank)
     if environment.world_size == 1:
         return single_process_groups(device)
-    address = environment.master_address
-    host = f"[{address}]" if ":" in address else address
     timeout = datetime.timedelta(minutes=timeout_minutes)
+    store = _meet(environment, timeout, is_stopped)
+    store.set_timeout(timeout)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"tcp://{host}:{environment.master_port}",
+        store=PrefixStore("default_pg", store),
         rank=environment.rank,
         world_size=environment.world_size,
         timeout=timeout,
@@ -93,6 +105,65 @@ def init_process_groups(
     except BaseException:
         shutdown()
         raise
+
+
+def _meet(
+    environment: RankEnvironment, timeout: datetime.timedelta, is_stopped: Callable[[], bool]
+) -> Store:
+    """Connect to the other ranks.
+
+    In a thread: torch waits outside Python, where no signal handler runs.
+    """
+    address, port = environment.master_address, environment.master_port
+    host = f"[{address}]" if ":" in address else address
+    place = f"rank {environment.rank}, {host}:{port}"
+    # torchrun serves the ranks itself.
+    if environment.rank == 0 and not os.environ.get("TORCHELASTIC_USE_AGENT_STORE"):
+        _check_port(port)
+    found: list[Store] = []
+    failures: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            world_size = environment.world_size
+            url = f"tcp://{host}:{port}"
+            ranks = rendezvous(url, environment.rank, world_size, timeout=timeout)
+            found.append(next(ranks)[0])
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_POLL_SECONDS)
+        if is_stopped() and not found:
+            raise InterruptedError(f"{place}: stopped while waiting for the other ranks")
+    if failures:
+        reason = " ".join(str(failures[0]).split()).partition(" Exception raised from ")[0]
+        raise RendezvousError(
+            f"{place}: cannot connect to the other ranks: {reason}; check MASTER_ADDR and "
+            "MASTER_PORT, and that every rank has started"
+        ) from failures[0]
+    return found[0]
+
+
+def _check_port(port: int) -> None:
+    """Check that rank 0 can listen; torch would log a page.
+
+    Raises:
+        RendezvousError: another program listens there.
+    """
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    try:
+        socket.create_server(("", port), family=family, dualstack_ipv6=dual).close()
+    except (OSError, OverflowError) as error:
+        number = error.errno if isinstance(error, OSError) else None
+        reason = os.strerror(number) if number else error
+        raise RendezvousError(
+            f"MASTER_PORT={port} on {socket.gethostname()}: {reason}; set MASTER_PORT to a free "
+            "port on every rank"
+        ) from error
 
 
 def build_grid(

@@ -116,7 +116,8 @@ def local_rank_variable(groups: ProcessGroups) -> dict[str, str | None]:
     """``LOCAL_RANK``, which DeepSpeed reads at start-up and ZeRO-3 also in every forward pass."""
     # DeepSpeed selects its GPU by this variable alone; srun may show a rank only its own GPU.
     on_gpu = groups.device.type == "cuda"
-    return {"LOCAL_RANK": str(groups.device.index) if on_gpu else os.environ.get("LOCAL_RANK", "0")}
+    given = os.environ.get("LOCAL_RANK") or "0"
+    return {"LOCAL_RANK": str(groups.device.index) if on_gpu else given}
 
 
 @contextmanager

@@ -187,6 +187,23 @@ def open_task_data(config: RunConfig, groups: ProcessGroups) -> tuple[RunConfig,
     return config, TaskData(config, task, identity, tokenizer, train, splits.get(DEV))
 
 
+def planned_steps(config: RunConfig) -> RunConfig:
+    """Set the steps of a run before it starts, as ``open_task_data`` will.
+
+    Raises:
+        ConfigError: the task has no training data.
+        DataError: a file is missing or malformed, or the tokenizer cannot be loaded.
+    """
+    task = load_task(config.finetune.task)
+    tokenizer = load_tokenizer(config.tokenizer.path)
+    if TRAIN not in task.splits:
+        raise ConfigError(f"task {task.name} has no split {TRAIN!r}; name its files")
+    examples = read_examples(task, config.finetune.data, TRAIN)
+    encoded = encode(task, examples, tokenizer, config.data.sequence_length)
+    rows = task_rows(config, encoded, tokenizer)
+    return with_steps(config, rows)
+
+
 def check_warmup(config: RunConfig, origin: str) -> None:
     """Check that the warm-up ends before the run.
 

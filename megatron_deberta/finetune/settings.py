@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from megatron_deberta.config import config_to_dict
 from megatron_deberta.config.loader import config_from_layers
+from megatron_deberta.config.merge import OVERRIDES, merge_layers, parse_overrides
 from megatron_deberta.config.schema import ModelConfig, RunConfig
 from megatron_deberta.config.task_head import with_task_head
-from megatron_deberta.errors import ConfigError
-from megatron_deberta.finetune.data import class_names
+from megatron_deberta.errors import ConfigError, MegatronDebertaError
+from megatron_deberta.finetune.data import TRAIN, class_names, planned_steps
 from megatron_deberta.finetune.models import SourceModel
+from megatron_deberta.tasks.reading import read_examples
 from megatron_deberta.tasks.task import TaskConfig, absolute_task_name, load_task
 
 _MICRO_BATCH = 8
 _RELEASE = "release_"
+_SHORT_WARMUP = 0.1
+"""Warm-up of runs that are shorter than the published one, as a fraction of their steps."""
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "optimizer": {"learning_rate": 2e-5, "warmup_fraction": 0.1},
     "train": {"global_batch_size": 32},
@@ -28,6 +34,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "guard": {"spike_sigmas": 0.0},
     "checkpoint": {"keep_last": 1, "save_every": 500},
 }
+
+logger = logging.getLogger(__name__)
 
 
 def finetune_config(
@@ -75,6 +83,7 @@ def finetune_config(
         "task": absolute_task_name(task_name),
         "data": os.path.abspath(data) if data else "",
     }
+    _shorten_warmup(layers, overrides)
     config = config_from_layers([(f"task {task.name}", layers)], overrides)
     if "train.micro_batch_size" in given:
         return config
@@ -82,6 +91,45 @@ def finetune_config(
     return config_from_layers(
         [(f"task {task.name}", layers)], [*overrides, f"train.micro_batch_size={micro}"]
     )
+
+
+def _shorten_warmup(layers: dict[str, dict[str, Any]], overrides: Sequence[str]) -> None:
+    """Shorten a published warm-up that is longer than the run, unless it was set by hand."""
+    given = parse_overrides(overrides)
+    if any(key.startswith("warmup_") for key in given.get("optimizer", {})):
+        return
+    config = merge_layers([("published settings", layers), (OVERRIDES, given)])
+    published = config.optimizer.warmup_steps
+    if config.optimizer.warmup_fraction or not published:
+        return
+    steps = _num_steps(config, published) if config.finetune.epochs else config.train.steps
+    if 0 < steps < published:
+        shorter = round(_SHORT_WARMUP * steps)
+        layers["optimizer"]["warmup_steps"] = shorter
+        logger.warning(
+            "optimizer.warmup_steps=%d instead of the published %d, since the run has %d steps; "
+            "set it to choose another", shorter, published, steps,
+        )  # fmt: skip
+
+
+def _num_steps(config: RunConfig, enough: int) -> int:
+    """Return the steps of a run by its epochs; a lower bound that is ``enough`` suffices.
+
+    0: the data cannot be read, which the run reports.
+    """
+    try:
+        examples = _count_examples(config.finetune.task, config.finetune.data)
+        per_epoch = -(-examples // max(1, config.train.global_batch_size))
+        # An example can have several rows.
+        least = math.ceil(config.finetune.epochs * per_epoch)
+        return least if least >= enough else planned_steps(config).train.steps
+    except (MegatronDebertaError, OSError):
+        return 0
+
+
+@lru_cache(maxsize=4)
+def _count_examples(task: str, data: str) -> int:
+    return len(read_examples(load_task(task), data, TRAIN))
 
 
 def planned_config(

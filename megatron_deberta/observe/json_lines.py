@@ -11,7 +11,12 @@ from typing import Any
 
 import orjson
 
-from megatron_deberta.files import write_atomically
+from megatron_deberta.files import (
+    MAX_RECORD_BYTES,
+    open_appending,
+    read_regular,
+    write_atomically,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +39,7 @@ class JsonLines:
         line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
         try:
             self._check()
-            with self.path.open("a+b", buffering=0) as stream:
+            with open_appending(self.path) as stream:
                 size = os.fstat(stream.fileno()).st_size
                 if size and os.pread(stream.fileno(), 1, size - 1) != b"\n":
                     # A process was killed while it wrote; its line must not spoil this one.
@@ -48,7 +53,7 @@ class JsonLines:
     def cut_after(self, step: int) -> None:
         """Remove the objects of later steps, and damaged lines. A failure is a warning."""
         try:
-            lines = self.path.read_bytes().splitlines(keepends=True)
+            lines = read_regular(self.path, MAX_RECORD_BYTES).splitlines(keepends=True)
             kept = [line for line in lines if _step(line) <= step]
             if len(kept) < len(lines):
                 self._check()

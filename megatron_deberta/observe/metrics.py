@@ -14,7 +14,7 @@ import orjson
 from typing_extensions import Required, TypedDict
 
 from megatron_deberta.errors import DataError
-from megatron_deberta.files import write_atomically
+from megatron_deberta.files import MAX_RECORD_BYTES, read_regular, write_atomically
 from megatron_deberta.observe.wandb_writer import WandbWriter
 from megatron_deberta.parsing import Count, Number, Scalar, Seconds, parse_json
 
@@ -157,7 +157,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         DataError: a line is not a record; names the line.
     """
-    *lines, _incomplete = Path(path).read_bytes().split(b"\n")
+    *lines, _incomplete = read_regular(path, MAX_RECORD_BYTES).split(b"\n")
     return [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
 
 

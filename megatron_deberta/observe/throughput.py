@@ -72,6 +72,8 @@ class ThroughputMeter:
     Args:
         work: work of a step.
         matmul_rate: FLOP/s of all ranks together, from ``measure_matmul_rate``.
+        measure: measures that rate again. The first measurement falls into the start of the other
+            ranks, which use the same cores and memory; None: the rate is right.
         first_work: work of the first steps, if they are shorter.
         first_steps: number of these steps.
         clock: returns seconds.
@@ -81,10 +83,12 @@ class ThroughputMeter:
     matmul_rate: float
     first_work: StepWork | None = None
     first_steps: int = 0
+    measure: Callable[[], float] | None = None
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
         """Start the first lap."""
+        self._is_first_lap = True
         self._start_lap(self.clock())
 
     def _start_lap(self, now: float) -> None:
@@ -121,6 +125,8 @@ class ThroughputMeter:
         now = self.clock()
         seconds = max(now - self._start, 1e-9)
         flops = self._flops / seconds
+        if self.measure is not None:
+            self._correct_rate(self.measure, flops + self._recomputed / seconds)
         throughput = Throughput(
             tokens_per_second=self._tokens / seconds,
             utilization=flops / self.matmul_rate,
@@ -128,5 +134,13 @@ class ThroughputMeter:
             flops_per_second=flops,
             seconds_per_step=seconds / self._steps,
         )
-        self._start_lap(now)
+        self._start_lap(self.clock())
         return throughput
+
+    def _correct_rate(self, measure: Callable[[], float], reached: float) -> None:
+        """Measure the matrix rate again after the first lap, and when training is faster."""
+        if self._is_first_lap or reached > self.matmul_rate:
+            self.matmul_rate = max(self.matmul_rate, measure())
+        self._is_first_lap = False
+        # What training reaches, the device can do.
+        self.matmul_rate = max(self.matmul_rate, reached)

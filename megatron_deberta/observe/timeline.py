@@ -28,6 +28,9 @@ class SectionTimer(ProgressObserver):
     Args:
         observer: notified as well.
         clock: returns seconds.
+
+    Attributes:
+        step: completed steps of this process; None: it has not begun to train.
     """
 
     def __init__(
@@ -38,10 +41,12 @@ class SectionTimer(ProgressObserver):
         self._section = Section.STARTUP
         self._since = clock()
         self._seconds: dict[str, float] = {}
+        self.step: int | None = None
 
     def enter(self, section: Section, step: int | None = None) -> None:
         """Report the start of a section."""
         self._switch(section)
+        self.step = self.step if step is None else step
         self._observer.enter(section, step)
 
     def mark(self) -> None:
@@ -114,6 +119,8 @@ class Timeline:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Record the end; ``reason`` names an exception."""
         reason = "" if error is None else f"{type(error).__name__}: {error}"
+        # Not every step is recorded.
+        self._step = self._step if self._timer.step is None else self._timer.step
         self._write("end", reason=" ".join(reason.split())[:_MOST_TEXT], **self._measures())
 
     def record(self, step: int) -> None:

@@ -19,6 +19,9 @@ from megatron_deberta.model.flops import pretraining_flops_per_token
 from megatron_deberta.planning.memory import MemoryEstimate, estimate_memory
 from megatron_deberta.planning.search import POLICIES
 
+LIBRARY_BYTES = 1 << 30
+"""Resident code and data of Python, torch and DeepSpeed in one process, rounded up."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CpuPlan:

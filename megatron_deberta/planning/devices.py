@@ -28,6 +28,9 @@ class Device:
     achieved_source: str
     attention: Literal["triton", "chunked"]
     """Attention backend: ``triton`` from sm_80 on, ``chunked`` before."""
+    attention_bytes: float = 0.0
+    """Memory traffic per attention score in forward and backward, in 16 bits, with both position
+    terms; it takes time besides the matrix products. 0: none, or included in ``achieved``."""
 
     def flops_per_second(self, dtype: str) -> float:
         """Return the data sheet's matrix rate for ``precision.dtype``."""
@@ -41,7 +44,8 @@ DEVICES: tuple[Device, ...] = (
         name="V100-32GB", memory_gb=32, half_tflops=125, single_tflops=15.7,
         memory_gb_per_second=900, link_gb_per_second=150, achieved=0.30,
         achieved_source="39 TFLOP/s on one V100 (Shoeybi et al. 2019, arXiv:1909.08053, section 1)",
-        attention="chunked",
+        # Counted: 25 GB per layer of the 1.5B model and 8,192 tokens in rows of 512.
+        attention="chunked", attention_bytes=248,
     ),
     Device(
         name="A100-80GB", memory_gb=80, half_tflops=312, single_tflops=19.5,

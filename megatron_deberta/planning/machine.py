@@ -57,7 +57,8 @@ def machine_of(profile: ClusterProfile, device: str = "", achieved: float = 0.0)
         raise ConfigError(f"--achieved {achieved} must be between 0 and 1, such as 0.4")
     found = find_device(name)
     if achieved:
-        found = replace(found, achieved=achieved, achieved_source="--achieved")
+        # A measured share is one of whole steps.
+        found = replace(found, achieved=achieved, achieved_source="--achieved", attention_bytes=0.0)
     return Machine(
         device=found,
         ranks_per_node=profile.ranks_per_node,

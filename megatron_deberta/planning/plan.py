@@ -105,6 +105,15 @@ class RunPlan:
             f"{device.memory_gb:g} GB at {device.memory_gb_per_second:g} GB/s (data sheet)",
             f"forward and backward reach {device.achieved:.0%} of that rate "
             f"({device.achieved_source}), for any micro batch and layer width",
+            *(
+                [
+                    "attention without fused kernels is bound by memory: "
+                    f"{device.attention_bytes:g} bytes per score in 16 bits (counted), added to "
+                    "the time of matrix products"
+                ]
+                if device.attention_bytes
+                else []
+            ),
             f"NVLink {device.link_gb_per_second:g} GB/s per rank, network "
             f"{self.machine.network_gb_per_second:g} GB/s per node, one way; collectives reach "
             f"{LINK_EFFICIENCY:.0%} of it, with a latency of {1e6 * CALL_SECONDS:g} us each",

@@ -13,10 +13,13 @@ from typing import NamedTuple
 from megatron_deberta.config.phases import Segment, segments
 from megatron_deberta.config.rules import batch_arithmetic
 from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.model.flops import num_position_terms
+from megatron_deberta.model.replaced_tokens import single_models
+from megatron_deberta.planning.devices import Device
 from megatron_deberta.planning.machine import CALL_SECONDS, LINK_EFFICIENCY, Machine
-from megatron_deberta.planning.memory import local_parameters
+from megatron_deberta.planning.memory import ELEMENT_BYTES, local_parameters
 from megatron_deberta.planning.traffic import Traffic, step_traffic
-from megatron_deberta.planning.work import rank_flops
+from megatron_deberta.planning.work import micro_batch_rows, rank_flops
 
 _ADAM_BYTES = 28
 """Memory traffic per fp32 master weight: four values read, three written."""
@@ -34,6 +37,8 @@ class StepTime:
 
     compute: float
     """Matrix products, including recomputation, and what runs between them."""
+    attention: float
+    """Memory traffic of attention without fused kernels, on devices before sm_80."""
     tensor_parallel: float
     gradients: float
     weights: float
@@ -43,7 +48,14 @@ class StepTime:
     @property
     def total(self) -> float:
         """Sum of all parts."""
-        return self.compute + self.tensor_parallel + self.gradients + self.weights + self.optimizer
+        return (
+            self.compute
+            + self.attention
+            + self.tensor_parallel
+            + self.gradients
+            + self.weights
+            + self.optimizer
+        )
 
 
 class LinkVolume(NamedTuple):
@@ -123,11 +135,29 @@ def step_time(config: RunConfig, machine: Machine, dp_size: int) -> StepTime:
     updated = count / dp_size if stage else count
     return StepTime(
         compute=micro_batches * one,
+        attention=micro_batches
+        * attention_bytes(config, device)
+        / (1e9 * device.memory_gb_per_second),
         tensor_parallel=seconds("tensor"),
         gradients=gradients,
         weights=weights,
         optimizer=updated * _ADAM_BYTES / (1e9 * device.memory_gb_per_second),
     )
+
+
+def attention_bytes(config: RunConfig, device: Device) -> float:
+    """Return the memory traffic of attention per rank and micro batch.
+
+    The mask decoder's further passes are left out: they have few queries.
+    """
+    scores, length = 0.0, config.data.sequence_length
+    for model in single_models(config.model):
+        heads = model.num_heads / config.parallel.tensor_parallel_size
+        # Each position term has a score of its own, besides that of the contents.
+        terms = (1 + num_position_terms(model)) / 3
+        scores += model.num_layers * heads * micro_batch_rows(config) * length**2 * terms
+    again = 4 / 3 if config.parallel.recompute == "full" else 1.0
+    return scores * again * device.attention_bytes * ELEMENT_BYTES[config.precision.dtype] / 2
 
 
 def run_seconds(config: RunConfig, machine: Machine, dp_size: int) -> float:

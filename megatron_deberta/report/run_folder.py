@@ -16,6 +16,7 @@ import orjson
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, committed_steps, step_dir
 from megatron_deberta.config.yaml_reader import read_yaml
 from megatron_deberta.errors import ConfigError
+from megatron_deberta.files import MAX_RECORD_BYTES, read_regular
 
 METRICS = "metrics.jsonl"
 HISTORY = "chain.jsonl"
@@ -129,7 +130,7 @@ class _Reader:
 
     def _content(self, name: str) -> bytes:
         try:
-            return (self.folder / name).read_bytes()
+            return read_regular(self.folder / name, MAX_RECORD_BYTES)
         except FileNotFoundError:
             return b""
         except OSError as error:

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from megatron_deberta.data.shards.manifest import ShardManifest, read_manifest
+from megatron_deberta.data.shards.prefixes import blend_weight
 from megatron_deberta.errors import MegatronDebertaError
 from megatron_deberta.observe.console import format_duration
 from megatron_deberta.report.run_charts import SECTIONS, first_time, part_seconds, skipped_updates
@@ -179,15 +180,7 @@ def data_statistics(run: RunFolder) -> tuple[Table, list[str]]:
 def _prefixes(value: object) -> list[str]:
     """Return the shards of ``data.train``, without the weights of a blend."""
     texts = [value] if isinstance(value, str) else value if isinstance(value, list) else []
-    return [text for text in map(str, texts) if text and not _is_weight(text)]
-
-
-def _is_weight(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    return [text for text in map(str, texts) if text and blend_weight(text) is None]
 
 
 def _manifest_cells(manifest: ShardManifest | None) -> list[str]:

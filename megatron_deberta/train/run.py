@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -124,7 +125,11 @@ def pretrain(
     terminal = Console(file=sys.stdout)
     observer = SectionTimer(observer or ProgressObserver())
     with ExitStack() as stack:
-        config, groups = _init_rank(config, terminal, stack)
+        try:
+            config, groups = _init_rank(config, terminal, stack, stop)
+        except InterruptedError as error:
+            logger.warning("%s", error)
+            return EXIT_INTERRUPTED if stop.received is signal.SIGINT else EXIT_REQUEUE
         # Before the lock, so that a run with unusable data creates no folder.
         with raise_on_all_ranks(groups), refusals():
             config, data = open_data(config, groups)
@@ -175,7 +180,7 @@ def pretrain(
 
 
 def _init_rank(
-    config: RunConfig, terminal: Console, stack: ExitStack
+    config: RunConfig, terminal: Console, stack: ExitStack, stop: StopSignal
 ) -> tuple[RunConfig, ProcessGroups]:
     """Set up logging, determinism and process groups; return the config without ``auto``."""
     environment = read_environment()
@@ -195,6 +200,7 @@ def _init_rank(
         device,
         config.cluster.collective_timeout_minutes,
         environment,
+        lambda: stop.received is not None,
     )
     return config, groups
 

@@ -58,7 +58,7 @@ def set_determinism(device: torch.device, environment: RankEnvironment) -> None:
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         # cuBLAS reads this at start-up; without it the order of its sums is not fixed.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    elif "OMP_NUM_THREADS" not in os.environ:
+    elif not os.environ.get("OMP_NUM_THREADS"):
         # Every rank would use all cores.
         torch.set_num_threads(max(1, torch.get_num_threads() // environment.local_world_size))
 
@@ -111,10 +111,15 @@ def build_meter(
         first_step: completed steps.
         work: of a step, and of a step with short rows.
     """
-    rate = measure_matmul_rate(groups.device, DTYPES[config.precision.dtype])
+    dtype = DTYPES[config.precision.dtype]
+
+    def measure() -> float:
+        return measure_matmul_rate(groups.device, dtype) * groups.world_size
+
     return ThroughputMeter(
         work=work[0],
-        matmul_rate=rate * groups.world_size,
+        matmul_rate=measure(),
+        measure=measure,
         first_work=work[1],
         first_steps=config.data.short_steps - first_step,
     )

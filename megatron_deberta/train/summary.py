@@ -138,7 +138,7 @@ def _losses(run_dir: str) -> list[tuple[str, str]]:
 def _next_steps(config: RunConfig, outcome: Outcome, is_saved: bool) -> list[str]:
     if outcome.ending is Ending.FINISHED:
         return _uses(config)
-    if outcome.ending is Ending.PREEMPTED and "SLURM_JOB_ID" in os.environ:
+    if outcome.ending is Ending.PREEMPTED and os.environ.get("SLURM_JOB_ID"):
         return ["the next attempt of the job" + " resumes from this checkpoint" * is_saved]
     return ["start the same command again" + ": it resumes from this checkpoint" * is_saved]
 

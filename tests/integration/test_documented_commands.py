@@ -249,13 +249,15 @@ def check_command(arguments: list[str]) -> None:
         build_parser(command, import_command(command)).parse_intermixed_args(options)
         return
     if name in DRY_RUN and "--dry-run" not in options:
-        arguments = [*arguments, "--dry-run"]
+        # The cluster's torch and paths are not here.
+        arguments = [*arguments, "--dry-run", *(["--no-check"] if name == "submit" else [])]
     if name in ("finetune", "finetune-checkpoints") and "--save-config" not in options:
         arguments = [*arguments, *ONE_STEP]
     if name == "convert" and "onnx" in options:
         arguments = [*arguments, "--no-timing"]
     if name == "search" and "--dry-run" not in options:
-        arguments = [*arguments, *ONE_CELL, *(["--dry-run"] if "--cluster" in options else [])]
+        there = ["--dry-run", "--no-check"] if "--cluster" in options else []
+        arguments = [*arguments, *ONE_CELL, *there]
     assert main(arguments) == 0, " ".join(arguments)
 
 

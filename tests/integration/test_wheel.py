@@ -107,7 +107,8 @@ def test_every_command_has_help(installed: Command) -> None:
 def test_plan_and_submit_find_configs_and_profiles(installed: Command) -> None:
     config = "configs/runs/1.5b_dgx2.yaml"
     assert "tokens" in installed("megatron-deberta", "plan", config, "--cluster", "dgx2")
-    submission = installed("megatron-deberta", "submit", config, "--cluster", "dgx2", "--dry-run")
+    options = ["--cluster", "dgx2", "--dry-run", "--no-check"]
+    submission = installed("megatron-deberta", "submit", config, *options)
     assert "sbatch --parsable" in submission
     assert "megatron_deberta.cluster.slurm.job" in submission
 

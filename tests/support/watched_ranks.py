@@ -71,6 +71,7 @@ def fault(place, step):
     if plan["how"] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if isinstance(plan["how"], int):
+        print(plan.get("last_words", ""), end="", file=sys.stderr)
         sys.exit(plan["how"])
 
 with Heartbeat.of_this_rank(rank) as heartbeat:

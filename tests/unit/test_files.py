@@ -13,7 +13,9 @@ import pytest
 from megatron_deberta.files import (
     adopt_mode,
     did_you_mean,
+    open_appending,
     published_folder,
+    read_regular,
     sha256_file,
     temporary_name,
     write_atomically,
@@ -152,3 +154,20 @@ def test_published_folder_is_flushed_before_and_after_the_rename(
         "fsync .",
     ]
     disk.assert_flushed(tmp_path / "out")
+
+
+def test_only_regular_files_of_a_bounded_size_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"12345")
+    assert read_regular(path, 5) == b"12345"
+    with pytest.raises(OSError, match="Larger than 4 bytes"):
+        read_regular(path, 4)
+    os.mkfifo(tmp_path / "pipe")
+    for name in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(OSError, match="Not a regular file"):
+            read_regular(name, 4)
+    with pytest.raises(OSError, match="Not a regular file"):
+        open_appending(tmp_path / "pipe")
+    with open_appending(path) as stream:
+        stream.write(b"6")
+    assert path.read_bytes() == b"123456"

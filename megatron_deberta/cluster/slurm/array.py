@@ -162,7 +162,7 @@ def job_file(argument: str, variables: Mapping[str, str]) -> str:
         argument: ``job.json`` or, in an array, ``jobs_N.json``.
         variables: environment of the batch script.
     """
-    if ARRAY_TASK not in variables:
+    if not variables.get(ARRAY_TASK):
         return argument
     remedy = "submit the search again"
     files = read_json(Path(argument), list[str], "a list of jobs", remedy=remedy, error=ConfigError)

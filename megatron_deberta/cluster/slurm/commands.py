@@ -56,9 +56,9 @@ def current_job(variables: Mapping[str, str]) -> str:
     For an element of a job array this is ``ARRAY_INDEX``: the array's number, which is also
     ``SLURM_JOB_ID`` of one of its elements, stands for all of them in commands.
     """
-    array = variables.get("SLURM_ARRAY_JOB_ID")
-    if array:
-        return f"{array}_{variables.get('SLURM_ARRAY_TASK_ID', '')}"
+    array, task = variables.get("SLURM_ARRAY_JOB_ID"), variables.get("SLURM_ARRAY_TASK_ID")
+    if array and task:
+        return f"{array}_{task}"
     return variables.get("SLURM_JOB_ID", "")
 
 

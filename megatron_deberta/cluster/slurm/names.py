@@ -7,7 +7,8 @@ import re
 from megatron_deberta.errors import ConfigError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,-]{0,255}")
+NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,255}(,+[A-Za-z0-9][A-Za-z0-9_.-]{0,255})*,*")
+"""Nodes or partitions, of which there may be any number."""
 INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,31}")
 ARCHITECTURE = re.compile(r"sm_[0-9]{2,3}[af]?")
 BUILD = re.compile(r"[a-z]+[0-9.]*")

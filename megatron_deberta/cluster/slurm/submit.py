@@ -146,7 +146,7 @@ def sbatch_command(
         "--requeue" if profile.requeue else "--no-requeue",
         "--open-mode=append", f"--output={output or f'{spec.run_dir}/{LOGS}/job_%j.log'}",
     ]  # fmt: skip
-    if excluded := ",".join(dict.fromkeys([spec.exclude, *bad_nodes])).strip(","):
+    if excluded := ",".join(filter(None, dict.fromkeys([*spec.exclude.split(","), *bad_nodes]))):
         command.append(f"--exclude={checked(excluded, names.NAMES, 'exclude')}")
     if array:
         command.append(f"--array={array}")

@@ -49,13 +49,17 @@ def run_local_job(config: RunConfig, arguments: Sequence[str], ranks: int, resta
         attempt = attempt_name(job, restart)
         plan = _node_plan(config, arguments, ranks, attempt)
         history.start_attempt(attempt, plan.host)
-        code = Supervisor(plan).run()
+        supervisor = Supervisor(plan)
+        code = supervisor.run()
         if code == EXIT_USAGE and restart == 0:
             # Refused before the first step; a finished run stays one.
             history.forget(before)
             return code
         diagnosis = ReportStore(run_dir, attempt).diagnose(1)
-        error = last_error(plan.logs / f"rank_{_first_failed(diagnosis)}.log") if code else ""
+        failed = _first_failed(diagnosis)
+        # After a full disk the log lacks it.
+        error = last_error(plan.logs / f"rank_{failed}.log") or supervisor.errors.get(failed, "")
+        error = error if code else ""
         reason = ": ".join(filter(None, (diagnosis.reason if diagnosis else "", error)))
         decision = history.decide(code, reason)
         startup_error = "" if _has_stepped(run_dir, attempt) else error

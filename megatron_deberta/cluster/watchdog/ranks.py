@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_deberta.cluster.watchdog.diagnostics import ProcessDiagnostics
 from megatron_deberta.cluster.watchdog.hang import RankView
 from megatron_deberta.cluster.watchdog.heartbeat import FOLDER_VARIABLE, Beat
+from megatron_deberta.cluster.watchdog.log_tail import RankOutput
 from megatron_deberta.cluster.watchdog.straggler import Times
 from megatron_deberta.config.schema import ClusterConfig
 from megatron_deberta.observe.progress import Section
@@ -57,6 +58,7 @@ class RankProcess:
     cause: str = ""
     """As in :class:`RankView`."""
     diagnostics: ProcessDiagnostics = ProcessDiagnostics("", None, "", "")
+    output: RankOutput | None = None
 
     def view(self, plan: NodePlan, resumed: float) -> RankView:
         """Return the rank's state for a report.

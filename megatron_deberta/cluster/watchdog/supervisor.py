@@ -40,6 +40,7 @@ from megatron_deberta.cluster.watchdog.heartbeat import (
     is_memory_full,
     read_beat,
 )
+from megatron_deberta.cluster.watchdog.log_tail import RankOutput
 from megatron_deberta.cluster.watchdog.monitor import RunMonitor
 from megatron_deberta.cluster.watchdog.ranks import NodePlan, RankProcess, rank_environment
 from megatron_deberta.cluster.watchdog.report_exchange import ReportExchange
@@ -85,6 +86,9 @@ class Supervisor:
 
     Args:
         plan: what to run.
+
+    Attributes:
+        errors: last error, or else last line, of each rank that failed.
     """
 
     def __init__(self, plan: NodePlan) -> None:
@@ -95,7 +99,8 @@ class Supervisor:
         self._folder = beats_folder(range(first, first + plan.ranks_per_node))
         self._ranks: list[RankProcess] = []
         self._step_times: deque[float] = deque(maxlen=50)
-        self._serial = self._shown = 0
+        self._serial = 0
+        self.errors: dict[int, str] = {}
         self._started = self._polled = self._resumed = time.monotonic()
         self._has_warned_of_disk = self._interrupted = False
         self._stop_signal: signal.Signals | None = None
@@ -141,9 +146,14 @@ class Supervisor:
         plan = self._plan
         number = plan.node * plan.ranks_per_node + local_rank
         environment = rank_environment(plan, local_rank, num_cores, self._folder)
-        plan.logs.mkdir(parents=True, exist_ok=True)
-        with (plan.logs / f"rank_{number}.log").open("ab") as log:
-            return RankProcess(number, self._popen(environment, log.fileno()))
+        with suppress(OSError):  # a full disk
+            plan.logs.mkdir(parents=True, exist_ok=True)
+        is_shown = plan.shows_rank_zero and number == 0
+        output = RankOutput(plan.logs / f"rank_{number}.log", is_shown=is_shown)
+        try:
+            return RankProcess(number, self._popen(environment, output.descriptor), output=output)
+        finally:
+            output.start()
 
     def _popen(self, environment: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
         """Start a rank's process, which dies with this one."""
@@ -157,17 +167,6 @@ class Supervisor:
             start_new_session=True,
             preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
-
-    def _show_rank_zero(self) -> None:
-        """Copy what rank 0 has written since the last call to standard output, if asked to."""
-        if not self._plan.shows_rank_zero:
-            return
-        with suppress(OSError), (self._plan.logs / "rank_0.log").open("rb") as log:
-            log.seek(self._shown)
-            text = log.read()
-            self._shown += len(text)
-            sys.stdout.buffer.write(text)
-            sys.stdout.flush()
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """Pass a signal on; a second SIGINT kills."""
@@ -231,7 +230,6 @@ class Supervisor:
         if is_frozen or now - self._polled > PAUSE_SECONDS:
             self._resumed = now
         self._polled = now
-        self._show_rank_zero()
         for rank in self._ranks:
             before, beat = rank.beat, read_beat(beat_path(self._folder, rank.number))
             if beat is not None:
@@ -246,10 +244,24 @@ class Supervisor:
                 rank.killed = rank.killed or -code in self._passed_on
                 if code == -signal.SIGBUS and is_memory_full():
                     rank.cause = f"{MEMORY_FOLDER} is full"
-                # Its last lines come before the message about its end.
-                self._show_rank_zero()
-                level = logging.INFO if code in (EXIT_DONE, EXIT_REQUEUE) else logging.WARNING
-                logger.log(level, "rank %d ended with exit code %d", rank.number, code)
+                self._log_end(rank, code)
+
+    def _log_end(self, rank: RankProcess, code: int) -> None:
+        """Log a rank's end, after its last lines."""
+        error = ""
+        if rank.output is not None:
+            rank.output.finish()
+            if code not in HARMLESS and not rank.killed:
+                error = rank.output.last_error()
+                self.errors[rank.number] = error
+            if rank.output.problem:
+                logger.warning(
+                    "%s is incomplete (%s); its last lines:\n%s",
+                    rank.output.log, rank.output.problem, "\n".join(rank.output.last_lines()),
+                )  # fmt: skip
+        level = logging.INFO if code in (EXIT_DONE, EXIT_REQUEUE) else logging.WARNING
+        text = ": ".join(filter(None, (f"rank {rank.number} ended with exit code {code}", error)))
+        logger.log(level, "%s", text)
 
     def _record_stop(self) -> None:
         """Record at which stage a stop signal came: the node may be gone before the ranks end."""

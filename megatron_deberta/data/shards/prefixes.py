@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,12 @@ from megatron_deberta.data.shards.format import bin_path, idx_path, manifest_pat
 from megatron_deberta.errors import ConfigError
 
 _SUFFIXES = (".idx", ".bin", ".manifest.json")
+_WEIGHT = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+
+
+def blend_weight(text: str) -> float | None:
+    """Return the weight of a blend; None: the text names a shard, such as ``20241126_1530``."""
+    return float(text) if _WEIGHT.fullmatch(text) else None
 
 
 def shard_prefixes(given: Sequence[str], *, each_once: bool = True) -> list[str]:

@@ -13,7 +13,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megatron_deberta.config.loader import CONFIG_ROOTS
-from megatron_deberta.config.yaml_reader import parse_yaml, read_yaml
+from megatron_deberta.config.merge import (
+    OVERRIDES,
+    key_types,
+    parse_override,
+    plain_value,
+    read_value,
+)
+from megatron_deberta.config.yaml_reader import TextLoader, parse_string, parse_yaml, read_yaml
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.parsing import conform
 
@@ -61,6 +68,9 @@ class SearchConfig:
     """Ranks per run on one machine."""
 
 
+_TYPES = {item.name: item.type for item in fields(SearchConfig)}
+
+
 def load_search(path: str, arguments: Sequence[str] = ()) -> SearchConfig:
     """Load a search config.
 
@@ -71,18 +81,51 @@ def load_search(path: str, arguments: Sequence[str] = ()) -> SearchConfig:
     Raises:
         ConfigError: unreadable file, unknown key, wrong type or inconsistent values.
     """
-    data = read_yaml(_find(path))
+    data = {k: _typed(k, v, path) for k, v in read_yaml(_find(path), TextLoader).items()}
     grid = data.get("grid") or {}
     if not isinstance(grid, Mapping):
         raise ConfigError(f"{path}: grid={grid!r}: write `section.key: [value, ...]` lines below")
-    data["grid"] = dict(grid)
+    data["grid"] = {key: _typed_cell(key, value, path) for key, value in grid.items()}
     for argument in arguments:
         key, equals, text = argument.partition("=")
         if not equals or not key:
             raise ConfigError(f"command line: {argument!r} is not key=value, as in seeds=3")
-        value = parse_yaml(text, "command line") if text.strip() else ""
-        (data["grid"] if "." in key else data)[key.strip()] = value
+        key = key.strip()
+        if "." in key:
+            data["grid"][key] = _typed_cell(key, parse_override(key, text), OVERRIDES)
+        elif _TYPES.get(key) == "str":
+            data[key] = parse_string(text, OVERRIDES)
+        else:
+            value = parse_yaml(text, OVERRIDES, TextLoader) if text.strip() else ""
+            data[key] = _typed(key, value, OVERRIDES)
     return _build(data, path)
+
+
+def _typed(key: str, value: Any, source: str) -> Any:
+    """Return a value of the search: its text, or what YAML makes of it."""
+    if key == "grid" and isinstance(value, Mapping):
+        return value
+    return _converted(str if _TYPES.get(key) == "str" else None, value, key, source)
+
+
+def _typed_cell(key: str, value: Any, source: str) -> Any:
+    """Return a value of the grid, or a list of them, for the type of its run key."""
+    return _converted(str if _is_text(key) else None, value, key, source)
+
+
+def _is_text(key: str) -> bool:
+    """Return whether a run key holds a string, or several."""
+    section, _, name = key.partition(".")
+    return key_types(section).get(name) in (str, tuple[str, ...])
+
+
+def _converted(hint: Any, value: Any, key: str, source: str) -> Any:
+    try:
+        if hint is str and isinstance(value, list):
+            return [read_value(str, item, key, source) for item in value]
+        return read_value(str, value, key, source) if hint is str else plain_value(value)
+    except ValueError as error:
+        raise ConfigError(f"{source}: {key}: {error}; write it as a decimal number") from error
 
 
 def _find(name: str) -> Path:
@@ -106,7 +149,10 @@ def _build(data: dict[str, Any], source: str) -> SearchConfig:
             )
     if isinstance(data.get("seeds"), int) and not isinstance(data["seeds"], bool):
         data["seeds"] = list(range(1, data["seeds"] + 1))
-    data["grid"] = {str(key): _with_numbers(value) for key, value in data["grid"].items()}
+    data["grid"] = {
+        str(key): value if _is_text(str(key)) else _with_numbers(value)
+        for key, value in data["grid"].items()
+    }
     search = conform(
         data, SearchConfig, source, "a search", error=ConfigError, remedy="correct this key"
     )

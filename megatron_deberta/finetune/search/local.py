@@ -139,7 +139,7 @@ def slot_environments(jobs: int, ranks: int, devices: Sequence[str]) -> list[dic
             {"CUDA_VISIBLE_DEVICES": ",".join(devices[slot * ranks : (slot + 1) * ranks])}
             for slot in range(jobs)
         ]
-    if "OMP_NUM_THREADS" in os.environ:
+    if os.environ.get("OMP_NUM_THREADS"):
         return [{} for _ in range(jobs)]
     cores = len(os.sched_getaffinity(0))
     return [{"OMP_NUM_THREADS": str(max(1, cores // (jobs * ranks)))} for _ in range(jobs)]

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.parsing import whole_number
 from megatron_deberta.processes import die_with_parent
 from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.jobs.progress import Advance
@@ -260,13 +261,14 @@ def array_task(given: str | None, env: Mapping[str, str]) -> Share:
         if match is None or not int(match[1]) < int(match[2]):
             raise ConfigError(f"--array-task {given}: must be K/N with K from 0 to N - 1")
         return Share(int(match[1]), int(match[2]))
-    if "SLURM_ARRAY_TASK_ID" not in env:
+    if not env.get("SLURM_ARRAY_TASK_ID", "").strip():
         return Share()
     task, first, step, count = (
-        int(env.get(f"SLURM_ARRAY_TASK_{name}", default))
-        for name, default in (("ID", "0"), ("MIN", "0"), ("STEP", "1"), ("COUNT", "1"))
+        whole_number(env, f"SLURM_ARRAY_TASK_{name}", default)
+        for name, default in (("ID", 0), ("MIN", 0), ("STEP", 1), ("COUNT", 1))
     )
-    return Share(min((task - first) // max(step, 1), count - 1), count)
+    count = max(count, 1)
+    return Share(min(max(task - first, 0) // max(step, 1), count - 1), count)
 
 
 def order_tasks(tasks: int, share: Share) -> list[int]:

@@ -92,6 +92,11 @@ def test_completion(capsys: pytest.CaptureFixture[str]) -> None:
     assert complete("pretrain", "--dry") == ["--dry-run"]
     assert complete("pretrain", "RUN.yaml", "train.st") == ["train.steps="]
     assert complete("status", "train.st") == []
+    assert complete("pretrain", "configs/runs/qu") == ["configs/runs/quickstart.yaml"]
+    assert complete("search", "configs/searches/paper_b") == ["configs/searches/paper_base.yaml"]
+    assert complete("finetune", "sst") == ["sst2"]
+    assert complete("submit", "RUN.yaml", "--cluster", "dgx_") == ["dgx_h100"]
+    assert complete("plan", "RUN.yaml", "--task", "sst") == ["sst2"]
     # bash makes words of their own of "=".
     assert complete("pretrain", "RUN.yaml", "precision.dtype", "=") == ["fp32", "bf16", "fp16"]
     assert complete("pretrain", "RUN.yaml", "precision.dtype", "=", "b") == ["bf16"]
@@ -104,6 +109,7 @@ def test_completion(capsys: pytest.CaptureFixture[str]) -> None:
         script = capsys.readouterr().out
         assert all(command.name in script for command in COMMANDS)
         assert "train.steps=" in script
+        assert all(name in script for name in ("configs/runs/quickstart.yaml", "sst2", "dgx_h100"))
         assert "fp32 fp16 bf16" in script
 
 

@@ -1,6 +1,7 @@
 """The command: its table, its help, its exit codes."""
 
 import argparse
+import io
 import os
 import subprocess
 import sys
@@ -55,6 +56,20 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out == f"megatron-deberta {__version__}\n"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_characters_that_the_output_lacks_are_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, encoding: str
+) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))
+    run = tmp_path / "run.yaml"
+    run.write_text("train: {run_dir: caf\u00e9 \u6771\u4eac}", encoding="utf-8")
+    assert cli.main(["pretrain", str(run), "--dry-run"]) == 0
+    sys.stdout.flush()
+    shown = "run_dir: caf\u00e9 \u6771\u4eac\n".encode(encoding, "replace")
+    assert shown in raw.getvalue()
 
 
 def test_a_misspelled_command_is_named_with_a_similar_one(

@@ -81,6 +81,10 @@ def test_a_large_search_becomes_several_arrays(
 def test_an_element_is_named_by_its_array() -> None:
     # The array's number alone would stand for all elements in scancel and scontrol.
     assert slurm.current_job({"SLURM_JOB_ID": "77"}) == "77"
+    assert slurm.current_job({"SLURM_JOB_ID": "77", "SLURM_ARRAY_JOB_ID": "76"}) == "77"
+    empty = {"SLURM_ARRAY_JOB_ID": "76", "SLURM_ARRAY_TASK_ID": ""}
+    assert slurm.current_job({"SLURM_JOB_ID": "77", **empty}) == "77"
+    assert array.job_file("job.json", {"SLURM_ARRAY_TASK_ID": ""}) == "job.json"
     element = {"SLURM_JOB_ID": "77", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "4"}
     assert slurm.current_job(element) == "77_4"
     assert slurm.current_job({}) == ""

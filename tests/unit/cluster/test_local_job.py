@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from megatron_deberta.cli.main import main
 from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.watchdog import local_job
 from megatron_deberta.cluster.watchdog.hang import RankView
@@ -26,6 +27,8 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         left = list(codes)
 
         class Ends:
+            errors: ClassVar[dict[int, str]] = {}
+
             def __init__(self, plan: Any) -> None:
                 pass
 
@@ -86,6 +89,7 @@ def launch_with_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         class Fails:
             def __init__(self, plan: NodePlan) -> None:
                 self.plan = plan
+                self.errors: dict[int, str] = {}
 
             def run(self) -> int:
                 steps, error = left.pop(0)
@@ -144,3 +148,13 @@ def test_other_failures_are_tried_three_times(
 
 def test_a_failure_is_repeated(launch: Any) -> None:
     assert launch(1, 1, 0) == (0, 3)
+
+
+def test_dry_run_describes_the_ranks_and_starts_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["model.vocab_size=8000", f"train.run_dir={tmp_path}/run"]
+    run = ["launch", "configs/runs/quickstart.yaml", "--ranks", "2", *settings]
+    assert main([*run, "--dry-run"]) == 0
+    assert "ranks: 2 = 1 data-parallel x 2 tensor-parallel" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []

@@ -12,6 +12,7 @@ import pytest
 from megatron_deberta.cli.main import main
 from megatron_deberta.cluster import preflight
 from megatron_deberta.cluster.profile import ClusterProfile, load_profile
+from megatron_deberta.cluster.slurm import commands as slurm
 from megatron_deberta.cluster.slurm.submit import (
     BATCH_SCRIPT,
     JobSpec,
@@ -23,6 +24,7 @@ from megatron_deberta.cluster.slurm.submit import (
 from megatron_deberta.cluster.watchdog.supervisor import node_plan
 from megatron_deberta.config.schema import RunConfig, TrainConfig
 from megatron_deberta.errors import ConfigError
+from megatron_deberta.files import FileLock
 from tests.support.jobs import ROOT
 
 LOGS = Path("/runs/a/logs/7.0")
@@ -101,6 +103,15 @@ def test_bad_nodes_are_avoided_besides_the_profile_s() -> None:
     assert not any("exclude" in text for text in sbatch_command(spec, profile, Path("/j")))
 
 
+def test_any_number_of_bad_nodes_is_avoided() -> None:
+    nodes = tuple(f"gpu-node-{number:04d}.cluster.example.org" for number in range(300))
+    profile = replace(load_profile("local"), exclude=",".join(nodes[:20]))
+    command = sbatch_command(spec_of(profile), profile, Path("/j"), bad_nodes=nodes)
+    assert f"--exclude={','.join(nodes)}" in command
+    with pytest.raises(ConfigError, match="exclude="):
+        sbatch_command(spec_of(profile), profile, Path("/j"), bad_nodes=(*nodes, "-x"))
+
+
 def test_containers_and_torchrun() -> None:
     profile = replace(
         load_profile("dgx_h100"), container="pyxis", container_image="nvcr.io#nvidia/pytorch:26.10",
@@ -133,6 +144,19 @@ def test_job_file_round_trip(tmp_path: Path) -> None:
     path.write_text(json.dumps({**json.loads(spec.to_json()), "more": 1}))
     with pytest.raises(ConfigError, match="not a job of this release"):
         JobSpec.read(path)
+
+
+def test_text_of_a_profile_stands_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        "ranks_per_node: 1\npartition: 0123\naccount: 2024_1\nqos: no\n"
+        "environment: {NCCL_ALGO: 010, NCCL_DEBUG: off, OMP_NUM_THREADS: 4}"
+    )
+    profile = load_profile(str(path))
+    assert (profile.partition, profile.account, profile.qos) == ("0123", "2024_1", "no")
+    assert profile.environment == {
+        "NCCL_ALGO": "010", "NCCL_DEBUG": "off", "OMP_NUM_THREADS": "4",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -198,7 +222,8 @@ def test_unknown_profile() -> None:
 
 
 def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = main(["submit", *arguments, "--dry-run"])
+    """Print a submission of a run whose data are not here."""
+    code = main(["submit", *arguments, "--dry-run", "--no-check"])
     return code, *capsys.readouterr()
 
 
@@ -237,6 +262,59 @@ def test_dry_run_prints_all_and_writes_nothing(
     assert BATCH_SCRIPT.read_text() in printed
     assert '"NCCL_IB_HCA": "mlx5"' in printed
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train=[/nowhere/docs]", "/nowhere/docs"),
+        ("tokenizer.path=/nowhere/tokenizer", "/nowhere/tokenizer"),
+        ("checkpoint.resume=auto", ""),
+    ],
+)
+def test_files_of_the_run_are_checked_first(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    override: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr(slurm, "call", lambda command: "41\n")
+    run = tmp_path / "run.yaml"
+    shards, tokenizer = (ROOT / "tests/golden/c6955b0" / name for name in ("shards", "tokenizer"))
+    run.write_text(
+        f"data: {{train: {shards}/docs_text_document}}\ntokenizer: {{path: {tokenizer}}}\n"
+        "model: {num_layers: 1, hidden_size: 16, num_heads: 2, ffn_hidden_size: 16, "
+        "vocab_size: auto}"
+    )
+    run_dir = tmp_path / "run"
+    options = ["--cluster", "local", "--nodes", "1", f"train.run_dir={run_dir}", override]
+    expected = 2 if message else 0
+    assert main(["submit", str(run), *options, "--dry-run"]) == expected
+    printed = capsys.readouterr().out
+    assert ("# error" in printed) == bool(message)
+    assert message in printed.splitlines()[-1]
+    assert main(["submit", str(run), *options]) == expected
+    printed = capsys.readouterr()
+    assert (message if message else "submitted 41;") in printed.err + printed.out
+    assert run_dir.exists() == (not message)
+    if message:
+        assert "--no-check" in printed.err
+        assert main(["submit", str(run), *options, "--no-check"]) == 0
+
+
+def test_a_run_is_submitted_by_one_command_at_a_time(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    (run_dir / "submissions").mkdir(parents=True)
+    lock = FileLock(run_dir / "submissions" / ".lock")
+    assert lock.acquire()
+    run = str(ROOT / "configs" / "runs" / "small.yaml")
+    options = ["--cluster", "local", "--nodes", "1", "--no-check", f"train.run_dir={run_dir}"]
+    assert main(["submit", run, *options]) == 2
+    assert "is being submitted by another command" in capsys.readouterr().err
+    lock.release()
 
 
 def test_only_named_variables_of_the_shell_reach_the_job(

@@ -110,6 +110,22 @@ def test_node_has_the_exit_code_of_its_rank(ranks_of: Any, code: int) -> None:
     assert ranks.run() == [code]
 
 
+@pytest.mark.parametrize("is_full", [False, True])
+def test_error_of_a_rank_is_kept_without_its_log(ranks_of: Any, is_full: bool) -> None:
+    words = "before\nOSError: [Errno 28] No space left on device: 'ledger'\nafter\n"
+    ranks = ranks_of(rank=1, place="step", step=3, how=1, last_words=words)
+    folder = ranks.run_dir / "logs" / ATTEMPT
+    folder.mkdir(parents=True)
+    if is_full:
+        (folder / "rank_1.log").symlink_to("/dev/full")
+    assert ranks.run() == [1]
+    assert "rank 1 ended with exit code 1: OSError: [Errno 28] No space" in ranks.logs[0]
+    problem = f"{folder}/rank_1.log is incomplete (No space left on device); its last lines:\n"
+    assert (problem + f"rank 1 of 2 steps\n{words}" in ranks.logs[0]) == is_full
+    if not is_full:
+        assert ranks.log(1).endswith(words)
+
+
 def test_after_a_failed_start_the_other_ranks_are_ended_soon(ranks_of: Any) -> None:
     # Rank 1 waits for rank 0 in the first step.
     ranks = ranks_of(exit_wait=60, limit=60, rank=0, place="startup", step=0, how=1)

@@ -1,11 +1,13 @@
 """Reading configs: precedence, round trips, and one clear line for everything that is wrong."""
 
+import os
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from megatron_deberta.config import config_from_dict, config_to_dict, load_config, save_config
+from megatron_deberta.config.phases import segments
 from megatron_deberta.config.schema import RunConfig, TrainConfig
 from megatron_deberta.errors import ConfigError
 
@@ -51,6 +53,63 @@ def test_values_take_the_type_of_their_field() -> None:
     assert config.train.run_dir == "2024"
 
 
+ODD_TEXTS = [
+    "20241126_1530", "0123", "555_1", "12:30", "12:30:45", "2024-11-26", "2024-13-45", "1e5",
+    "0x10", "1_000", "yes", "off", "true", "null", "~", "+5", ".5", ".inf", "=", "<<",
+]  # fmt: skip
+"""Strings that YAML 1.1 takes for something else."""
+
+
+@pytest.mark.parametrize("text", ODD_TEXTS)
+def test_text_stands_as_it_is(tmp_path: Path, text: str) -> None:
+    given = [f"train.run_dir={text}", f"model.labels=[{text}, b]"]
+    file = write(tmp_path, f"train: {{run_dir: {text}}}\nmodel: {{labels: [{text}, b]}}")
+    for config in (load_config(None, given), load_config(file)):
+        assert (config.train.run_dir, config.model.labels) == (text, (text, "b"))
+        saved = tmp_path / "saved.yaml"
+        save_config(config, saved)
+        assert load_config(saved) == config
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("[a]", "[a]"), ("{a}", "{a}"), ("a: b", "a: b"), ("a #b", "a #b"), ("*x", "*x"),
+        ("!x", "!x"), ("it's", "it's"), ("東京", "東京"), (" a ", "a"), ("'0 1'", "0 1"),
+        ('"a\\bc"', None), ('"\\ud83d\\ude00"', "\N{GRINNING FACE}"), ("a\x00", None),
+    ],
+)  # fmt: skip
+def test_text_on_the_command_line_is_not_yaml(given: str, text: str | None) -> None:
+    if text is None:
+        assert "control characters" in refusal(None, f"train.run_dir={given}")
+    else:
+        assert load_config(None, [f"train.run_dir={given}"]).train.run_dir == text
+
+
+def test_single_item_of_a_list_stands_as_it_is(tmp_path: Path) -> None:
+    for text in ("20241126_1530", "12:30", "no", "*a"):
+        assert load_config(None, [f"data.train={text}"]).data.train == (text,)
+    file = write(tmp_path, "data: {train: 2024_1, validation: }")
+    data = load_config(file).data
+    assert (data.train, data.validation) == (("2024_1",), ())
+
+
+def test_phases_keep_the_text(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        "phases:\n- steps: 10\n  data.train: 0123\n- steps: 10\n  data.train: [0.70, 2024_1]\n"
+        "data: {validation: held_out}\noptimizer: {warmup_steps: 1}",
+    )
+    phases = segments(load_config(file))
+    assert [phase.config.data.train for phase in phases] == [("0123",), ("0.70", "2024_1")]
+
+
+def test_text_that_is_lost_is_refused() -> None:
+    for value in (2024, 1.5, True):
+        with pytest.raises(ConfigError, match=r"train\.run_dir=.* quote it"):
+            config_from_dict({"train": {"run_dir": value}}, "task x")
+
+
 def test_empty_override_empties_a_text() -> None:
     assert load_config(None, ["checkpoint.load_from="]).checkpoint.load_from == ""
 
@@ -67,13 +126,18 @@ def test_empty_override_empties_a_text() -> None:
         ("train.steps=null", ["train.steps=None", "int"]),
         ("precision.zero_stage=5", ["precision.zero_stage=5", "0, 1, 2, 3"]),
         ("model.position_terms=x", ["model.position_terms='x'", "c2p+p2c, c2p, p2c, none"]),
-        ("data.train=3", ["data.train=3", "[first,second]"]),
+        ("data.train={a: b}", ["data.train={'a': 'b'}", "[first,second]"]),
         ("train.run_dir=${oc.env:HOME}", ["train.run_dir", "${"]),
         ("train.run_dir=???", ["train.run_dir", "???"]),
         ("data.train=[a, '${x}']", ["data.train", "${"]),
-        ("train.run_dir=!!python/name:os.system x", ["tag", "not allowed"]),
+        ("train.steps=!!python/name:os.system x", ["tag", "not allowed"]),
         ("train.steps=[1", ["command line"]),
-        ("train.run_dir=2001-99-01", ["command line", "quote"]),
+        ("train.steps=2001-99-01", ["train.steps=2001-99-01", "int"]),
+        ("train.steps=0100", ["train.steps=0100", "int"]),
+        ("train.steps=16:40", ["train.steps=16:40", "int"]),
+        ("train.steps=１０００", ["train.steps='１０００'", "int"]),
+        ("optimizer.learning_rate=1:30", ["optimizer.learning_rate=1:30", "float"]),
+        ("data.sample_log=2", ["data.sample_log=2", "bool"]),
         ("steps=3", ["steps=3", "section.key=value"]),
         ("train.steps", ["train.steps", "section.key=value"]),
         ("train={}", ["train={}", "section.key=value"]),
@@ -138,6 +202,14 @@ def test_unreadable_files(tmp_path: Path) -> None:
     control = tmp_path / "control.yaml"
     control.write_bytes(b"train: \x00")
     assert "not valid YAML" in refusal(control)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
+    """A pipe has no end, and would be waited for."""
+    path = tmp_path / "run.yaml"
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
+    assert "Not a regular file" in refusal(path)
 
 
 def test_empty_file_is_the_defaults(tmp_path: Path) -> None:

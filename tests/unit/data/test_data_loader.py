@@ -363,6 +363,8 @@ def test_shards_are_named_by_prefix_file_or_folder(config, vocabulary, write_sha
 def test_prefixes_and_weights():
     assert parse_prefixes(("a", "b"), "data.train") == ([["a", "b"]], [1.0])
     assert parse_prefixes(("0.5", "a", "2", "b"), "data.train") == ([["a"], ["b"]], [0.5, 2.0])
+    # Names that Python reads as numbers
+    assert parse_prefixes(("2024_1", "nan"), "data.train") == ([["2024_1", "nan"]], [1.0])
     for wrong in (("a", "0.5"), ("0.5", "a", "b"), ("1", "2"), ("1", "a", "b", "c")):
         with pytest.raises(ConfigError, match="data.train is"):
             parse_prefixes(wrong, "data.train")

@@ -80,6 +80,45 @@ def test_batch_script_of_one_task_is_one_process() -> None:
     assert read_environment(variables).world_size == 1
 
 
+BATCH = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_ID": "7"}
+"""Variables of a batch script that was submitted without ``--ntasks``."""
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"SLURM_TASKS_PER_NODE": "32"},
+        {"SLURM_TASKS_PER_NODE": "16(x2)", "SLURM_NTASKS": "", "SLURM_STEP_ID": ""},
+        {"SLURM_LOCALID": "", "SLURM_NODEID": ""},
+        {"SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "32"},
+        {"SLURM_STEP_ID": "4294967290", "SLURM_NTASKS": "1"},
+    ],
+)
+def test_batch_script_without_tasks_is_one_process(more: dict[str, str]) -> None:
+    assert _ranks(read_environment({**BATCH, **more}))[1:] == (0, 1, 0, 1)
+
+
+def test_interactive_shell_of_several_tasks_needs_srun() -> None:
+    variables = {**BATCH, "SLURM_STEP_ID": "4294967290", "SLURM_NTASKS": "4"}
+    with pytest.raises(TopologyError, match="put srun before"):
+        read_environment(variables)
+
+
+@pytest.mark.parametrize("variables", [TORCHRUN, SRUN, OPEN_MPI, HYDRA])
+def test_empty_variables_are_not_given(variables: dict[str, str]) -> None:
+    assert _ranks(read_environment(dict.fromkeys(variables, ""))) == ("none", 0, 1, 0, 1)
+    others = {**TORCHRUN, **SRUN, **OPEN_MPI, **HYDRA}
+    empty = {name: "" for name in others if name not in variables}
+    assert read_environment({**empty, **variables}) == read_environment(variables)
+
+
+def test_empty_layout_of_slurm_is_not_given() -> None:
+    layout = {"SLURM_STEP_TASKS_PER_NODE": "", "SLURM_TASKS_PER_NODE": ""}
+    environment = read_environment({**SRUN, **layout, "SLURM_NTASKS": "18", "MASTER_ADDR": ""})
+    assert (environment.local_world_size, environment.master_address) == (18, "dgx007")
+
+
 @pytest.mark.parametrize("inner", [TORCHRUN, OPEN_MPI, HYDRA])
 def test_innermost_launcher_counts(inner: dict[str, str]) -> None:
     assert read_environment({**SRUN, **inner}) == read_environment(inner)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import time
+
 import pytest
 import torch
 
@@ -12,7 +15,7 @@ from megatron_deberta.distributed.topology import (
     shutdown,
     single_process_groups,
 )
-from megatron_deberta.errors import TopologyError
+from megatron_deberta.errors import RendezvousError, TopologyError
 
 CPU = torch.device("cpu")
 
@@ -54,3 +57,37 @@ def test_missing_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(TopologyError, match="needs GPU 2 for local rank 2, but 2 are visible"):
         init_process_groups(1, torch.device("cuda"), 1.0, _environment(2, 4, 2, 4))
+
+
+def _rank_of_two(rank: int, port: int) -> RankEnvironment:
+    return RankEnvironment("torchrun", rank, 2, rank, 2, "127.0.0.1", port)
+
+
+def test_port_in_use_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(RendezvousError, match=f"MASTER_PORT={port} .*in use; set") as caught:
+            init_process_groups(1, torch.device("cpu"), 0.1, _rank_of_two(0, port))
+    assert "\n" not in str(caught.value)
+
+
+def test_rank_that_waits_for_the_others_can_be_stopped() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    asked = []
+
+    def is_stopped() -> bool:
+        asked.append(time.monotonic())
+        return len(asked) > 1
+
+    with pytest.raises(InterruptedError, match="rank 1, 127.0.0.1:"):
+        init_process_groups(1, torch.device("cpu"), 0.05, _rank_of_two(1, port), is_stopped)
+    assert len(asked) == 2
+
+
+def test_ranks_that_do_not_come_are_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(RendezvousError, match="rank 0, .*cannot connect") as caught:
+        init_process_groups(1, torch.device("cpu"), 0.01, _rank_of_two(0, port))
+    assert "\n" not in str(caught.value)

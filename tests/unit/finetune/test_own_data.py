@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megatron_deberta.cli.pretrain import describe_run
 from megatron_deberta.config.schema import (
     FinetuneConfig,
     ModelConfig,
@@ -16,9 +18,16 @@ from megatron_deberta.config.schema import (
 )
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.finetune.data import check_warmup
-from megatron_deberta.finetune.settings import choose_settings, describe_settings, settings_name
+from megatron_deberta.finetune.models import open_source_model
+from megatron_deberta.finetune.settings import (
+    choose_settings,
+    describe_settings,
+    finetune_config,
+    settings_name,
+)
 from megatron_deberta.tasks import load_task
 from megatron_deberta.tasks.task import absolute_task_name
+from tests.support.tiny_task import MODEL, write_task
 
 
 @pytest.mark.parametrize("head", ["classification", "regression", "spans", "tokens", "choices"])
@@ -88,3 +97,48 @@ def test_a_warm_up_longer_than_the_epochs_names_the_remedy() -> None:
         check_warmup(config, "finetune.epochs=6 of 64 examples")
     share = replace(config.optimizer, warmup_fraction=0.1)
     check_warmup(replace(config, optimizer=share), "")
+
+
+SETTINGS = """
+default_settings: published
+settings: {published: {optimizer.warmup_steps: 500, finetune.epochs: 5,
+  train.global_batch_size: 4}}
+"""
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Callable[..., RunConfig]:
+    """Return the config of a run of 37 examples whose published warm-up is 500 steps."""
+    data = write_task(tmp_path / "data")
+    task = data / "task.yaml"
+    task.write_text(task.read_text() + SETTINGS)
+    model = open_source_model(MODEL)
+    return lambda *overrides: finetune_config(str(task), model, str(data), overrides)
+
+
+def test_published_warmup_shrinks_with_the_run(
+    published: Callable[..., RunConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert published("train.steps=60").optimizer.warmup_steps == 6
+    assert "warmup_steps=6 instead of the published 500, since the run has 60" in caplog.text
+    # 5 epochs of 10 steps
+    assert published().optimizer.warmup_steps == 5
+    assert published("finetune.epochs=50").optimizer.warmup_steps == 500
+    assert published("train.steps=500").optimizer.warmup_steps == 500
+    assert (
+        published("train.steps=60", "optimizer.warmup_fraction=0.2").optimizer.warmup_steps == 500
+    )
+    with pytest.raises(ConfigError, match=r"optimizer\.warmup_steps=70 exceeds train\.steps=60"):
+        published("train.steps=60", "optimizer.warmup_steps=70")
+
+
+def test_dry_run_has_the_steps_of_the_epochs(published: Callable[..., RunConfig]) -> None:
+    config = published("train.device=cpu")
+    assert config.train.steps == RunConfig().train.steps
+    text = describe_run(config)
+    assert "; 50 steps = 5 epochs\n" in text
+    assert "steps: 50\n" in text
+    assert "eval_every: 10\n" in text
+    assert "100,000" not in text
+    assert not Path(config.train.run_dir).exists()
+    assert "; 7 steps\n" in describe_run(published("train.steps=7", "train.device=cpu"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from megatron_deberta.finetune.search.local import (
     LOG_FILE,
     Outcome,
     StopRequest,
+    lock_folder,
     run_all,
     slot_environments,
 )
@@ -70,6 +72,25 @@ def finish(run: ConfiguredRun, score: float) -> None:
         "split": "dev", "metric": "accuracy", "score": score, "step": 2, "steps": 2, "metrics": {},
     }  # fmt: skip
     (run.folder / RESULT_FILE).write_text(json.dumps(result))
+
+
+def test_text_of_a_search_stands_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "search.yaml"
+    path.write_text(
+        "task: 0123\nmodel: 2024_1\ndata: 12:30\nsettings: no\n"
+        "grid: {log.wandb: 555_1, optimizer.freeze: [no, 1e5], finetune.epochs: [1, 1_0]}"
+    )
+    search = load_search(str(path), ["tokenizer=0x10", "finetune.cache=2024_2", "output=yes"])
+    assert (search.task, search.settings) == ("0123", "no")
+    names = [Path(each).name for each in (search.model, search.data, search.tokenizer)]
+    assert [*names, Path(search.output).name] == ["2024_1", "12:30", "0x10", "yes"]
+    assert search.grid == {
+        "log.wandb": "555_1", "optimizer.freeze": ["no", "1e5"], "finetune.epochs": [1, 10],
+        "finetune.cache": "2024_2",
+    }  # fmt: skip
+    for wrong in ("seeds=010", "optimizer.warmup_steps=[1:30]"):
+        with pytest.raises(ConfigError, match="decimal"):
+            load_search(str(path), [wrong])
 
 
 def test_grids_are_those_of_the_papers_table_9(tmp_path: Path) -> None:
@@ -211,6 +232,28 @@ def test_prune_keeps_the_best_cell_and_unfinished_ones(
     assert collect(runs, "accuracy") == found
 
 
+def test_a_search_is_submitted_by_one_command_at_a_time(
+    search_file: Path, search: SearchConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    descriptor = lock_folder(Path(search.output))
+    command = ["search", str(search_file), "--cluster", "local", "--no-check"]
+    assert main(command) == EXIT_USAGE
+    assert "another search runs in this folder" in capsys.readouterr().err
+    assert not (Path(search.output) / "submissions").exists()
+    os.close(descriptor)
+
+
+def test_the_data_of_a_search_are_checked_before_it_is_submitted(
+    search_file: Path, search: SearchConfig, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    empty = tmp_path / "data" / "train.tsv"
+    empty.write_text("text\tlabel\n")
+    command = ["search", str(search_file), "--cluster", "local", "--dry-run"]
+    assert main(command) == EXIT_USAGE
+    assert "# error: " in capsys.readouterr().out
+    assert main([*command, "--no-check"]) == EXIT_DONE
+
+
 def test_dry_run_and_table_of_a_search(
     search_file: Path, runs: list[ConfiguredRun], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,7 +272,7 @@ def test_dry_run_and_table_of_a_search(
 
 
 def test_submission_as_job_array(search_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--cluster", "dgx2", "--jobs", "5", "--dry-run", "ranks=2"]
+    arguments = ["--cluster", "dgx2", "--jobs", "5", "--dry-run", "--no-check", "ranks=2"]
     assert main(["search", str(search_file), *arguments]) == EXIT_DONE
     shown = capsys.readouterr().out
     assert "--array=0-11%5" in shown

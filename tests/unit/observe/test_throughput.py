@@ -42,6 +42,31 @@ def test_meter_leaves_out_pauses() -> None:
         meter.lap()
 
 
+def test_rate_that_was_measured_under_load_is_corrected() -> None:
+    clock, measured = Clock(), [400.0, 500.0, 700.0]
+
+    def measure() -> float:
+        clock.now += 0.25
+        return measured.pop(0)
+
+    meter = ThroughputMeter(work=StepWork(100, 5.0), matmul_rate=300, measure=measure, clock=clock)
+
+    def lap(seconds: float) -> float:
+        clock.now += seconds
+        meter.step_done()
+        return meter.lap().utilization
+
+    # The first lap of 250 FLOP/s, as after every start.
+    assert lap(2.0) == pytest.approx(250 / 400)
+    assert lap(2.0) == pytest.approx(250 / 400)
+    # 450 FLOP/s are more than the rate.
+    assert lap(500 / 450) == pytest.approx(450 / 500)
+    # What is reached counts where no measurement shows it.
+    assert lap(500 / 900) == 1.0
+    assert meter.matmul_rate == pytest.approx(900)
+    assert measured == []
+
+
 def test_meter_counts_the_first_shorter_steps_as_such() -> None:
     clock = Clock()
     meter = ThroughputMeter(

@@ -80,6 +80,19 @@ def test_restarts_and_errors_stay_on_the_time_axis(tmp_path: Path) -> None:
     assert (lines[2]["reason"], lines[5]["reason"]) == ("ValueError: lost node", "")
 
 
+def test_end_has_the_last_step_although_it_was_not_recorded(tmp_path: Path) -> None:
+    timer = SectionTimer(ProgressObserver())
+    with Timeline(str(tmp_path), timer, CPU, 500, 1) as timeline:
+        timer.enter(Section.AFTER, 525)
+        timeline.record(525)
+        timer.enter(Section.DATA, 537)
+        timer.enter(Section.STEP)
+        timer.enter(Section.AFTER, 538)
+        timer.enter(Section.END)
+    lines = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [500, 525, 538]
+
+
 def test_a_cut_line_spoils_no_later_one(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text('{"step": 1}\n{"st')

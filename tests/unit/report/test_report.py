@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -209,3 +210,14 @@ def test_thinned_lines_keep_their_spikes() -> None:
     assert len(thinned) <= 100
     assert {points[0], points[7], points[54_321], points[-1]} <= set(thinned)
     assert thinned == sorted(thinned)
+
+
+@pytest.mark.parametrize("name", ["timeline.jsonl", "samples.jsonl", "chain.jsonl", "config.yaml"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_files_without_an_end_are_left_out(tmp_path: Path, name: str, kind: str) -> None:
+    run = write_run(tmp_path / "run")
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name) if kind == "pipe" else (run / name).symlink_to("/dev/zero")
+    page = tmp_path / "report.html"
+    assert main(["report", str(run), "--output", str(page)]) == EXIT_DONE
+    assert "ot a regular file" in page.read_text()

@@ -27,6 +27,7 @@ from megatron_deberta.data.shards.manifest import ShardManifest, read_manifest, 
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.text.jobs import executors
 from megatron_deberta.text.jobs.executors import RunOptions
+from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.preprocess import encoding
 from megatron_deberta.text.preprocess.pipeline import preprocess
 from megatron_deberta.text.readers import reading
@@ -450,6 +451,15 @@ def test_inputs_add_up(corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:
     assert manifest.sources == (corpus, str(other))
 
 
+def test_empty_variables_of_an_array_are_not_given() -> None:
+    array_task, alone = executors.array_task, executors.Share(0, 1)
+    empty = dict.fromkeys([f"SLURM_ARRAY_TASK_{n}" for n in ("ID", "MIN", "STEP", "COUNT")], "")
+    assert array_task(None, empty) == array_task(None, {}) == alone
+    assert array_task(None, {**empty, "SLURM_ARRAY_TASK_ID": "0"}) == alone
+    with pytest.raises(ConfigError, match="SLURM_ARRAY_TASK_ID='x' is not a whole number"):
+        array_task(None, {"SLURM_ARRAY_TASK_ID": "x"})
+
+
 def test_array_tasks_share_the_work(corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:
     build(corpus, tokenizer_dir, tmp_path / "whole")
     common = [
@@ -466,6 +476,25 @@ def test_array_tasks_share_the_work(corpus: str, tokenizer_dir: str, tmp_path: P
     assert run_cli(*common[3:], **env)[0] == 0
     assert all(path.stat().st_mtime_ns < begin for path in (tmp_path / "out").iterdir())
     assert run_cli(*common[3:], "--array-task", "2/2")[0] == 2
+
+
+def test_array_task_that_is_not_the_last_says_that_nothing_is_published(
+    corpus: str, tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out" / "c"
+    command = [
+        "preprocess", "--input", corpus, "--tokenizer", tokenizer_dir, "--workers", "0",
+        "--output", str(output), "--array-task",
+    ]  # fmt: skip
+    with JobFolder(output).locked(shared=True):
+        assert main([*command, "0/2"]) == 0
+        assert f"{output}: this task is done, but nothing is published yet" in (
+            capsys.readouterr().out
+        )
+        assert not list(output.parent.glob("c_*"))
+    assert main([*command, "1/2"]) == 0
+    assert "documents" in capsys.readouterr().out
+    assert list(output.parent.glob("c_*"))
 
 
 def test_standard_input_and_two_keys(corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:
