@@ -170,7 +170,9 @@ def disentangled_attention(
     return output if lse is None else (output, lse)
 
 
-_outside_graph = _disable_dynamo(disentangled_attention)
+_outside_graph: Callable[..., Tensor | tuple[Tensor, Tensor]] = _disable_dynamo(
+    disentangled_attention
+)
 """The operator behind a graph break of ``torch.compile``. ``torch.compiler.disable`` does the same
 and imports the compiler at once, which takes most of a second."""
 

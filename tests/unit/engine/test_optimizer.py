@@ -10,7 +10,6 @@ from torch import nn
 
 from megatron_deberta.config.schema import ModelConfig, OptimizerConfig
 from megatron_deberta.engine.optimizer import (
-    UncorrectedAdamW,
     adam_step,
     build_optimizer,
     decays,
