@@ -29,10 +29,6 @@ from megatron_deberta.files import write_atomically
 if TYPE_CHECKING:
     from megatron_deberta.config.schema import ModelConfig, RunConfig
     from megatron_deberta.hf.loading import TrainedModel
-    from megatron_deberta.hf.model_card import TrainingFacts
-
-_PRETRAINING_SCORES = ("masked_accuracy", "accuracy", "perplexity")
-"""Metrics of validation that the model card of a pretrained model has."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -173,6 +169,7 @@ def _export_revisions(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+    from megatron_deberta.cli.convert_card import training_facts
     from megatron_deberta.cli.convert_onnx import check_options, onnx_extension
     from megatron_deberta.hf.export_model import GENERATOR_FOLDER, export_model
     from megatron_deberta.hf.loading import open_trained_model
@@ -181,7 +178,7 @@ def _export(args: argparse.Namespace) -> int:
 
     check_options(args)
     trained = open_trained_model(Path(args.checkpoint), args.tokenizer)
-    trained = _averaged(trained, args)
+    trained, averaged = _averaged(trained, args)
     config, weights = trained.open("discriminator")
     config = _in_form(config, trained.run, args.form)
     if args.to == "onnx":
@@ -189,14 +186,20 @@ def _export(args: argparse.Namespace) -> int:
 
         graph_kind(config)
     dtype = "fp32" if args.dtype == "int8" else args.dtype
+    generator = trained.open("generator") if config.head == "discriminator" else None
+    facts = [
+        training_facts(trained, each, averaged=averaged, dtype=dtype)
+        for each in (config, *([generator[0]] if generator else []))
+    ]
     export = export_model(
         config,
         weights,
         trained.tokenizer,
         Path(args.output),
         dtype=dtype,
-        facts=_training_facts(trained, config),
-        generator=trained.open("generator") if config.head == "discriminator" else None,
+        facts=facts[0],
+        generator=generator,
+        generator_facts=facts[-1],
         extend=onnx_extension(args, trained) if args.to == "onnx" else None,
     )
     print(f"{args.output}: {trained.reader.path} as {export.model_type}, {dtype}")
@@ -213,10 +216,9 @@ def _export(args: argparse.Namespace) -> int:
     for what, line in loading_lines(config, export.model_type, args.output).items():
         print(f"In Python, {what}: {line}")
     if config.head == "discriminator":
-        generator = Path(args.output) / GENERATOR_FOLDER
+        fills = Path(args.output) / GENERATOR_FOLDER
         print(
-            f'Or fill masks with the generator: megatron-deberta fill-mask {generator} "A [MASK] '
-            'text."'
+            f'Or fill masks with the generator: megatron-deberta fill-mask {fills} "A [MASK] text."'
         )
         return 0
     if config.head != "mlm":
@@ -226,8 +228,10 @@ def _export(args: argparse.Namespace) -> int:
     return 0
 
 
-def _averaged(trained: TrainedModel, args: argparse.Namespace) -> TrainedModel:
-    """Return the model with the averaged weights that the options choose, if any.
+def _averaged(trained: TrainedModel, args: argparse.Namespace) -> tuple[TrainedModel, str]:
+    """Return the model with the averaged weights that the options choose, and what they are.
+
+    The text is empty if nothing is averaged.
 
     Raises:
         ConfigError: they contradict each other.
@@ -240,13 +244,22 @@ def _averaged(trained: TrainedModel, args: argparse.Namespace) -> TrainedModel:
     if args.moving_average:
         if averages_checkpoints:
             raise ConfigError("--moving-average excludes --average and --ema; omit one of them")
-        print("moving average of the weights over updates")
-        return replace(trained, reader=MovingAverage(CheckpointReader(trained.reader.path)))
+        moving = MovingAverage(CheckpointReader(trained.reader.path))
+        text = (
+            f"moving average of the weights over updates (decay {trained.run.optimizer.ema_decay:g}"
+            f") at step {moving.metadata.step:,}"
+        )
+        print(text)
+        return replace(trained, reader=moving), text
     if not averages_checkpoints:
-        return trained
+        return trained, ""
     averaged = average_checkpoints(Path(args.checkpoint), args.average, args.ema)
-    print(f"average of the checkpoints of steps {', '.join(map(str, averaged.steps))}")
-    return replace(trained, reader=averaged)
+    steps = ", ".join(f"{step:,}" for step in averaged.steps)
+    kind = "mean" if args.ema == 1 else f"exponential moving average (decay {args.ema:g})"
+    text = f"{kind} of the checkpoints of steps {steps}"
+    print(text)
+    # The mean of one checkpoint is that checkpoint.
+    return replace(trained, reader=averaged), text if len(averaged.steps) > 1 else ""
 
 
 def _in_form(config: ModelConfig, run: RunConfig, form: str | None) -> ModelConfig:
@@ -261,42 +274,6 @@ def _in_form(config: ModelConfig, run: RunConfig, form: str | None) -> ModelConf
             "--form"
         )
     return replace(config, head="autoregressive") if form == "autoregressive" else config
-
-
-def _training_facts(trained: TrainedModel, config: ModelConfig) -> TrainingFacts:
-    """Collect what the model card says about the training of a model with this head."""
-    from megatron_deberta.data.build import parse_prefixes
-    from megatron_deberta.hf.model_card import TrainingFacts
-    from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
-    from megatron_deberta.tasks.task import load_task
-
-    run, step = trained.run, trained.reader.metadata.step
-    data: tuple[str, ...] = (run.finetune.task,)
-    if not run.finetune.task:
-        if not run.data.train:  # imported, not trained here
-            return TrainingFacts()
-        components, _ = parse_prefixes(run.data.train, "data.train")
-        data = tuple(Path(prefix).name for part in components for prefix in part)
-    metrics = trained.reader.path.parents[1] / FILE_NAME
-    records = read_metrics(metrics) if metrics.is_file() else []
-    validations = [
-        record
-        for record in records
-        if record["kind"] == "validation" and record["step"] <= step and record.get("loss")
-    ]
-    last = validations[-1] if validations else {}
-    names = load_task(run.finetune.task).metrics if run.finetune.task else _PRETRAINING_SCORES
-    # Metrics of the second form of a model that has both
-    form = f"{config.head}_" if config.head != run.model.head else ""
-    return TrainingFacts(
-        data=data,
-        step=step,
-        total_steps=run.train.steps,
-        validation_loss=last.get(f"{form}loss"),
-        scores={name: last[form + name] for name in names if form + name in last},
-        batch_size=run.train.global_batch_size,
-        learning_rate=run.optimizer.learning_rate,
-    )
 
 
 def _import(args: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -30,6 +31,7 @@ from megatron_deberta.finetune.batches import (
 from megatron_deberta.finetune.order import EpochOrder
 from megatron_deberta.model.heads import num_outputs
 from megatron_deberta.objectives import build_objective
+from megatron_deberta.observe.metrics import read_metrics
 from megatron_deberta.observe.throughput import StepWork
 from megatron_deberta.tasks.encoded import EncodedDataset
 from megatron_deberta.tasks.encoding import encode
@@ -46,6 +48,8 @@ from megatron_deberta.train.start import Identity
 from megatron_deberta.train.step import sum_over_batch_ranks
 
 TRAIN, DEV = "train", "dev"
+BASELINE = "baseline_"
+"""Prefix of the metrics of a constant prediction, recorded at step 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +115,21 @@ class TaskData:
         return loader, validate
 
     def prepare_records(self, records: RunRecords) -> None:
-        """Do nothing: there is no baseline to record."""
+        """Record the metrics of a constant prediction, unless they are recorded already."""
+        if (
+            self.dev is None
+            or (outputs := constant_outputs(self.task, self.train, self.dev)) is None
+        ):
+            return
+        found = score(self.task, self.dev.examples, self.dev.encoded, outputs)
+        values = {BASELINE + name: found[name] for name in self.task.metrics}
+        recorded = [
+            {name: record.get(name) for name in values}
+            for record in read_metrics(records.writer.path)
+            if any(name in record for name in values)
+        ]
+        if not recorded or recorded[-1] != values:
+            records.writer.write(0, values, kind="validation")
 
     def step_work(self, config: RunConfig) -> tuple[StepWork, StepWork]:
         """Return the work of a step of examples of mean length."""
@@ -286,6 +304,42 @@ def validate_split(
     values = {"loss": evaluation.metrics["loss"], **metrics, SCORE: metrics[task.metrics[0]]}
     shown = [f"{name.replace('_', ' ')} {values[name]:.4f}" for name in ("loss", *task.metrics)]
     return Evaluation(values, " | ".join(shown))
+
+
+def constant_outputs(task: TaskConfig, train: Split, dev: Split) -> Outputs | None:
+    """Return the outputs that predict the most frequent label of the training examples.
+
+    Of multiple choice, it is the most frequent position of the right answer; in regression, the
+    mean score.
+
+    Args:
+        task: the task.
+        train: training examples.
+        dev: the examples to predict.
+
+    Returns:
+        Outputs as for ``tasks.scoring.score``; None: the head has no such prediction (spans).
+    """
+    encoded = dev.encoded
+    if task.head == "spans":
+        return None
+    if task.head == "regression":
+        mean = np.mean([example.label for example in train.examples if example.label is not None])
+        return np.full(encoded.num_rows, mean, np.float32)
+    if task.head == "tokens":
+        labels = [tag for example in train.examples for tag in example.tags]
+    else:
+        labels = [int(example.label) for example in train.examples if example.label is not None]
+    most = int(np.bincount(labels or [0]).argmax())
+    if task.head == "choices":
+        chosen = np.zeros(encoded.num_rows, np.float32)
+        first, end = encoded.example_offsets[:-1] + most, encoded.example_offsets[1:]
+        chosen[first[first < end]] = 1
+        return chosen
+    rows = len(encoded.input_ids) if task.head == "tokens" else encoded.num_rows
+    constant = np.zeros((rows, len(task.labels)), np.float32)
+    constant[:, most] = 1
+    return constant
 
 
 def run_split(

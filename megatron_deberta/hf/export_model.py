@@ -61,6 +61,7 @@ def export_model(
     dtype: str = "fp32",
     facts: TrainingFacts = UNKNOWN_TRAINING,
     generator: tuple[ModelConfig, Callable[[str], Tensor]] | None = None,
+    generator_facts: TrainingFacts = UNKNOWN_TRAINING,
     extend: Callable[[Path], object] | None = None,
 ) -> ExportResult:
     """Write weights, config, tokenizer, code and model card, verify them, publish the folder.
@@ -73,6 +74,7 @@ def export_model(
         dtype: fp32, fp16 or bf16.
         facts: training of the model, for the model card.
         generator: of replaced-token detection, exported to the folder ``generator`` inside.
+        generator_facts: its training, for its model card.
         extend: called with the verified folder before it is published, to add files.
 
     Raises:
@@ -89,7 +91,9 @@ def export_model(
         if generator is not None:
             (folder / GENERATOR_FOLDER).mkdir()
             name = f"{output.name}/{GENERATOR_FOLDER}"
-            _write_export(folder / GENERATOR_FOLDER, name, *generator, tokenizer, dtype, facts)
+            _write_export(
+                folder / GENERATOR_FOLDER, name, *generator, tokenizer, dtype, generator_facts
+            )
         if extend is not None:
             extend(folder)
     return result

@@ -87,7 +87,7 @@ def test_the_export_says_how_to_load_it(
     long = loaded["fill"](TEXT + " fox" * 99, tokenizer_kwargs={"truncation": True})
     assert len(long) == 5
     assert "| data | books |\n| optimizer steps | 3 of 100,000 |" in card
-    assert "| validation loss | 6.0000 nats per masked token |" in card
+    assert "| loss, nats per masked token | 6.0000 |" in card
 
 
 def test_every_checkpoint_becomes_a_revision(
@@ -134,7 +134,7 @@ def test_model_card_has_the_scores_as_metadata(run_dir: Path, tmp_path: Path) ->
     (result,) = fields["model-index"][0]["results"]
     assert result["dataset"] == {"name": "books", "type": "books", "split": "validation"}
     assert result["metrics"] == [{"type": "masked_accuracy", "value": 0.5}]
-    assert "| validation masked accuracy | 0.5000 |" in card
+    assert "| masked accuracy | 0.5000 |" in card
 
 
 def predictions(output: str) -> list[tuple[str, str]]:
