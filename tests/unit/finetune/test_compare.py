@@ -100,12 +100,34 @@ def test_several_runs_count_by_their_mean() -> None:
     b = [accuracy([1, 1, 1, 0]), accuracy([1, 1, 1, 1]), accuracy([1, 0, 1, 1])]
     found = paired_test(a, b, resamples=2000)
     assert found.difference == pytest.approx(np.mean([3, 4, 3]) / 4 - np.mean([1, 2]) / 4)
-    # All 16 exchanges of the first two runs of each side.
-    pairs = np.array([[1, 1, 0, 0], [1, 0, 0, 1]]).mean(axis=0)
-    every = [abs(np.mean(pairs * signs)) for signs in itertools.product((-1, 1), repeat=4)]
-    exact = np.mean(np.array(every) >= abs(pairs.mean()) - 1e-12)
+    # All 16 exchanges of the sides' mean scores of each example.
+    differences = np.array([3, 2, 3, 2]) / 3 - np.array([0, 1, 2, 0]) / 2
+    every = [abs(np.mean(differences * signs)) for signs in itertools.product((-1, 1), repeat=4)]
+    exact = np.mean(np.array(every) >= abs(differences.mean()) - 1e-12)
     p = randomisation_p(a, b, resamples=RESAMPLES, seed=0)
     assert p == pytest.approx(exact, abs=0.01)
+    # The order of the runs means nothing.
+    reverse = randomisation_p(a[::-1], b[::-1], resamples=RESAMPLES, seed=0)
+    assert reverse == pytest.approx(p, abs=1e-12)
+
+
+def test_randomisation_of_one_against_two_runs_is_that_of_scipy() -> None:
+    """Exchanging the sides' means, where a second run of one side is much better than its first."""
+    random = np.random.default_rng(11)
+    a, first = (random.random((2, 12)) < 0.5).astype(float)
+    second = np.maximum(a, random.random(12) < 0.8).astype(float)
+    exact = stats.permutation_test(
+        (a, (first + second) / 2), lambda x, y: np.mean(y) - np.mean(x),
+        permutation_type="samples", n_resamples=1 << 12,
+    )  # fmt: skip
+    runs = [accuracy(first), accuracy(second)]
+    p = randomisation_p([accuracy(a)], runs, resamples=RESAMPLES, seed=2)
+    assert p == pytest.approx(exact.pvalue, abs=0.01)
+    for run in (first, second):
+        alone = randomisation_p([accuracy(a)], [accuracy(run)], resamples=RESAMPLES, seed=2)
+        assert abs(alone - exact.pvalue) > 0.05
+    swapped = randomisation_p(runs, [accuracy(a)], resamples=RESAMPLES, seed=2)
+    assert swapped == pytest.approx(p, abs=1e-12)
 
 
 def test_results_depend_on_the_seed_only() -> None:
