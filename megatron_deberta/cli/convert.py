@@ -19,16 +19,21 @@ import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_deberta.cli.arguments import number
 from megatron_deberta.config.objective_rules import trained_forms
 from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.files import write_atomically
+from megatron_deberta.parsing import read_json
 
 if TYPE_CHECKING:
     from megatron_deberta.config.schema import ModelConfig, RunConfig
     from megatron_deberta.hf.loading import TrainedModel
+
+
+REVISIONS = "revisions.json"
+"""In the output of ``--every``: the exported checkpoints."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -137,8 +142,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _export_revisions(args: argparse.Namespace) -> int:
-    """Export several checkpoints of a run; folders that exist are complete and are skipped."""
+    """Export several checkpoints of a run; those that are exported already are skipped."""
     from megatron_deberta.checkpoint.layout import committed_steps, step_dir
+    from megatron_deberta.hf.export_model import refuse_existing
 
     if args.source:
         raise ConfigError("--every is for exports, not for --from")
@@ -149,23 +155,80 @@ def _export_revisions(args: argparse.Namespace) -> int:
     if not steps:
         raise CheckpointError(f"{run} has no committed checkpoint; --every needs the run's folder")
     chosen = sorted({*steps[args.every - 1 :: args.every], steps[-1]})
+    before = _read_revisions(output)
+    for step in chosen:
+        folder = output / step_dir(run, step).name
+        if not _is_exported(folder, before.get(folder.name), _revision(args, run, step)):
+            refuse_existing(folder)
     revisions = []
     for step in chosen:
-        checkpoint = step_dir(run, step)
+        checkpoint, entry = step_dir(run, step), _revision(args, run, step)
         folder = output / checkpoint.name
-        if folder.exists():
+        if _is_exported(folder, before.get(folder.name), entry):
             print(f"{folder}: exported before")
         else:
             one = {"checkpoint": str(checkpoint), "output": str(folder), "every": None}
             _export(argparse.Namespace(**vars(args) | one))
-        revisions.append({"revision": folder.name, "step": step, "folder": folder.name})
+        revisions.append(entry)
+        # After each: what a killed command has exported is known to the next one.
+        known = {**before, **{str(each["revision"]): each for each in revisions}}
+        content = json.dumps(list(known.values()), indent=2) + "\n"
+        write_atomically(output / REVISIONS, content.encode())
     content = json.dumps(revisions, indent=2) + "\n"
-    write_atomically(output / "revisions.json", content.encode())
+    write_atomically(output / REVISIONS, content.encode())
     print("Push the revisions, the last one also as main, with:")
     for name in [revision["revision"] for revision in revisions]:
         print(f"  hf upload USER/NAME {output / str(name)} . --revision {name}")
     print(f"  hf upload USER/NAME {output / str(revisions[-1]['folder'])} .")
     return 0
+
+
+def _revision(args: argparse.Namespace, run: Path, step: int) -> dict[str, object]:
+    """Return the entry of ``revisions.json`` for a step: what is exported, and how."""
+    from megatron_deberta.checkpoint.layout import COMMITTED_FILE, step_dir
+
+    checkpoint = step_dir(run, step)
+    mark = (checkpoint / COMMITTED_FILE).read_text(encoding="ascii", errors="replace").strip()
+    return {
+        "revision": checkpoint.name,
+        "step": step,
+        "folder": checkpoint.name,
+        "checkpoint": mark,
+        **{name: getattr(args, name) for name in ("to", "dtype", "form", "encoder")},
+        "moving_average": args.moving_average,
+    }
+
+
+def _read_revisions(output: Path) -> dict[str, dict[str, Any]]:
+    """Return the entries of ``revisions.json`` by revision; none if the file is missing.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    path = output / REVISIONS
+    if not path.is_file():
+        return {}
+    what, remedy = "a list of exported revisions", "move the folder away and export again"
+    entries = read_json(path, list[dict[str, Any]], what, remedy=remedy)
+    return {str(entry.get("revision")): entry for entry in entries}
+
+
+def _is_exported(folder: Path, before: dict[str, Any] | None, entry: dict[str, object]) -> bool:
+    """Return whether a folder has the export of a checkpoint; one that is empty has not.
+
+    Raises:
+        ConfigError: it has that of another checkpoint, or with other options.
+    """
+    if not (folder / "config.json").is_file():
+        return False
+    # Earlier releases have listed step and folder only.
+    changed = [key for key in entry if before and key in before and before[key] != entry[key]]
+    if changed:
+        raise ConfigError(
+            f"{folder} was exported with another {changed[0].replace('_', ' ')}; remove it or "
+            "choose another --output"
+        )
+    return True
 
 
 def _export(args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_deberta.checkpoint.layout import checkpoints_dir
 from megatron_deberta.config.phases import Segment, segment_at, segments
 from megatron_deberta.config.schema import DataConfig, ModelConfig, ObjectiveConfig, RunConfig
-from megatron_deberta.finetune.data import BASELINE, DEV
+from megatron_deberta.finetune.data import DEV
 from megatron_deberta.hf.heads import HEADS
 from megatron_deberta.hf.loading import TrainedModel
 from megatron_deberta.hf.model_card import Evaluation, Figure, TrainingFacts
@@ -55,7 +55,7 @@ def training_facts(
         last = f"; its last validation before was at step {max(steps):,}" if steps else ""
         why_not = f"the run has no validation at step {step:,}{last}"
     else:
-        evaluation = _evaluation(trained, config, task, validated, dtype)
+        evaluation = _evaluation(trained, config, task, *validated, dtype)
     not_evaluated = _NOT_EVALUATED
     if task is None:
         not_evaluated = f"labelled tasks, {_NOT_EVALUATED}"
@@ -253,27 +253,25 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _validation(records: Sequence[dict[str, Any]], step: int) -> dict[str, Any] | None:
-    """Return the last validation at a step, with the baselines that were recorded before it."""
+def _validation(records: Sequence[Record], step: int) -> tuple[Record, Record] | None:
+    """Return the last validation at a step, and the baselines that were recorded before it."""
     baselines: dict[str, Any] = {}
     found = None
     for record in records:
-        if record["kind"] != "validation":
-            continue
-        if _is_validation(record):
-            if record["step"] == step:
-                found = {**baselines, **record}
-            continue
-        baselines |= {
-            name: value
-            for name, value in record.items()
-            if name == UNIGRAM_METRIC or name.startswith(BASELINE)
-        }
+        if _is_validation(record) and record["step"] == step:
+            found = record, dict(baselines)
+        elif record["kind"] == "baseline" or UNIGRAM_METRIC in record:
+            baselines |= record
     return found
 
 
 def _evaluation(
-    trained: TrainedModel, config: ModelConfig, task: TaskConfig | None, found: Record, dtype: str
+    trained: TrainedModel,
+    config: ModelConfig,
+    task: TaskConfig | None,
+    found: Record,
+    baselines: Record,
+    dtype: str,
 ) -> Evaluation:
     """Return the figures of one model in a validation at the exported step."""
     run, step = trained.run, trained.reader.metadata.step
@@ -282,7 +280,7 @@ def _evaluation(
     if dtype != "fp32":
         how += f" (the exported weights are rounded to {dtype}, the measured ones were not)"
     if task is not None:
-        figures = _task_figures(run, task, found)
+        figures = _task_figures(run, task, found, baselines)
         baseline = (
             "the most frequent prediction" if any(f.baseline is not None for f in figures) else ""
         )
@@ -303,23 +301,23 @@ def _evaluation(
     elif config.head == "discriminator":
         masked += " and filled by the generator"
     text = f"{how}, on {source}: rows of {data.sequence_length:,} tokens{masked}."
-    share = found.get("replaced_fraction")
-    if config.head == "discriminator" and _is_number(share):
+    share = found.get("replaced_fraction", 0.0)
+    if config.head == "discriminator" and share:
         f1 = 2 * share / (1 + share)
         text += f" To say that every token is replaced would have an F1 of {f1:.4f}."
-    figures, baseline = _text_figures(run, config, found)
+    figures, baseline = _text_figures(run, config, found, baselines)
     return Evaluation(names, "validation", text, figures, baseline)
 
 
 def _text_figures(
-    run: RunConfig, config: ModelConfig, found: Record
+    run: RunConfig, config: ModelConfig, found: Record, baselines: Record
 ) -> tuple[tuple[Figure, ...], str]:
     """Return the figures of a pretrained model, and what their baseline is."""
     if config.head == "discriminator":
         return _discriminator_figures(found), "no token is replaced"
     # The second form of a model that has both.
     form = "autoregressive_" if config.head != run.model.head and run.model.head != "rtd" else ""
-    unigram = None if form else found.get(UNIGRAM_METRIC)
+    unigram = None if form else baselines.get(UNIGRAM_METRIC)
     is_masked = config.head == "mlm"
     accuracy = "masked_accuracy" if is_masked else f"{form}accuracy"
     shown = "masked accuracy" if is_masked else "accuracy of next tokens"
@@ -365,12 +363,14 @@ def _discriminator_figures(found: Record) -> tuple[Figure, ...]:
     )
 
 
-def _task_figures(run: RunConfig, task: TaskConfig, found: Record) -> tuple[Figure, ...]:
+def _task_figures(
+    run: RunConfig, task: TaskConfig, found: Record, baselines: Record
+) -> tuple[Figure, ...]:
     unit = build_objective(run).loss_unit
     loss = Figure("", f"loss, {unit}", float(found["loss"]))
     named = [
         figure
         for name in task.metrics
-        for figure in _known(found, name, name.replace("_", " "), found.get(BASELINE + name))
+        for figure in _known(found, name, name.replace("_", " "), baselines.get(name))
     ]
     return (loss, *named)

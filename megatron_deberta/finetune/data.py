@@ -31,7 +31,6 @@ from megatron_deberta.finetune.batches import (
 from megatron_deberta.finetune.order import EpochOrder
 from megatron_deberta.model.heads import num_outputs
 from megatron_deberta.objectives import build_objective
-from megatron_deberta.observe.metrics import read_metrics
 from megatron_deberta.observe.throughput import StepWork
 from megatron_deberta.tasks.encoded import EncodedDataset
 from megatron_deberta.tasks.encoding import encode
@@ -48,8 +47,6 @@ from megatron_deberta.train.start import Identity
 from megatron_deberta.train.step import sum_over_batch_ranks
 
 TRAIN, DEV = "train", "dev"
-BASELINE = "baseline_"
-"""Prefix of the metrics of a constant prediction, recorded at step 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,20 +113,13 @@ class TaskData:
 
     def prepare_records(self, records: RunRecords) -> None:
         """Record the metrics of a constant prediction, unless they are recorded already."""
-        if (
-            self.dev is None
-            or (outputs := constant_outputs(self.task, self.train, self.dev)) is None
-        ):
+        if self.dev is None:
+            return
+        outputs = constant_outputs(self.task, self.train, self.dev)
+        if outputs is None:
             return
         found = score(self.task, self.dev.examples, self.dev.encoded, outputs)
-        values = {BASELINE + name: found[name] for name in self.task.metrics}
-        recorded = [
-            {name: record.get(name) for name in values}
-            for record in read_metrics(records.writer.path)
-            if any(name in record for name in values)
-        ]
-        if not recorded or recorded[-1] != values:
-            records.writer.write(0, values, kind="validation")
+        records.write_baseline({str(name): found[name] for name in self.task.metrics})
 
     def step_work(self, config: RunConfig) -> tuple[StepWork, StepWork]:
         """Return the work of a step of examples of mean length."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.errors import CheckpointError, ConfigError
-from megatron_deberta.files import published_folder
+from megatron_deberta.files import FolderInUseError, folder_writer, published_folder
 from megatron_deberta.hf.config import (
     DTYPES,
     SpecialIds,
@@ -141,8 +141,12 @@ def refuse_existing(output: Path) -> None:
     """Check that an output folder can be created.
 
     Raises:
-        ConfigError: ``output`` exists and is not an empty folder.
+        ConfigError: ``output`` exists and is not an empty folder, or another process writes it.
     """
+    if writer := folder_writer(output):
+        raise ConfigError(
+            f"{output} is being written by {writer}; wait for it, or choose another --output"
+        )
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"{output} exists and is not empty; remove it or choose another --output")
 
@@ -153,13 +157,19 @@ def output_folder(output: Path) -> Iterator[Path]:
 
     Raises:
         CheckpointError: it cannot be written.
-        ConfigError: ``output`` exists and is not an empty folder.
+        ConfigError: ``output`` exists and is not an empty folder, or another process writes it.
     """
     refuse_existing(output)
     try:
-        with published_folder(output) as folder:
+        with published_folder(output, alone=True) as folder:
             yield folder
+    except FolderInUseError as error:
+        raise ConfigError(
+            f"{output} {error.strerror}; wait for it, or choose another --output"
+        ) from error
     except (OSError, SafetensorError) as error:
+        # Something else may have been written there meanwhile.
+        refuse_existing(output)
         raise CheckpointError(f"cannot write {output}: {error}") from error
 
 

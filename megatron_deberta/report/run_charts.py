@@ -20,8 +20,6 @@ SECTIONS = {
 }
 """Parts of the time in ``timeline.jsonl``, in the order in which they are stacked."""
 _KNOWN_VALIDATION = {"step", "kind", "loss", "perplexity", "num_targets", "unigram_loss"}
-_BASELINE = "baseline_"
-"""Beginning of the metrics of a constant prediction, which no step has."""
 _TIME_UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 _MOST_BANDS = 120
 """Groups of records of which time by part is shown."""
@@ -133,8 +131,7 @@ def _validation_charts(runs: Sequence[RunFolder]) -> Iterator[Chart]:
     """Yield a chart for each further metric of validations."""
     records = [record for run in runs for record in run.of_kind("validation")]
     keys = dict.fromkeys(key for record in records for key, value in record.items()
-                         if key not in _KNOWN_VALIDATION and is_number(value)
-                         and not key.startswith(_BASELINE))  # fmt: skip
+                         if key not in _KNOWN_VALIDATION and is_number(value))  # fmt: skip
     for key in keys:
         label = key.replace("_", " ")
         series = [

@@ -14,7 +14,7 @@ import pytest
 from scipy import stats
 
 from megatron_deberta.cli.main import main
-from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE
+from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE, DataError
 from megatron_deberta.finetune.compare.metrics import (
     CorrelationMetric,
     CountMetric,
@@ -27,7 +27,7 @@ from megatron_deberta.finetune.compare.paired import (
     randomisation_p,
     welch_p,
 )
-from megatron_deberta.finetune.compare.sides import Comparison
+from megatron_deberta.finetune.compare.sides import Comparison, read_predictions
 from megatron_deberta.finetune.compare.table import format_comparison
 from megatron_deberta.tasks import Example, TaskConfig
 from megatron_deberta.tasks.examples import Answer
@@ -326,3 +326,39 @@ def test_prediction_files_are_compared(
     assert "b.jsonl:1: not a prediction" in capsys.readouterr().err
     assert main(["compare", files[0], str(predictions / "none")]) == EXIT_USAGE
     assert "no such file or folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"id": "0"}, "b.jsonl:2: id '0' occurs twice"),
+        ({"index": 0}, "value 'good' with index 0 is not a prediction of task tiny"),
+        ({"index": 7}, "with index 7 is not a prediction"),
+        ({"index": -1}, "with index -1 is not a prediction"),
+        ({"value": 0.5}, "value 0.5 with index 1 is not a prediction"),
+    ],
+)
+def test_predictions_of_other_labels_are_refused(
+    change: dict[str, Any], message: str, predictions: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Index and value that disagree are those of a task with another order of labels."""
+    path = predictions / "b.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[1] = {**lines[1], "index": 1, "value": "good", **change}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = [str(predictions / "a.jsonl"), str(path)]
+    data = predictions / "data"
+    command = ["compare", *files, "--task", str(data / "task.yaml"), "--data", str(data)]
+    assert main(command) == EXIT_FAILURE
+    assert message in capsys.readouterr().err
+
+
+def test_text_is_no_score(tmp_path: Path) -> None:
+    task = make_task("regression", "pearson")
+    examples = [Example(id="0", label=1.0)]
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"id": "0", "text": "of the example", "value": 3}\n')
+    assert read_predictions(path, task, examples)[0].value == 3
+    path.write_text('{"id": "0", "value": "3"}\n')
+    with pytest.raises(DataError, match="value '3' with index -1 is not a prediction"):
+        read_predictions(path, task, examples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -23,7 +24,9 @@ from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.cli.main import main
 from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.files import sha256_file
+from megatron_deberta.errors import ConfigError
+from megatron_deberta.files import published_folder, sha256_file
+from megatron_deberta.hf.export_model import output_folder
 from megatron_deberta.hf.loading import load_pretrained, temporary_module_cache
 from megatron_deberta.model import parameter_shapes
 from tests.support.releases import write_release
@@ -112,6 +115,21 @@ def test_every_checkpoint_becomes_a_revision(
     assert main(arguments) == 0
     assert f"{out}/step_00000008: exported before" in capsys.readouterr().out
     assert (out / names[0] / "config.json").exists()
+    # An empty folder is no export; one with other options or of other weights is another export.
+    shutil.rmtree(out / names[0])
+    (out / names[0]).mkdir()
+    assert main(arguments) == 0
+    assert f"{names[0]}: exported before" not in capsys.readouterr().out
+    assert (out / names[0] / "config.json").exists()
+    message = error_of([*arguments, "--dtype", "bf16"], capsys, 2)
+    assert f"{out / names[0]} was exported with another dtype; remove it or choose" in message
+    shutil.rmtree(run_dir / "checkpoints" / "step_00000008")
+    save_run(replace(V2, num_layers=2), run_dir, tmp_path / "tokenizer", 8)
+    assert "was exported with another checkpoint" in error_of(arguments, capsys, 2)
+    shutil.rmtree(out / names[1])
+    (out / names[1]).mkdir()
+    (out / names[1] / "notes.txt").touch()
+    assert f"{out / names[1]} exists and is not empty" in error_of(arguments, capsys, 2)
 
 
 def test_every_needs_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,6 +305,20 @@ def test_an_output_in_use_is_refused_before_the_work(
     for source in (["--checkpoint", "none"], ["--from", "hf", "none"]):
         message = error_of(["convert", *source, "--output", str(tmp_path / "out")], capsys, 2)
         assert f"{tmp_path / 'out'} exists and is not empty" in message
+
+
+def test_an_output_that_is_being_written_is_refused_before_the_work(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    with published_folder(out) as folder:
+        (folder / "a").touch()
+        for source in (["--checkpoint", "none"], ["--from", "hf", "none"]):
+            message = error_of(["convert", *source, "--output", str(out)], capsys, 2)
+            assert f"{out} is being written by process {os.getpid()}" in message
+        assert (folder / "a").exists()
+        with pytest.raises(ConfigError, match="wait for it"), output_folder(out):
+            raise AssertionError
 
 
 def test_fill_mask_refuses_in_one_line(

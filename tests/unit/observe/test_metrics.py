@@ -46,6 +46,15 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["score", "accuracy", "loss"])
+@pytest.mark.parametrize("kind", ["train", "validation", "minimal_pairs", "baseline"])
+def test_text_is_no_metric(kind: str, name: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({"step": 1, "kind": kind, name: "0.9"}) + "\n")
+    with pytest.raises(DataError, match=f"{name}='0.9'"):
+        read_metrics(path)
+
+
 def test_resume_cuts_what_comes_again(tmp_path: Path) -> None:
     write_steps(tmp_path, 1, 10)
     write_steps(tmp_path, 7, 12, resume_step=6)
