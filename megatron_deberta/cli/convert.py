@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_deberta.cli.arguments import number
 from megatron_deberta.config.objective_rules import trained_forms
-from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.errors import ConfigError, MissingModelError
 from megatron_deberta.files import write_atomically
 from megatron_deberta.parsing import read_json
 
@@ -153,7 +153,9 @@ def _export_revisions(args: argparse.Namespace) -> int:
     run, output = Path(args.checkpoint), Path(args.output)
     steps = committed_steps(run)
     if not steps:
-        raise CheckpointError(f"{run} has no committed checkpoint; --every needs the run's folder")
+        raise MissingModelError(
+            f"{run} has no committed checkpoint; --every needs the run's folder"
+        )
     chosen = sorted({*steps[args.every - 1 :: args.every], steps[-1]})
     before = _read_revisions(output)
     for step in chosen:
@@ -238,6 +240,7 @@ def _export(args: argparse.Namespace) -> int:
     from megatron_deberta.hf.loading import open_trained_model
     from megatron_deberta.hf.model_card import loading_lines
     from megatron_deberta.objectives import build_objective
+    from megatron_deberta.tasks.reading import split_to_predict
 
     check_options(args)
     trained = open_trained_model(Path(args.checkpoint), args.tokenizer)
@@ -285,7 +288,9 @@ def _export(args: argparse.Namespace) -> int:
         )
         return 0
     if config.head != "mlm":
-        print(f"Or predict here: {build_objective(trained.run).commands(args.output)[0]}")
+        finetune = trained.run.finetune
+        split = split_to_predict(finetune.task, finetune.data) if finetune.task else ""
+        print(f"Or predict here: {build_objective(trained.run).commands(args.output, split)[0]}")
         return 0
     print(f'Or fill masks here: megatron-deberta fill-mask {args.output} "A [MASK] text."')
     return 0
@@ -297,8 +302,9 @@ def _averaged(trained: TrainedModel, args: argparse.Namespace) -> tuple[TrainedM
     The text is empty if nothing is averaged.
 
     Raises:
-        ConfigError: they contradict each other.
-        CheckpointError: there are too few checkpoints, or no moving average.
+        ConfigError: they contradict each other, there are too few checkpoints, or no moving
+            average.
+        CheckpointError: a checkpoint is damaged.
     """
     from megatron_deberta.checkpoint.average import MovingAverage, average_checkpoints
     from megatron_deberta.checkpoint.reader import CheckpointReader

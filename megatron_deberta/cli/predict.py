@@ -63,11 +63,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Predict and write the predictions."""
     from megatron_deberta.finetune.predict import open_predictor
+    from megatron_deberta.train.start import refusals
 
     texts = _texts(args)
-    with open_predictor(
-        args.task, Path(args.model), args.data, tuple(args.overrides), args.tokenizer
-    ) as predictor:
+    with (
+        refusals(),
+        open_predictor(
+            args.task, Path(args.model), args.data, tuple(args.overrides), args.tokenizer
+        ) as predictor,
+    ):
         try:
             if texts is None:
                 split, outputs, _ = predictor.run(args.split or _TEST)

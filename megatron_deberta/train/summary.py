@@ -15,6 +15,7 @@ from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.observe.console import format_duration
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
+from megatron_deberta.tasks.reading import split_to_predict
 from megatron_deberta.train.preemption import STOP_FILE
 from megatron_deberta.train.records import UNIGRAM_METRIC
 from megatron_deberta.train.start import Start
@@ -145,7 +146,9 @@ def _next_steps(config: RunConfig, outcome: Outcome, is_saved: bool) -> list[str
 
 def _uses(config: RunConfig) -> list[str]:
     """Return the commands that use a trained model."""
-    return build_objective(config).commands(config.train.run_dir)
+    finetune = config.finetune
+    split = split_to_predict(finetune.task, finetune.data) if finetune.task else ""
+    return build_objective(config).commands(config.train.run_dir, split)
 
 
 def _device(device: torch.device) -> str:

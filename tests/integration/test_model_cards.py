@@ -26,12 +26,13 @@ from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.build import open_corpora, validation_loader
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.finetune.predict import open_predictor
+from megatron_deberta.hf import DebertaForMaskedLM
 from megatron_deberta.hf.loading import (
     build_with_head,
     load_pretrained,
     open_trained_model,
-    temporary_module_cache,
 )
+from megatron_deberta.hf.modeling_megatron_deberta_heads import MegatronDebertaForCausalLM
 from megatron_deberta.model import RuntimeOptions
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.objectives.rtd import ReplacedTokenModel
@@ -129,12 +130,10 @@ def scored(logits: Tensor, labels: Tensor) -> tuple[float, float]:
 
 def masked_figures(folder: Path, run: Path, form: str) -> dict[str, float]:
     """Recompute loss and accuracy with the exported model in transformers."""
-    import transformers
-
-    name = "AutoModelForCausalLM" if form == "autoregressive" else "AutoModelForMaskedLM"
+    model_class = MegatronDebertaForCausalLM if form == "autoregressive" else DebertaForMaskedLM
     logits, labels = [], []
-    with temporary_module_cache(), torch.no_grad():
-        model = load_pretrained(getattr(transformers, name), folder, trust_remote_code=True)
+    with torch.no_grad():
+        model = load_pretrained(model_class, folder)
         for batch in validation_batches(run)[1]:
             if batch.is_causal != (form == "autoregressive"):
                 continue

@@ -14,7 +14,7 @@ import pytest
 from scipy import stats
 
 from megatron_deberta.cli.main import main
-from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE, DataError
+from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE, DataError
 from megatron_deberta.finetune.compare.metrics import (
     CorrelationMetric,
     CountMetric,
@@ -318,11 +318,11 @@ def test_prediction_files_are_compared(
     assert main(["compare", *files]) == EXIT_USAGE
     assert "need --task and --data" in capsys.readouterr().err
     (predictions / "b.jsonl").write_text('{"id": "0", "index": 1, "value": "good"}\n')
-    assert main(arguments) == EXIT_FAILURE
+    assert main(arguments) == EXIT_USAGE
     error = capsys.readouterr().err
     assert "1 predictions for 11 examples of task tiny, none for 1; predict the same" in error
     (predictions / "b.jsonl").write_text('{"id": 0}\n')
-    assert main(arguments) == EXIT_FAILURE
+    assert main(arguments) == EXIT_USAGE
     assert "b.jsonl:1: not a prediction" in capsys.readouterr().err
     assert main(["compare", files[0], str(predictions / "none")]) == EXIT_USAGE
     assert "no such file or folder" in capsys.readouterr().err
@@ -349,7 +349,7 @@ def test_predictions_of_other_labels_are_refused(
     files = [str(predictions / "a.jsonl"), str(path)]
     data = predictions / "data"
     command = ["compare", *files, "--task", str(data / "task.yaml"), "--data", str(data)]
-    assert main(command) == EXIT_FAILURE
+    assert main(command) == EXIT_USAGE
     assert message in capsys.readouterr().err
 
 

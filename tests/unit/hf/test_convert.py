@@ -135,7 +135,7 @@ def test_every_checkpoint_becomes_a_revision(
 def test_every_needs_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     source, out = str(tmp_path / "empty"), str(tmp_path / "out")
-    assert main(["convert", "--checkpoint", source, "--every", "2", "--output", out]) == 1
+    assert main(["convert", "--checkpoint", source, "--every", "2", "--output", out]) == 2
     assert "--every needs the run's folder" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -337,7 +337,7 @@ def test_fill_mask_refuses_in_one_line(
     assert f"import them first: megatron-deberta convert --from hf {tmp_path}" in message
     (tmp_path / "weights.bin").unlink()
     (tmp_path / "config.json").unlink()
-    assert "no committed checkpoint" in error_of(["fill-mask", str(tmp_path), TEXT], capsys, 1)
+    assert "no committed checkpoint" in error_of(["fill-mask", str(tmp_path), TEXT], capsys, 2)
     (tmp_path / "config.json").write_text("{")
     assert "config.json" in error_of(["fill-mask", str(tmp_path), TEXT], capsys, 1)
 
@@ -349,7 +349,15 @@ def test_export_refuses_in_one_line_and_leaves_nothing(
     out = str(tmp_path / "out")
     assert "either --checkpoint" in error_of(["convert", "--output", out], capsys, 2)
     base = ["convert", "--output", out, "--checkpoint"]
-    assert "no committed checkpoint" in error_of([*base, str(tmp_path / "tokenizer")], capsys, 1)
+    assert "no committed checkpoint" in error_of([*base, str(tmp_path / "tokenizer")], capsys, 2)
+    assert "no such folder; give the folder of a run" in error_of([*base, "rnu"], capsys, 2)
+    assert "has 2 checkpoints, not 3" in error_of(
+        [*base, str(run_dir), "--average", "3"], capsys, 2
+    )
+    step = str(run_dir / "checkpoints" / "step_00000003")
+    message = error_of([*base, step, "--average", "2"], capsys, 2)
+    assert "is no run with checkpoints; an average needs the run's folder" in message
+    assert "contains no moving average" in error_of([*base, step, "--moving-average"], capsys, 2)
     assert "exists and is not empty" in error_of(
         ["convert", "--checkpoint", str(run_dir), "--output", str(run_dir)], capsys, 2
     )
