@@ -36,6 +36,7 @@ from megatron_deberta.hf.modeling_megatron_deberta_heads import MegatronDebertaF
 from megatron_deberta.model import RuntimeOptions
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.objectives.rtd import ReplacedTokenModel
+from megatron_deberta.tasks.reading import split_to_predict
 from megatron_deberta.tasks.scoring import score
 from megatron_deberta.tokenizer import load_tokenizer
 from tests.support.tiny_task import MODEL, WORDS
@@ -351,7 +352,9 @@ def task_rows(head: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_figures_of_a_fine_tuned_model(head: str, tmp_path: Path) -> None:
+def test_figures_of_a_fine_tuned_model(
+    head: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data, run = tmp_path / "data", tmp_path / "run"
     data.mkdir()
     rows_of = task_rows(head)
@@ -380,6 +383,16 @@ def test_figures_of_a_fine_tuned_model(head: str, tmp_path: Path) -> None:
     result = metadata["model-index"][0]["results"][0]["dataset"]
     assert result == {"name": f"own_{head}", "type": f"own_{head}", "split": "dev"}
     check_baseline(head, rows)
+    # Where no test split exists, the suggested commands name dev.
+    assert main(["fill-mask", str(run), "A [MASK]."]) == 2
+    assert main(["fill-mask", str(folder), "A [MASK]."]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count(f"is fine-tuned with the head {head} and fills no masks") == 2
+    assert captured.out.count(f"--data {data} --split dev") == 2
+    assert split_to_predict(str(task), data) == "dev"
+    (data / "test.jsonl").touch()
+    assert split_to_predict(str(task), data) == "test"
+    assert split_to_predict(str(tmp_path / "moved.yaml"), data) == "test"
 
 
 def check_baseline(head: str, rows: dict[str, tuple[str, ...]]) -> None:

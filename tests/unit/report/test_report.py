@@ -158,6 +158,16 @@ def test_numbers_beyond_all_limits_are_damage(
     assert not [warning for warning in recwarn if "overflow" in str(warning.message)]
 
 
+def test_the_loss_of_two_models_names_the_one_that_has_it(run: Path, tmp_path: Path) -> None:
+    config = (run / "config.yaml").read_text()
+    assert "name: mlm\n" in config
+    (run / "config.yaml").write_text(config.replace("name: mlm\n", "name: rtd\n"))
+    text = plain(report(tmp_path / "report.html", run))
+    assert "best validation loss (generator) 4.5000 at step 40" in text
+    assert "training loss (generator) 5.0000" in text
+    assert "Of replaced-token detection: the generator&#39;s loss." in text
+
+
 def test_a_run_with_metrics_only(run: Path, tmp_path: Path) -> None:
     for path in run.iterdir():
         if path.name.endswith("l") and path.name not in ("metrics.jsonl", "config.yaml"):
