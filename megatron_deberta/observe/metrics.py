@@ -40,7 +40,7 @@ class _Record(TypedDict, total=False):
 
 
 FILE_NAME = "metrics.jsonl"
-_NUMERIC = ("train", "validation", "baseline", "minimal_pairs")
+_NUMERIC = ("validation", "baseline", "minimal_pairs")
 """Kinds of records that have numbers only."""
 
 
@@ -169,8 +169,10 @@ def _parse(line: bytes, place: str) -> dict[str, Any]:
     # Metrics without a type of their own are numbers, or of the numeric guard also text.
     record = parse_json(line, dict[str, Scalar], place, what, remedy=remedy)
     for name, value in record.items():
-        if isinstance(value, str) and name != "kind" and record["kind"] in _NUMERIC:
-            raise DataError(f"{place}: not {what} ({name}={value[:60]!r} is text); {remedy}")
+        if isinstance(value, (str, bool)) and name != "kind" and record["kind"] in _NUMERIC:
+            raise DataError(
+                f"{place}: not {what} ({name}={str(value)[:60]!r} is not a number); {remedy}"
+            )
     return record
 
 

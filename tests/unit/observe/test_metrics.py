@@ -5,6 +5,7 @@ import io
 import json
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.axes import Axes
@@ -46,12 +47,15 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["score", "accuracy", "loss"])
-@pytest.mark.parametrize("kind", ["train", "validation", "minimal_pairs", "baseline"])
-def test_text_is_no_metric(kind: str, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", ["0.9", True])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("train", "loss"), ("validation", "score"), ("minimal_pairs", "accuracy"), ("baseline", "f1")],
+)
+def test_text_is_no_metric(kind: str, name: str, value: Any, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text(json.dumps({"step": 1, "kind": kind, name: "0.9"}) + "\n")
-    with pytest.raises(DataError, match=f"{name}='0.9'"):
+    path.write_text(json.dumps({"step": 1, "kind": kind, name: value}) + "\n")
+    with pytest.raises(DataError, match=f"{name}='?{value}"):
         read_metrics(path)
 
 
