@@ -114,10 +114,10 @@ def _texts(args: argparse.Namespace) -> tuple[list[str], list[str]] | None:
     for option, value in (("--split", args.split), ("--leaderboard", args.leaderboard)):
         if value:
             raise ConfigError(f"{option} {value} needs TASK and --data")
-    if not texts and not pairs and sys.stdin.isatty():
+    if not texts and not pairs and (sys.stdin is None or sys.stdin.isatty()):
         raise ConfigError("give TASK and --data DIR, --text TEXT, or lines on standard input")
     if texts in ([], ["-"]):
-        texts = [line for line in sys.stdin.read().split("\n") if line.strip()]
+        texts = _standard_input()
     if not texts:
         raise ConfigError("standard input has no text; write a text per line, or give --text TEXT")
     if pairs and len(pairs) != len(texts):
@@ -125,6 +125,20 @@ def _texts(args: argparse.Namespace) -> tuple[list[str], list[str]] | None:
             f"{len(pairs)} --text-pair for {len(texts)} texts; give one for each --text"
         )
     return texts, pairs
+
+
+def _standard_input() -> list[str]:
+    """Return the lines of standard input that are not empty, in UTF-8 whatever the locale is.
+
+    Raises:
+        ConfigError: it is not UTF-8.
+    """
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is not UTF-8 ({error.reason}); convert it") from error
+    lines = (line.removesuffix("\r") for line in text.split("\n"))
+    return [line for line in lines if line.strip()]
 
 
 def _write(
@@ -146,4 +160,7 @@ def _write(
         count = f"{len(predictions):,} prediction{'' if len(predictions) == 1 else 's'}"
         print(f"{args.output}: {count} of {task.name}")
     else:
-        sys.stdout.write(lines.decode())
+        # JSON is UTF-8 whatever the locale is.
+        sys.stdout.flush()
+        sys.stdout.buffer.write(lines)
+        sys.stdout.flush()

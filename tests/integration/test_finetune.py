@@ -178,10 +178,10 @@ def check_texts(
         command = ["predict", "--model", str(model), "train.device=cpu"]
         for arguments, lines in (
             (given, ""),
-            ([], "\n".join([*texts, ""])),
+            ([], "\ufeff" + "\r\n".join([*texts, ""])),
             (["--text", "-"], "\n\n".join(texts)),
         ):
-            monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+            monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
             capsys.readouterr()
             assert main([*command, *arguments]) == EXIT_DONE
             found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -200,9 +200,19 @@ def check_texts(
             (["--text", "a", "--text", "b", "--text-pair", "c"], "1 --text-pair for 2 texts"),
             ([], "standard input has no text"),
         ):
-            monkeypatch.setattr("sys.stdin", io.StringIO(""))
+            monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
             assert main([*command, *arguments]) == EXIT_USAGE
             assert message in capsys.readouterr().err
+    text = "Tiếng Việt 東京"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode()), "latin-1"))
+    stdout = io.TextIOWrapper(io.BytesIO(), "latin-1")
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", stdout)
+        assert main(["predict", "--model", str(exported), "train.device=cpu"]) == EXIT_DONE
+    assert json.loads(stdout.buffer.getvalue())["text"] == text  # type: ignore[attr-defined]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))
+    assert main(["predict", "--model", str(exported), "train.device=cpu"]) == EXIT_USAGE
+    assert "standard input is not UTF-8" in capsys.readouterr().err
 
 
 def test_two_ranks_predict_as_one(

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from scipy import stats
 
 from megatron_deberta.cli.main import main
 from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE, DataError
+from megatron_deberta.finetune.compare import sides
 from megatron_deberta.finetune.compare.metrics import (
     CorrelationMetric,
     CountMetric,
@@ -29,6 +31,8 @@ from megatron_deberta.finetune.compare.paired import (
 )
 from megatron_deberta.finetune.compare.sides import Comparison, read_predictions
 from megatron_deberta.finetune.compare.table import format_comparison
+from megatron_deberta.finetune.data import Split
+from megatron_deberta.finetune.outputs import SplitOutputs
 from megatron_deberta.tasks import Example, TaskConfig
 from megatron_deberta.tasks.examples import Answer
 from megatron_deberta.tasks.metrics import class_metrics, regression_metrics, tag_metrics
@@ -362,3 +366,23 @@ def test_text_is_no_score(tmp_path: Path) -> None:
     path.write_text('{"id": "0", "value": "3"}\n')
     with pytest.raises(DataError, match="value '3' with index -1 is not a prediction"):
         read_predictions(path, task, examples)
+
+
+def test_runs_of_one_side_have_the_same_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mean over runs of different examples is no score, and resamples would mix them."""
+    task = make_task("classification", "accuracy", labels=["x", "y"])
+    outputs = np.array([[1.0, 0.0], [0.0, 1.0]], np.float32)
+    encoded: Any = SimpleNamespace(num_rows=2, num_examples=2, input_ids=range(4))
+    labels = {"a": (0, 1), "b": (0, 1), "c": (1, 0)}
+
+    def read(run: Any, split: str, data: str) -> SplitOutputs:
+        pairs = enumerate(labels[run.folder.name])
+        examples = [Example(id=str(number), label=label) for number, label in pairs]
+        return SplitOutputs(Split(examples, encoded), outputs)
+
+    monkeypatch.setattr(sides, "read_outputs", read)
+    runs: list[Any] = [SimpleNamespace(folder=Path(name), task=task) for name in labels]
+    found = sides._side_of_runs(runs[:2], "dev", "")
+    assert [metric.value() for metric in found.metrics] == [1, 1]
+    with pytest.raises(DataError, match="c and a have different examples of task classification"):
+        sides._side_of_runs(runs, "dev", "")
