@@ -64,7 +64,7 @@ class CheckpointError(MegatronDebertaError):
 
 
 class MissingModelError(CheckpointError):
-    """The folder of a model that was named does not exist."""
+    """The folder that was named does not exist, or holds no model of the kind that is needed."""
 
     exit_code = EXIT_USAGE
 

@@ -9,8 +9,11 @@ import fcntl
 import hashlib
 import logging
 import os
+import platform
+import re
 import shutil
 import stat
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -21,6 +24,9 @@ from typing import BinaryIO
 
 MAX_RECORD_BYTES = 1 << 30
 """Largest file of records, such as ``metrics.jsonl``, that is read at once."""
+_LOCK, _OWNER = "lock", "owner"
+"""Files in the temporary folder of `published_folder`: held while its process runs, and who that
+is."""
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
@@ -282,22 +288,39 @@ def write_atomically(final: str | Path, content: bytes, *, durable: bool = True)
         fsync_path(Path(final).parent)
 
 
+class FolderInUseError(OSError):
+    """Another process writes the same folder."""
+
+
 @contextmanager
-def published_folder(output: Path, *, replace: bool = False) -> Iterator[Path]:
+def published_folder(output: Path, *, replace: bool = False, alone: bool = False) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to ``output`` if the block succeeds.
+
+    Temporary folders that killed processes have left for the same ``output`` are removed.
 
     Args:
         output: the final name; must not exist or be an empty folder.
         replace: replace an existing folder, which is unchanged if anything fails.
+        alone: refuse to start while another process writes ``output``.
 
     Raises:
+        FolderInUseError: ``alone``, and another process writes ``output``.
         OSError: the disk is full, or ``output`` exists or cannot be created.
     """
     output = output.absolute()
     output.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent))
-    fresh, old = staging / "new", staging / "old"
+    fresh, old, lock = staging / "new", staging / "old", FileLock(staging / _LOCK)
     try:
+        lock.acquire()
+        # Written when the lock is held: a folder without it is not taken for one of a killed
+        # process.
+        (staging / _OWNER).write_text(f"process {os.getpid()} on {platform.node()}")
+        others = _remove_abandoned(output, staging)
+        # Of two that start at once, the earlier one continues.
+        if alone and (earlier := [path for path in others if _age_key(path) < _age_key(staging)]):
+            owner = (earlier[0] / _OWNER).read_text()
+            raise FolderInUseError(errno.EBUSY, f"is being written by {owner}", str(output))
         fresh.mkdir()
         yield fresh
         for path in sorted(fresh.rglob("*")):
@@ -312,3 +335,54 @@ def published_folder(output: Path, *, replace: bool = False) -> Iterator[Path]:
         if old.exists() and not output.exists():
             old.rename(output)
         shutil.rmtree(staging, ignore_errors=True)
+        lock.release()
+
+
+def folder_writer(output: Path) -> str:
+    """Return the process that writes a folder by `published_folder`; empty: none is known."""
+    output = output.absolute()
+    try:
+        owners = [path / _OWNER for path in _remove_abandoned(output)]
+        return owners[0].read_text() if owners else ""
+    except OSError:
+        return ""
+
+
+def _remove_abandoned(output: Path, own: Path | None = None) -> list[Path]:
+    """Remove the temporary folders of killed processes; return those of running ones.
+
+    Where the file system has no locks, nothing is removed.
+
+    Args:
+        output: the folder that they were to become.
+        own: temporary folder of this process, if it has one.
+    """
+    pattern = re.compile(re.escape(f".{output.name}.") + r"[a-z0-9_]{8}\.tmp")
+    running = []
+    for path in sorted(output.parent.iterdir()):
+        if path == own or not pattern.fullmatch(path.name) or path.is_symlink():
+            continue
+        lock = FileLock(path / _LOCK)
+        try:
+            if not (path / _OWNER).is_file() or not (path / _LOCK).is_file():
+                continue
+            if not lock.acquire():
+                running.append(path)
+            elif lock.is_supported:
+                if (path / "old").exists() and not output.exists():
+                    (path / "old").rename(output)
+                shutil.rmtree(path, ignore_errors=True)
+        except OSError:
+            # Removed meanwhile, or of another user.
+            continue
+        finally:
+            lock.release()
+    return running
+
+
+def _age_key(staging: Path) -> tuple[int, str]:
+    try:
+        return (staging / _OWNER).stat().st_mtime_ns, staging.name
+    except FileNotFoundError:
+        # It has ended meanwhile.
+        return sys.maxsize, staging.name

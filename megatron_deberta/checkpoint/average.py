@@ -73,12 +73,12 @@ class MovingAverage:
         shapes: logical shape by canonical name.
 
     Raises:
-        CheckpointError: it contains none.
+        ConfigError: it contains none.
     """
 
     def __init__(self, reader: CheckpointReader) -> None:
         if EMA not in reader.kinds:
-            raise CheckpointError(
+            raise ConfigError(
                 f"{reader.path} contains no moving average; train with optimizer.ema_decay, or "
                 "average checkpoints by --average or --ema"
             )
@@ -106,15 +106,20 @@ def average_checkpoints(run_dir: Path, count: int, decay: float) -> AveragedWeig
         decay: weight of a checkpoint relative to the next one; 1: the plain mean.
 
     Raises:
-        CheckpointError: the run has fewer checkpoints, or one is damaged.
-        ConfigError: ``count`` or ``decay`` is out of range.
+        CheckpointError: a checkpoint is damaged.
+        ConfigError: the run has fewer checkpoints, or ``count`` or ``decay`` is out of range.
     """
     if count < 0 or not 0 < decay <= 1:
         raise ConfigError(f"--average {count} --ema {decay:g}: use 1 or more, and above 0 up to 1")
     steps = committed_steps(run_dir)
-    if len(steps) < max(count, 1):
-        raise CheckpointError(
-            f"{run_dir} has {len(steps)} checkpoints, not {max(count, 1)}; raise "
+    if not steps:
+        raise ConfigError(
+            f"{run_dir} is no run with checkpoints; an average needs the run's folder, as in "
+            "--checkpoint runs/base"
+        )
+    if len(steps) < count:
+        raise ConfigError(
+            f"{run_dir} has {len(steps)} checkpoints, not {count}; raise "
             "checkpoint.keep_last in the next run, or average fewer"
         )
     readers = [CheckpointReader(step_dir(run_dir, step)) for step in steps[-count:]]

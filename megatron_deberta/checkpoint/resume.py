@@ -92,12 +92,17 @@ def check_resume(
         )
     changed = changes(saved.config, config)
     source = f"checkpoint of step {saved.step}"
+    _check_same_kind(reader, config)
     for key, (old, new) in changed.items():
         if key in FREE or (key in WITH_FLAG and allow_change):
             continue
+        # What is determined by another key, which the user has changed.
+        from_epochs = config.finetune.task and key == "train.steps"
+        cause = " (given, or of finetune.epochs and the examples)" if from_epochs else ""
         remedy = f"or pass {FLAG}" if key in WITH_FLAG else "or start a new train.run_dir"
         raise CheckpointError(
-            f"{key}={new!r} but the {source} was trained with {old!r}; change it back {remedy}"
+            f"{key}={new!r}{cause} but the {source} was trained with {old!r}; change it back "
+            f"{remedy}"
         )
     for what, old_hash, new_hash in (
         ("tokenizer", saved.tokenizer_fingerprint, tokenizer_fingerprint),
@@ -109,6 +114,27 @@ def check_resume(
                 f"{old_hash[:16]}; use the same files or start a new train.run_dir"
             )
     return [f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items()]
+
+
+def _check_same_kind(reader: CheckpointReader, config: RunConfig) -> None:
+    """Check that the run folder is not that of another kind of training.
+
+    Raises:
+        CheckpointError: it is of pretraining and not of a task, or of a task with another head.
+    """
+    saved = config_from_dict(reader.metadata.config, str(reader.path))
+    runs = [
+        f"a run of the task {one.finetune.task}"
+        if one.finetune.task
+        else f"a pretraining run with objective.name={one.objective.name}"
+        for one in (saved, config)
+    ]
+    has_task = saved.finetune.task or config.finetune.task
+    if has_task and saved.objective.name != config.objective.name:
+        raise CheckpointError(
+            f"train.run_dir={config.train.run_dir} holds {runs[0]}, and this is {runs[1]}; choose "
+            "another train.run_dir"
+        )
 
 
 def changes(saved: dict[str, Any], config: RunConfig) -> dict[str, tuple[Any, Any]]:

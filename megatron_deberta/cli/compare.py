@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
     """Compare, and print the table."""
     from megatron_deberta.finetune.compare import sides
     from megatron_deberta.finetune.compare.table import format_comparison
+    from megatron_deberta.train.start import refusals
 
     a, b = Path(args.a), Path(args.b)
     for path in (a, b):
@@ -52,12 +53,13 @@ def run(args: argparse.Namespace) -> int:
     are_files = [sides.holds_predictions(path) for path in (a, b)]
     if are_files[0] != are_files[1]:
         raise ConfigError(f"{a} and {b}: give two folders of runs, or prediction files twice")
-    if are_files[0]:
-        if not args.task or not args.data:
-            raise ConfigError("prediction files need --task and --data, which have the labels")
-        found = sides.compare_files(a, b, task_name=args.task, data=args.data, **options)
-    else:
-        found = sides.compare_runs(a, b, data=args.data, **options)
+    if are_files[0] and (not args.task or not args.data):
+        raise ConfigError("prediction files need --task and --data, which have the labels")
+    with refusals():
+        if are_files[0]:
+            found = sides.compare_files(a, b, task_name=args.task, data=args.data, **options)
+        else:
+            found = sides.compare_runs(a, b, data=args.data, **options)
     print(format_comparison((args.a, args.b), found))
     if args.output:
         write_atomically(Path(args.output), sides.to_json(found))

@@ -19,17 +19,17 @@ import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_deberta.cli.arguments import number, refuse_options
 from megatron_deberta.config.objective_rules import trained_forms
-from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.errors import ConfigError, MissingModelError
 from megatron_deberta.files import write_atomically
+from megatron_deberta.parsing import read_json
 
 if TYPE_CHECKING:
     from megatron_deberta.config.schema import ModelConfig, RunConfig
     from megatron_deberta.hf.loading import TrainedModel
-    from megatron_deberta.hf.model_card import TrainingFacts
 
 _EXPORT_OPTIONS = {
     "to": "--to", "dtype": "--dtype", "form": "--form", "encoder": "--encoder",
@@ -42,8 +42,8 @@ _IMPORT_OPTIONS = {
     "allow_pickle_weights_only": "--allow-pickle-weights-only", "sha256": "--sha256",
     "seed": "--seed",
 }  # fmt: skip
-_PRETRAINING_SCORES = ("masked_accuracy", "accuracy", "perplexity")
-"""Metrics of validation that the model card of a pretrained model has."""
+REVISIONS = "revisions.json"
+"""In the output of ``--every``: the exported checkpoints."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -159,8 +159,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _export_revisions(args: argparse.Namespace) -> int:
-    """Export several checkpoints of a run; folders that exist are complete and are skipped."""
+    """Export several checkpoints of a run; those that are exported already are skipped."""
     from megatron_deberta.checkpoint.layout import committed_steps, step_dir
+    from megatron_deberta.hf.export_model import refuse_existing
 
     refuse_options(
         args, {"average": "--average", "ema": "--ema"}, "excludes --every, of single checkpoints"
@@ -168,20 +169,31 @@ def _export_revisions(args: argparse.Namespace) -> int:
     run, output = Path(args.checkpoint), Path(args.output)
     steps = committed_steps(run)
     if not steps:
-        raise CheckpointError(f"{run} has no committed checkpoint; --every needs the run's folder")
+        raise MissingModelError(
+            f"{run} has no committed checkpoint; --every needs the run's folder"
+        )
     chosen = sorted({*steps[args.every - 1 :: args.every], steps[-1]})
+    before = _read_revisions(output)
+    for step in chosen:
+        folder = output / step_dir(run, step).name
+        if not _is_exported(folder, before.get(folder.name), _revision(args, run, step)):
+            refuse_existing(folder)
     revisions = []
     for step in chosen:
-        checkpoint = step_dir(run, step)
+        checkpoint, entry = step_dir(run, step), _revision(args, run, step)
         folder = output / checkpoint.name
-        if folder.exists():
+        if _is_exported(folder, before.get(folder.name), entry):
             print(f"{folder}: exported before")
         else:
             one = {"checkpoint": str(checkpoint), "output": str(folder), "every": None}
             _export(argparse.Namespace(**vars(args) | one))
-        revisions.append({"revision": folder.name, "step": step, "folder": folder.name})
+        revisions.append(entry)
+        # After each: what a killed command has exported is known to the next one.
+        known = {**before, **{str(each["revision"]): each for each in revisions}}
+        content = json.dumps(list(known.values()), indent=2) + "\n"
+        write_atomically(output / REVISIONS, content.encode())
     content = json.dumps(revisions, indent=2) + "\n"
-    write_atomically(output / "revisions.json", content.encode())
+    write_atomically(output / REVISIONS, content.encode())
     print("Push the revisions, the last one also as main, with:")
     for name in [revision["revision"] for revision in revisions]:
         print(f"  hf upload USER/NAME {output / str(name)} . --revision {name}")
@@ -189,16 +201,66 @@ def _export_revisions(args: argparse.Namespace) -> int:
     return 0
 
 
+def _revision(args: argparse.Namespace, run: Path, step: int) -> dict[str, object]:
+    """Return the entry of ``revisions.json`` for a step: what is exported, and how."""
+    from megatron_deberta.checkpoint.layout import COMMITTED_FILE, step_dir
+
+    checkpoint = step_dir(run, step)
+    mark = (checkpoint / COMMITTED_FILE).read_text(encoding="ascii", errors="replace").strip()
+    return {
+        "revision": checkpoint.name,
+        "step": step,
+        "folder": checkpoint.name,
+        "checkpoint": mark,
+        **{name: getattr(args, name) for name in ("to", "dtype", "form", "encoder")},
+        "moving_average": args.moving_average,
+    }
+
+
+def _read_revisions(output: Path) -> dict[str, dict[str, Any]]:
+    """Return the entries of ``revisions.json`` by revision; none if the file is missing.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    path = output / REVISIONS
+    if not path.is_file():
+        return {}
+    what, remedy = "a list of exported revisions", "move the folder away and export again"
+    entries = read_json(path, list[dict[str, Any]], what, remedy=remedy)
+    return {str(entry.get("revision")): entry for entry in entries}
+
+
+def _is_exported(folder: Path, before: dict[str, Any] | None, entry: dict[str, object]) -> bool:
+    """Return whether a folder has the export of a checkpoint; one that is empty has not.
+
+    Raises:
+        ConfigError: it has that of another checkpoint, or with other options.
+    """
+    if not (folder / "config.json").is_file():
+        return False
+    # Earlier releases have listed step and folder only.
+    changed = [key for key in entry if before and key in before and before[key] != entry[key]]
+    if changed:
+        raise ConfigError(
+            f"{folder} was exported with another {changed[0].replace('_', ' ')}; remove it or "
+            "choose another --output"
+        )
+    return True
+
+
 def _export(args: argparse.Namespace) -> int:
+    from megatron_deberta.cli.convert_card import training_facts
     from megatron_deberta.cli.convert_onnx import check_options, onnx_extension
     from megatron_deberta.hf.export_model import GENERATOR_FOLDER, export_model
     from megatron_deberta.hf.loading import open_trained_model
     from megatron_deberta.hf.model_card import loading_lines
     from megatron_deberta.objectives import build_objective
+    from megatron_deberta.tasks.reading import split_to_predict
 
     check_options(args)
     trained = open_trained_model(Path(args.checkpoint), args.tokenizer)
-    trained = _averaged(trained, args)
+    trained, averaged = _averaged(trained, args)
     config, weights = trained.open("discriminator")
     config = _in_form(config, trained.run, args.form)
     if args.to == "onnx":
@@ -206,14 +268,20 @@ def _export(args: argparse.Namespace) -> int:
 
         graph_kind(config)
     dtype = "fp32" if args.dtype == "int8" else args.dtype
+    generator = trained.open("generator") if config.head == "discriminator" else None
+    facts = [
+        training_facts(trained, each, averaged=averaged, dtype=dtype)
+        for each in (config, *([generator[0]] if generator else []))
+    ]
     export = export_model(
         config,
         weights,
         trained.tokenizer,
         Path(args.output),
         dtype=dtype,
-        facts=_training_facts(trained, config),
-        generator=trained.open("generator") if config.head == "discriminator" else None,
+        facts=facts[0],
+        generator=generator,
+        generator_facts=facts[-1],
         extend=onnx_extension(args, trained) if args.to == "onnx" else None,
         why_untrained=trained.reader.metadata.why_untrained,
     )
@@ -234,25 +302,29 @@ def _export(args: argparse.Namespace) -> int:
         print(f"It cannot fill masks before it is trained to: {why}")
         return 0
     if config.head == "discriminator":
-        generator = Path(args.output) / GENERATOR_FOLDER
+        fills = Path(args.output) / GENERATOR_FOLDER
         print(
-            f'Or fill masks with the generator: megatron-deberta fill-mask {generator} "A [MASK] '
-            'text."'
+            f'Or fill masks with the generator: megatron-deberta fill-mask {fills} "A [MASK] text."'
         )
         return 0
     if config.head != "mlm":
-        print(f"Or predict here: {build_objective(trained.run).commands(args.output)[0]}")
+        finetune = trained.run.finetune
+        split = split_to_predict(finetune.task, finetune.data) if finetune.task else ""
+        print(f"Or predict here: {build_objective(trained.run).commands(args.output, split)[0]}")
         return 0
     print(f'Or fill masks here: megatron-deberta fill-mask {args.output} "A [MASK] text."')
     return 0
 
 
-def _averaged(trained: TrainedModel, args: argparse.Namespace) -> TrainedModel:
-    """Return the model with the averaged weights that the options choose, if any.
+def _averaged(trained: TrainedModel, args: argparse.Namespace) -> tuple[TrainedModel, str]:
+    """Return the model with the averaged weights that the options choose, and what they are.
+
+    The text is empty if nothing is averaged.
 
     Raises:
-        ConfigError: they contradict each other.
-        CheckpointError: there are too few checkpoints, or no moving average.
+        ConfigError: they contradict each other, there are too few checkpoints, or no moving
+            average.
+        CheckpointError: a checkpoint is damaged.
     """
     from megatron_deberta.checkpoint.average import MovingAverage, average_checkpoints
     from megatron_deberta.checkpoint.reader import CheckpointReader
@@ -261,14 +333,23 @@ def _averaged(trained: TrainedModel, args: argparse.Namespace) -> TrainedModel:
     if args.moving_average:
         if averages_checkpoints:
             raise ConfigError("--moving-average excludes --average and --ema; omit one of them")
-        print("moving average of the weights over updates")
-        return replace(trained, reader=MovingAverage(CheckpointReader(trained.reader.path)))
+        moving = MovingAverage(CheckpointReader(trained.reader.path))
+        text = (
+            f"moving average of the weights over updates (decay {trained.run.optimizer.ema_decay:g}"
+            f") at step {moving.metadata.step:,}"
+        )
+        print(text)
+        return replace(trained, reader=moving), text
     if not averages_checkpoints:
-        return trained
+        return trained, ""
     decay = 1.0 if args.ema is None else args.ema
     averaged = average_checkpoints(Path(args.checkpoint), args.average or 0, decay)
-    print(f"average of the checkpoints of steps {', '.join(map(str, averaged.steps))}")
-    return replace(trained, reader=averaged)
+    steps = ", ".join(f"{step:,}" for step in averaged.steps)
+    kind = "mean" if decay == 1 else f"exponential moving average (decay {decay:g})"
+    text = f"{kind} of the checkpoints of steps {steps}"
+    print(text)
+    # The mean of one checkpoint is that checkpoint.
+    return replace(trained, reader=averaged), text if len(averaged.steps) > 1 else ""
 
 
 def _in_form(config: ModelConfig, run: RunConfig, form: str | None) -> ModelConfig:
@@ -283,44 +364,6 @@ def _in_form(config: ModelConfig, run: RunConfig, form: str | None) -> ModelConf
             "--form"
         )
     return replace(config, head="autoregressive") if form == "autoregressive" else config
-
-
-def _training_facts(trained: TrainedModel, config: ModelConfig) -> TrainingFacts:
-    """Collect what the model card says about the training of a model with this head."""
-    from megatron_deberta.data.build import parse_prefixes
-    from megatron_deberta.hf.model_card import TrainingFacts
-    from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
-    from megatron_deberta.tasks.task import load_task, run_task_name
-
-    run, step = trained.run, trained.reader.metadata.step
-    data: tuple[str, ...] = (run.finetune.task,)
-    if not run.finetune.task:
-        if not run.data.train:  # imported, not trained here
-            return TrainingFacts()
-        components, _ = parse_prefixes(run.data.train, "data.train")
-        data = tuple(Path(prefix).name for part in components for prefix in part)
-    metrics = trained.reader.path.parents[1] / FILE_NAME
-    records = read_metrics(metrics) if metrics.is_file() else []
-    validations = [
-        record
-        for record in records
-        if record["kind"] == "validation" and record["step"] <= step and record.get("loss")
-    ]
-    last = validations[-1] if validations else {}
-    names: tuple[str, ...] = _PRETRAINING_SCORES
-    if run.finetune.task:
-        names = load_task(run_task_name(run.finetune.task, metrics.parent)).metrics
-    # Metrics of the second form of a model that has both
-    form = f"{config.head}_" if config.head != run.model.head else ""
-    return TrainingFacts(
-        data=data,
-        step=step,
-        total_steps=run.train.steps,
-        validation_loss=last.get(f"{form}loss"),
-        scores={name: last[form + name] for name in names if form + name in last},
-        batch_size=run.train.global_batch_size,
-        learning_rate=run.optimizer.learning_rate,
-    )
 
 
 def _import(args: argparse.Namespace) -> int:

@@ -11,11 +11,8 @@ Example:
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import orjson
 
 from megatron_deberta.cli.arguments import number
 from megatron_deberta.errors import EXIT_DONE, ConfigError
@@ -72,7 +69,7 @@ def _describe(ensemble: Ensemble) -> str:
 
 def _predict(ensemble: Ensemble, args: argparse.Namespace) -> None:
     """Write the predictions for a split; SQuAD 2.0's threshold is the best one on dev."""
-    from megatron_deberta.tasks import predict, write_predictions
+    from megatron_deberta.tasks import json_lines, predict, write_predictions
 
     task = ensemble.task
     split, outputs = ensemble.outputs(args.split)
@@ -81,6 +78,5 @@ def _predict(ensemble: Ensemble, args: argparse.Namespace) -> None:
     if args.leaderboard:
         write_predictions(task, args.split, split.examples, predictions, Path(args.leaderboard))
     if args.output:
-        lines = [orjson.dumps(asdict(p), option=orjson.OPT_APPEND_NEWLINE) for p in predictions]
-        write_atomically(Path(args.output), b"".join(lines))
+        write_atomically(Path(args.output), json_lines(task, split.examples, predictions))
     print(f"{len(predictions):,} predictions for the split {args.split}")

@@ -93,10 +93,14 @@ def run(args: argparse.Namespace) -> int:
         return (_run_minimal_pairs if own == MINIMAL_PAIRS else _run_perplexity)(args)
     from megatron_deberta.finetune.predict import open_predictor
     from megatron_deberta.tasks.scoring import score
+    from megatron_deberta.train.start import refusals
 
-    with open_predictor(
-        args.task, Path(args.model), args.data, tuple(args.overrides), args.tokenizer
-    ) as predictor:
+    with (
+        refusals(),
+        open_predictor(
+            args.task, Path(args.model), args.data, tuple(args.overrides), args.tokenizer
+        ) as predictor,
+    ):
         split, outputs, loss = predictor.run(args.split or "dev")
         if predictor.groups.rank == 0:
             metrics = score(predictor.task, split.examples, split.encoded, outputs)

@@ -29,13 +29,23 @@ RUN_FILE = "finetune.yaml"
 """In the run folder: the resolved run, which ranks started by ``--ranks`` read."""
 
 
-def add_task_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments that name task, model and data."""
-    parser.add_argument("task", metavar="TASK", help="task file, or name such as sst2")
+def add_task_arguments(parser: argparse.ArgumentParser, *, is_required: bool = True) -> None:
+    """Declare the arguments that name task, model and data.
+
+    Args:
+        parser: of the command.
+        is_required: task and data have to be given; otherwise they are empty by default.
+    """
+    parser.add_argument(
+        "task", metavar="TASK", help="task file, or name such as sst2",
+        nargs=None if is_required else "?", default="",
+    )  # fmt: skip
     parser.add_argument(
         "--model", required=True, metavar="MODEL", help="run, checkpoint, export or release"
     )
-    parser.add_argument("--data", required=True, metavar="DIR", help="folder of the task's files")
+    parser.add_argument(
+        "--data", required=is_required, default="", metavar="DIR", help="folder of the task's files"
+    )
     parser.add_argument(
         "--tokenizer", default="", metavar="DIR", help="tokenizer (default: the model's own)"
     )

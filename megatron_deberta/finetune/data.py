@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -112,11 +113,22 @@ class TaskData:
         return loader, validate
 
     def prepare_records(self, records: RunRecords) -> None:
-        """Keep the task in the run folder, for commands that find its file no longer."""
+        """Keep the task in the run folder; record the metrics of a constant prediction.
+
+        The task is kept for commands that find its file no longer. Metrics that are recorded
+        already stay.
+        """
         try:
             save_task(self.task, Path(records.run_dir))
         except OSError as error:
             raise ConfigError(f"{records.run_dir}: cannot be written: {error}") from error
+        if self.dev is None:
+            return
+        outputs = constant_outputs(self.task, self.train, self.dev)
+        if outputs is None:
+            return
+        found = score(self.task, self.dev.examples, self.dev.encoded, outputs)
+        records.write_baseline({str(name): found[name] for name in self.task.metrics})
 
     def step_work(self, config: RunConfig) -> tuple[StepWork, StepWork]:
         """Return the work of a step of examples of mean length."""
@@ -311,6 +323,42 @@ def validate_split(
     values = {"loss": evaluation.metrics["loss"], **metrics, SCORE: metrics[task.metrics[0]]}
     shown = [f"{name.replace('_', ' ')} {values[name]:.4f}" for name in ("loss", *task.metrics)]
     return Evaluation(values, " | ".join(shown))
+
+
+def constant_outputs(task: TaskConfig, train: Split, dev: Split) -> Outputs | None:
+    """Return the outputs that predict the most frequent label of the training examples.
+
+    Of multiple choice, it is the most frequent position of the right answer; in regression, the
+    mean score.
+
+    Args:
+        task: the task.
+        train: training examples.
+        dev: the examples to predict.
+
+    Returns:
+        Outputs as for ``tasks.scoring.score``; None: the head has no such prediction (spans).
+    """
+    encoded = dev.encoded
+    if task.head == "spans":
+        return None
+    if task.head == "regression":
+        mean = np.mean([example.label for example in train.examples if example.label is not None])
+        return np.full(encoded.num_rows, mean, np.float32)
+    if task.head == "tokens":
+        labels = [tag for example in train.examples for tag in example.tags]
+    else:
+        labels = [int(example.label) for example in train.examples if example.label is not None]
+    most = int(np.bincount(labels or [0]).argmax())
+    if task.head == "choices":
+        chosen = np.zeros(encoded.num_rows, np.float32)
+        first, end = encoded.example_offsets[:-1] + most, encoded.example_offsets[1:]
+        chosen[first[first < end]] = 1
+        return chosen
+    rows = len(encoded.input_ids) if task.head == "tokens" else encoded.num_rows
+    constant = np.zeros((rows, len(task.labels)), np.float32)
+    constant[:, most] = 1
+    return constant
 
 
 def run_split(

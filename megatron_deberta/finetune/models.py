@@ -17,7 +17,7 @@ from megatron_deberta.checkpoint.task_head import TaskHead, are_placeholders, cl
 from megatron_deberta.config import config_from_dict
 from megatron_deberta.config.schema import ModelConfig, RunConfig
 from megatron_deberta.config.task_head import with_task_head
-from megatron_deberta.errors import CheckpointError
+from megatron_deberta.errors import CheckpointError, MissingModelError
 from megatron_deberta.hf.heads import HeadFields, task_head
 from megatron_deberta.hf.import_model import CONFIG_FILES, open_release, read_config
 from megatron_deberta.hf.loading import check_folder
@@ -128,7 +128,10 @@ def _open_checkpoint(path: Path, tokenizer_path: str, part: Part) -> SourceModel
     if not (path / COMMITTED_FILE).exists():
         found = find_best(path) or find_newest(path)
         if found is None:
-            raise CheckpointError(f"{path} holds neither config.json nor a committed checkpoint")
+            raise MissingModelError(
+                f"{path} holds neither config.json nor a committed checkpoint; give an export, a "
+                "downloaded model, a run or a checkpoint"
+            )
         step = found
     reader = CheckpointReader(step)
     run = config_from_dict(reader.metadata.config, str(step))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from torch import nn
 from megatron_deberta.checkpoint.store import local_part
 from megatron_deberta.config import validate_for_world
 from megatron_deberta.config.loader import config_from_layers, config_to_dict
-from megatron_deberta.config.schema import PrecisionConfig, RunConfig
+from megatron_deberta.config.schema import DataConfig, ModelConfig, PrecisionConfig, RunConfig
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.distributed.topology import ProcessGroups, init_process_groups, shutdown
 from megatron_deberta.errors import CheckpointError, ConfigError
@@ -22,8 +23,10 @@ from megatron_deberta.finetune.models import SourceModel, open_source_model, wit
 from megatron_deberta.finetune.settings import finetune_config
 from megatron_deberta.hf.loading import load_model_tokenizer
 from megatron_deberta.model.flops import is_task_head
+from megatron_deberta.tasks.encoding import encode
+from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.scoring import Outputs
-from megatron_deberta.tasks.task import TaskConfig, load_task
+from megatron_deberta.tasks.task import METRICS, Head, Metric, TaskConfig, load_task
 from megatron_deberta.tokenizer import Tokenizer
 from megatron_deberta.train.setup import build_rank_model, choose_device
 
@@ -56,6 +59,23 @@ class Predictor:
         outputs, evaluation = result
         return found, outputs, evaluation.metrics["loss"]
 
+    def run_texts(self, texts: Sequence[str], pairs: Sequence[str] = ()) -> tuple[Split, Outputs]:
+        """Return texts as examples, and the model's outputs for them. Collective: all ranks.
+
+        Args:
+            texts: first segments, for spans the questions.
+            pairs: second segments, for spans the passages; empty: none.
+
+        Raises:
+            ConfigError: the head needs something else.
+        """
+        examples = text_examples(self.task, texts, pairs)
+        length = self.config.data.sequence_length
+        split = Split(examples, encode(self.task, examples, self.tokenizer, length))
+        result = run_split(self.module, self.config, split.encoded, self.tokenizer, self.groups)
+        assert result is not None
+        return split, result[0]
+
 
 @contextmanager
 def open_predictor(
@@ -64,7 +84,8 @@ def open_predictor(
     """Load a fine-tuned model. Collective over the ranks of the launcher.
 
     Args:
-        task_name: task file or name of a packaged task.
+        task_name: task file or name of a packaged task; empty: that of the run, or of an export
+            a task with the model's head and labels, without files.
         model: run, checkpoint or export of a fine-tuned model.
         data: folder of the task's files.
         overrides: ``section.key=value``.
@@ -81,9 +102,11 @@ def open_predictor(
             f"{model} lacks {source.missing[0]} of the shape that its config.json says, so "
             "predictions would come from random weights; give a fine-tuned model"
         )
-    task = load_task(task_name)
+    if not task_name and source.run is not None:
+        task_name = run_task_name(source.run.finetune.task, source.path.parents[1])
+    task = load_task(task_name) if task_name else model_task(source.config)
     source = with_classes(source, class_names(task))
-    config = prediction_config(task_name, source, data, overrides)
+    config = prediction_config(task, task_name, source, data, overrides)
     check_task(config, task)
     with open_ranks(config, source) as (module, groups):
         loaded = load_model_tokenizer(config.tokenizer.path)
@@ -119,20 +142,73 @@ def open_ranks(config: RunConfig, source: SourceModel) -> Iterator[tuple[nn.Modu
 
 
 def prediction_config(
-    task_name: str, source: SourceModel, data: str, overrides: tuple[str, ...]
+    task: TaskConfig, task_name: str, source: SourceModel, data: str, overrides: tuple[str, ...]
 ) -> RunConfig:
     """Return the run of a fine-tuned model, with other data and one whole model per rank."""
-    run = source.run or finetune_config(task_name, source, data, settings="none")
+    run = source.run
+    if run is None and task_name:
+        run = finetune_config(task_name, source, data, settings="none")
+    if run is None:
+        run = RunConfig(data=DataConfig(sequence_length=task.max_length, num_workers=0))
     if source.run is None:
         run = replace(
             run, model=source.config, objective=replace(run.objective, name=source.config.head)
         )
     run = replace(
         run,
-        finetune=replace(run.finetune, task=task_name, data=data, epochs=0.0),
+        finetune=replace(run.finetune, task=task_name or task.name, data=data, epochs=0.0),
         parallel=replace(run.parallel, tensor_parallel_size=1, sequence_parallel=False),
         precision=PrecisionConfig(engine="plain"),
         tokenizer=replace(run.tokenizer, path=source.tokenizer_path),
         optimizer=replace(run.optimizer, warmup_steps=0),
     )
     return config_from_layers([(str(source.path), config_to_dict(run))], overrides)
+
+
+def model_task(config: ModelConfig) -> TaskConfig:
+    """Return a task without files for a model whose task is not known, such as an export."""
+    return TaskConfig(
+        name="text",
+        head=cast(Head, config.head),
+        reader="jsonl",
+        splits={},
+        labels=config.labels,
+        metrics=cast("tuple[Metric, ...]", METRICS[config.head][:1]),
+        max_length=min(512, config.max_position_embeddings),
+    )
+
+
+def text_examples(
+    task: TaskConfig, texts: Sequence[str], pairs: Sequence[str] = ()
+) -> list[Example]:
+    """Return texts as unlabelled examples of a task, numbered from 0.
+
+    Args:
+        task: the task.
+        texts: first segments; of spans the questions; of tokens, words separated by spaces.
+        pairs: second segments, of spans the passages; empty: none.
+
+    Raises:
+        ConfigError: the task has a second segment and none is given, or the other way round, or
+            its examples are more than one or two texts.
+    """
+    if task.head == "choices":
+        raise ConfigError("--text: multiple choice has several texts per example; predict a file")
+    is_pair = task.head == "spans" or "text_pair" in task.columns
+    # A task without columns is that of an export, of which it is not known.
+    if is_pair and not pairs:
+        first, second = ("question", "passage") if task.head == "spans" else ("text", "second text")
+        raise ConfigError(
+            f"task {task.name} has a {first} and a {second}; give the {second} with --text-pair"
+        )
+    if pairs and not is_pair and (task.columns or task.head == "tokens"):
+        raise ConfigError(f"task {task.name} has no second text; omit --text-pair")
+    if empty := [text for text in (*texts, *pairs) if not text.strip()]:
+        raise ConfigError(f"--text {empty[0]!r} is empty; give a text")
+    if task.head == "tokens":
+        return [Example(id=str(n), words=tuple(text.split())) for n, text in enumerate(texts)]
+    seconds: Sequence[str | None] = pairs or [None] * len(texts)
+    return [
+        Example(id=str(number), text=text, text_pair=second)
+        for number, (text, second) in enumerate(zip(texts, seconds, strict=True))
+    ]

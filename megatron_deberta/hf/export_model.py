@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.errors import CheckpointError, ConfigError
-from megatron_deberta.files import published_folder
+from megatron_deberta.files import FolderInUseError, folder_writer, published_folder
 from megatron_deberta.hf.config import (
     DTYPES,
     UNTRAINED_FIELD,
@@ -63,6 +63,7 @@ def export_model(
     dtype: str = "fp32",
     facts: TrainingFacts = UNKNOWN_TRAINING,
     generator: tuple[ModelConfig, Callable[[str], Tensor]] | None = None,
+    generator_facts: TrainingFacts = UNKNOWN_TRAINING,
     extend: Callable[[Path], object] | None = None,
     why_untrained: str = "",
 ) -> ExportResult:
@@ -76,6 +77,7 @@ def export_model(
         dtype: fp32, fp16 or bf16.
         facts: training of the model, for the model card.
         generator: of replaced-token detection, exported to the folder ``generator`` inside.
+        generator_facts: its training, for its model card.
         extend: called with the verified folder before it is published, to add files.
         why_untrained: why the model (or the generator) cannot predict tokens; empty: it can.
 
@@ -95,7 +97,7 @@ def export_model(
             (folder / GENERATOR_FOLDER).mkdir()
             name = f"{output.name}/{GENERATOR_FOLDER}"
             written = folder / GENERATOR_FOLDER
-            _write_export(written, name, *generator, tokenizer, dtype, facts)
+            _write_export(written, name, *generator, tokenizer, dtype, generator_facts)
         if why_untrained:
             path = written / "config.json"
             fields = json.loads(path.read_text(encoding="utf-8"))
@@ -185,8 +187,12 @@ def refuse_existing(output: Path) -> None:
     """Check that an output folder can be created.
 
     Raises:
-        ConfigError: ``output`` exists and is not an empty folder.
+        ConfigError: ``output`` exists and is not an empty folder, or another process writes it.
     """
+    if writer := folder_writer(output):
+        raise ConfigError(
+            f"{output} is being written by {writer}; wait for it, or choose another --output"
+        )
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"{output} exists and is not empty; remove it or choose another --output")
 
@@ -197,13 +203,19 @@ def output_folder(output: Path) -> Iterator[Path]:
 
     Raises:
         CheckpointError: it cannot be written.
-        ConfigError: ``output`` exists and is not an empty folder.
+        ConfigError: ``output`` exists and is not an empty folder, or another process writes it.
     """
     refuse_existing(output)
     try:
-        with published_folder(output) as folder:
+        with published_folder(output, alone=True) as folder:
             yield folder
+    except FolderInUseError as error:
+        raise ConfigError(
+            f"{output} {error.strerror}; wait for it, or choose another --output"
+        ) from error
     except (OSError, SafetensorError) as error:
+        # Something else may have been written there meanwhile.
+        refuse_existing(output)
         raise CheckpointError(f"cannot write {output}: {error}") from error
 
 

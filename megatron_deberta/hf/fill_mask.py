@@ -11,7 +11,13 @@ from torch import Tensor
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.errors import CheckpointError, ConfigError
-from megatron_deberta.hf.import_model import CONFIG_FILES, GENERATOR_CONFIG, open_release
+from megatron_deberta.hf.heads import task_head
+from megatron_deberta.hf.import_model import (
+    CONFIG_FILES,
+    GENERATOR_CONFIG,
+    open_release,
+    read_config,
+)
 from megatron_deberta.hf.loading import (
     build_model,
     check_folder,
@@ -116,6 +122,11 @@ def open_filler(path: Path, tokenizer_path: str = "") -> MaskFiller:
                 f"{path} was trained with objective.name=autoregressive and fills no masks; use "
                 "megatron-deberta generate"
             )
+        if config.head != "mlm":
+            raise ConfigError(
+                f"{path} is fine-tuned with the head {config.head} and fills no masks; use "
+                "megatron-deberta predict"
+            )
         trained.check_trained(path)
         tokenizer, training_data = trained.tokenizer, trained.run.data.train
     max_tokens = 0 if config.absolute_positions == "none" else config.max_position_embeddings
@@ -133,6 +144,12 @@ def _read_published(
     )
     if not any(path.glob("*.safetensors")) and any(path.glob("*.bin")):
         raise CheckpointError(f"{path} has pickled weights; import them first: {importing}")
+    head = task_head(read_config(path)).head
+    if head != "mlm":
+        raise ConfigError(
+            f"{path} is fine-tuned with the head {head} and fills no masks; use megatron-deberta "
+            "predict"
+        )
     release = open_release(path, None, path)
     if release.missing:
         raise CheckpointError(

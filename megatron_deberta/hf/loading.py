@@ -99,14 +99,16 @@ def open_trained_model(path: Path, tokenizer_path: str = "") -> TrainedModel:
         tokenizer_path: current location of the run's tokenizer; empty: the recorded one.
 
     Raises:
-        CheckpointError: there is no committed checkpoint, or it is damaged.
+        MissingModelError: there is no committed checkpoint.
+        CheckpointError: the checkpoint is damaged.
         DataError: the tokenizer is missing or differs from the one used in training.
     """
+    check_folder(path, "the folder of a run or of one of its steps")
     step: Path | None = path
     if not (path / COMMITTED_FILE).exists():
         step = find_best(path) or find_newest(path)
     if step is None:
-        raise CheckpointError(
+        raise MissingModelError(
             f"{path} holds no committed checkpoint; give the folder of a run or of one of its steps"
         )
     reader = CheckpointReader(step)

@@ -22,16 +22,24 @@ tags: [{tags}]
 
 # {name}
 
-{family} encoder of {parameters:,} parameters, {trained} with
+{family} model of {parameters:,} parameters, {trained} with
 megatron-deberta {version}. Type in transformers: `{model_type}`.
 
 | architecture | |
 |---|---|
 {architecture}
 
+## Training
+
 | training | |
 |---|---|
 {training}
+
+## Evaluation
+
+{evaluation}
+
+Not evaluated: {not_evaluated}.
 
 ## Use
 
@@ -50,20 +58,56 @@ _KEYS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One result of an evaluation.
+
+    Attributes:
+        metric: its type in the Hub's metadata, such as ``accuracy``; empty: not in the metadata.
+        name: in the table, with its unit.
+        value: the result.
+        baseline: the same figure of a trivial prediction; None: not measured.
+    """
+
+    metric: str
+    name: str
+    value: float
+    baseline: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Figures of exactly the exported weights.
+
+    Attributes:
+        dataset: name of the data in the Hub's metadata.
+        split: its split, as in ``validation``.
+        text: sentences that say how, and on what, the figures were measured.
+        figures: the results.
+        baseline: what the column of baselines has; empty: no figure has one.
+    """
+
+    dataset: str
+    split: str
+    text: str
+    figures: tuple[Figure, ...]
+    baseline: str = ""
+
+
 @dataclass(frozen=True)
 class TrainingFacts:
-    """Training of an exported model; empty or None where unknown."""
+    """Training of an exported model. The defaults are those of weights of unknown origin."""
 
-    data: tuple[str, ...] = ()
-    step: int | None = None
-    total_steps: int | None = None
-    validation_loss: float | None = None
-    scores: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the last validation, by name."""
-    batch_size: int | None = None
-    """Sequences (examples of a task) per optimizer step."""
-    learning_rate: float | None = None
-    """Peak learning rate."""
+    trained: str = "of weights that were imported, and exported"
+    """End of the card's first sentence."""
+    rows: Mapping[str, str] = field(
+        default_factory=lambda: {"training": "imported weights; their training is not recorded"}
+    )
+    """Table of the training: label and value."""
+    evaluation: Evaluation | None = None
+    why_not_evaluated: str = "the weights were imported"
+    """Why there is no evaluation."""
+    not_evaluated: str = "everything else; add what you measure"
 
 
 def loading_lines(config: ModelConfig, model_type: ModelType, folder: str) -> dict[str, str]:
@@ -117,21 +161,6 @@ def model_card(
         facts: its training.
     """
     head = HEADS[config.head]
-    training = {
-        "objective": head.objective,
-        "data": ", ".join(facts.data) or "unknown",
-        "optimizer steps": "unknown" if facts.step is None else f"{facts.step:,}",
-        "validation loss": "unknown"
-        if facts.validation_loss is None
-        else f"{facts.validation_loss:.4f} {head.loss_unit}".rstrip(),
-    }
-    training |= {f"validation {n.replace('_', ' ')}": f"{v:.4f}" for n, v in facts.scores.items()}
-    if facts.batch_size is not None:
-        training["batch size"] = f"{facts.batch_size:,}"
-    if facts.learning_rate is not None:
-        training["peak learning rate"] = f"{facts.learning_rate:g}"
-    if facts.total_steps is not None and facts.total_steps != facts.step:
-        training["optimizer steps"] += f" of {facts.total_steps:,}"
     tags: list[str] = [model_type]
     lines = list(loading_lines(config, model_type, name).values())
     if head.is_encoder:
@@ -146,37 +175,58 @@ def model_card(
         pipeline=head.task,
         tags=", ".join(tags),
         results=_model_index(name, head.task, facts),
-        trained=head.trained,
+        trained=facts.trained,
         family="RoBERTa" if model_type == "roberta" else "DeBERTa",
         parameters=parameters,
         version=__version__,
         model_type=model_type,
         architecture=_rows({key: getattr(config, key) for key in _KEYS}),
-        training=_rows(training),
+        training=_rows(facts.rows),
+        evaluation=_evaluation(facts),
+        not_evaluated=facts.not_evaluated,
         lines="\n".join(lines),
     )
 
 
 def _rows(cells: Mapping[str, object]) -> str:
-    return "\n".join(f"| {name} | {value} |" for name, value in cells.items())
+    # A line break or a bar in a name would end the row or the cell.
+    texts = {name: " ".join(str(value).split()) for name, value in cells.items()}
+    return "\n".join(
+        f"| {name} | {text.replace('|', chr(92) + '|')} |" for name, text in texts.items()
+    )
+
+
+def _evaluation(facts: TrainingFacts) -> str:
+    """Return the section's text and table; without evaluation, the reason."""
+    found = facts.evaluation
+    if found is None:
+        return f"These weights were not evaluated: {facts.why_not_evaluated}."
+    header = ["figure", "value", *([f"baseline: {found.baseline}"] if found.baseline else [])]
+    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    for figure in found.figures:
+        count = isinstance(figure.value, int)
+        cells = [figure.name, f"{figure.value:,}" if count else f"{figure.value:.4f}"]
+        if found.baseline:
+            cells.append("-" if figure.baseline is None else f"{figure.baseline:.4f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([found.text, "", *lines])
 
 
 def _model_index(name: str, pipeline: str, facts: TrainingFacts) -> str:
-    """Return the Hub's metadata of the scores, as lines of YAML; empty without scores."""
-    if not facts.scores:
+    """Return the Hub's metadata of the figures, as lines of YAML; empty without figures."""
+    found = facts.evaluation
+    figures = [figure for figure in found.figures if figure.metric] if found else []
+    if found is None or not figures:
         return ""
+    dataset = json.dumps(found.dataset)
     # JSON strings are YAML strings.
     lines = [
         "model-index:",
         f"- name: {json.dumps(name)}",
         "  results:",
         f"  - task: {{type: {pipeline}}}",
-        f"    dataset: {{name: {json.dumps(', '.join(facts.data))}, "
-        f"type: {json.dumps(', '.join(facts.data))}, split: validation}}",
+        f"    dataset: {{name: {dataset}, type: {dataset}, split: {found.split}}}",
         "    metrics:",
-        *(
-            f"    - {{type: {metric}, value: {value:.6g}}}"
-            for metric, value in facts.scores.items()
-        ),
+        *(f"    - {{type: {figure.metric}, value: {figure.value:.6g}}}" for figure in figures),
     ]
     return "\n".join(lines) + "\n"

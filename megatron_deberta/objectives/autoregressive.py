@@ -54,7 +54,7 @@ class AutoregressiveModelling(Objective):
             config.model, config.objective, int(sequence_length), micro_batch_size
         )
 
-    def commands(self, run_dir: str) -> list[str]:
+    def commands(self, run_dir: str, split: str = "test") -> list[str]:
         """Return the commands that continue texts and compute perplexities."""
         return generation_commands(run_dir)
 
@@ -133,9 +133,9 @@ class MaskedAndAutoregressiveModelling(MaskedLanguageModelling):
             f"{metrics['autoregressive_accuracy']:.1%}"
         )
 
-    def commands(self, run_dir: str) -> list[str]:
+    def commands(self, run_dir: str, split: str = "test") -> list[str]:
         """Return the commands of both forms."""
-        return [*super().commands(run_dir), *generation_commands(run_dir)]
+        return [*super().commands(run_dir, split), *generation_commands(run_dir)]
 
 
 def generation_commands(run_dir: str) -> list[str]:

@@ -117,13 +117,13 @@ class LabelledObjective(Objective):
         )
         return flops * (1 + 2 / 3 + 1) if len(self.parts) > 1 else flops
 
-    def commands(self, run_dir: str) -> list[str]:
+    def commands(self, run_dir: str, split: str = "test") -> list[str]:
         """Return the commands that predict and export."""
         folder, export = shlex.quote(run_dir), shlex.quote(str(Path(run_dir) / "hf"))
         finetune = self.config.finetune
-        task, data = shlex.quote(finetune.task), shlex.quote(finetune.data)
+        task, data, split = (shlex.quote(text) for text in (finetune.task, finetune.data, split))
         return [
-            f"megatron-deberta predict {task} --model {folder} --data {data} --split test",
+            f"megatron-deberta predict {task} --model {folder} --data {data} --split {split}",
             f"megatron-deberta convert --checkpoint {folder} --to hf --output {export}",
         ]
 

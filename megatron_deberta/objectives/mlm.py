@@ -207,7 +207,7 @@ class MaskedLanguageModelling(Objective):
             config.model, config.objective, int(sequence_length), micro_batch_size
         )
 
-    def commands(self, run_dir: str) -> list[str]:
+    def commands(self, run_dir: str, split: str = "test") -> list[str]:
         """Return the commands that fill masks and export."""
         folder, export = shlex.quote(run_dir), shlex.quote(str(Path(run_dir) / "hf"))
         return [

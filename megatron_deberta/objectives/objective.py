@@ -198,5 +198,10 @@ class Objective(ABC):
         """Count the FLOPs of forward and backward per token, without recomputation."""
 
     @abstractmethod
-    def commands(self, run_dir: str) -> list[str]:
-        """Return the commands that use a trained model."""
+    def commands(self, run_dir: str, split: str = "test") -> list[str]:
+        """Return the commands that use a trained model.
+
+        Args:
+            run_dir: the run folder, or an export.
+            split: of a labelled task, the split to predict.
+        """

@@ -273,7 +273,7 @@ class ReplacedTokenDetection(Objective):
             self.config.model, int(sequence_length), micro_batch_size, masked
         )
 
-    def commands(self, run_dir: str) -> list[str]:
+    def commands(self, run_dir: str, split: str = "test") -> list[str]:
         """Return the command that exports both models."""
         folder, export = shlex.quote(run_dir), shlex.quote(str(Path(run_dir) / "hf"))
         return [f"megatron-deberta convert --checkpoint {folder} --to hf --output {export}"]

@@ -21,7 +21,7 @@ from megatron_deberta.parsing import Count, Number, Scalar, Seconds, parse_json
 logger = logging.getLogger(__name__)
 
 RecordKind = Literal[
-    "train", "validation", "minimal_pairs", "guard", "checkpoint", "local_checkpoint"
+    "train", "validation", "baseline", "minimal_pairs", "guard", "checkpoint", "local_checkpoint"
 ]
 
 
@@ -40,6 +40,8 @@ class _Record(TypedDict, total=False):
 
 
 FILE_NAME = "metrics.jsonl"
+_NUMERIC = ("validation", "baseline", "minimal_pairs")
+"""Kinds of records that have numbers only."""
 
 
 class MetricsWriter:
@@ -164,8 +166,14 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def _parse(line: bytes, place: str) -> dict[str, Any]:
     what, remedy = "a metrics record", "move the file away to continue"
     parse_json(line, _Record, place, what, remedy=remedy, ignore_unknown=True)
-    # Metrics without a type of their own are numbers or text.
-    return parse_json(line, dict[str, Scalar], place, what, remedy=remedy)
+    # Metrics without a type of their own are numbers, or of the numeric guard also text.
+    record = parse_json(line, dict[str, Scalar], place, what, remedy=remedy)
+    for name, value in record.items():
+        if isinstance(value, (str, bool)) and name != "kind" and record["kind"] in _NUMERIC:
+            raise DataError(
+                f"{place}: not {what} ({name}={str(value)[:60]!r} is not a number); {remedy}"
+            )
+    return record
 
 
 def _cut_after(path: Path, step: int, check: Callable[[], None]) -> None:

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import orjson
 import torch
 
+from megatron_deberta.errors import printable
 from megatron_deberta.observe.json_lines import JsonLines
 from megatron_deberta.observe.progress import ProgressObserver, Section
 
@@ -113,7 +115,7 @@ class Timeline:
 
     def __enter__(self) -> Timeline:
         """Record the start."""
-        self._write("start", world_size=self._world_size)
+        self._write("start", world_size=self._world_size, device=device_name(self._device))
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -134,6 +136,26 @@ class Timeline:
     def _write(self, event: str, **values: object) -> None:
         now = round(time.time(), 3)
         self._lines.append({"event": event, "time": now, "step": self._step, **values})
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a GPU's model; ``CPU`` otherwise."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def read_devices(run_dir: Path) -> list[str]:
+    """Return the devices of rank 0 at the starts of a run, each once; damaged lines are ignored."""
+    path = run_dir / FILE_NAME
+    names: list[str] = []
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            continue
+        device = record.get("device") if isinstance(record, dict) else None
+        if isinstance(device, str) and device not in names:
+            names.append(printable(device))
+    return names
 
 
 def peak_memory(device: torch.device) -> int:

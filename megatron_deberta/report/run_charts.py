@@ -29,7 +29,7 @@ _GIB = 2.0**30
 def training_charts(runs: Sequence[RunFolder]) -> list[Chart]:
     """Return loss, learning rate and gradient norm against steps, with validations."""
     charts = [
-        Chart("Loss", "mean per target", list(_losses(runs))),
+        Chart("Loss", "mean per target", list(_losses(runs)), note=_loss_note(runs)),
         *_validation_charts(runs),
         _per_run(runs, "Learning rate", "learning rate", "learning_rate"),
         _with_guard(runs, _per_run(runs, "Gradient norm", "norm before clipping", "grad_norm")),
@@ -109,6 +109,23 @@ def _per_run(runs: Sequence[RunFolder], title: str, label: str, key: str) -> Cha
         for number, run in enumerate(runs)
     ]
     return Chart(title, label, series)
+
+
+def loss_owner(run: RunFolder) -> str:
+    """Return which model or form of a run has the metric ``loss``, after a space; empty: it all."""
+    owners = {"rtd": " (generator)", "mlm+ar": " (masked)"}
+    return owners.get(str(run.config.get("objective.name")), "")
+
+
+def _loss_note(runs: Sequence[RunFolder]) -> str:
+    """Return what the losses are of, where that is not the whole model."""
+    found = {loss_owner(run) for run in runs}
+    notes = {
+        " (generator)": "Of replaced-token detection: the generator's loss.",
+        " (masked)": "Of two forms: training has the loss of the step's form, validation the "
+        "masked one's.",
+    }
+    return " ".join(note for owner, note in notes.items() if owner in found)
 
 
 def _losses(runs: Sequence[RunFolder]) -> Iterator[Series]:

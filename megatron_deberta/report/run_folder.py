@@ -6,6 +6,7 @@ file is read on its own.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,10 @@ TIMELINE = "timeline.jsonl"
 SAMPLES = "samples.jsonl"
 _LONGEST_LINE = 1 << 24
 _MOST_NAMED = 5
+_LARGEST = 1e300
+"""Largest number of a record, as in ``parsing.Number``."""
+_LIMITS = {"step": 1 << 53, "time": 1e11}
+"""Largest values of keys, as in ``parsing.Count`` and ``parsing.Seconds``; none is below 0."""
 
 Record = dict[str, Any]
 KeyTypes = Mapping[str, "type | tuple[type, ...]"]
@@ -229,4 +234,14 @@ def _parse_object(line: bytes) -> Record | None:
 
 
 def _has(record: Record, required: KeyTypes) -> bool:
-    return all(isinstance(record.get(key), kind) for key, kind in required.items())
+    """Return whether a record has the keys, and only numbers that can be drawn and added up."""
+    if not all(isinstance(record.get(key), kind) for key, kind in required.items()):
+        return False
+    limits = {name: limit for name, limit in _LIMITS.items() if name in required}
+    if not all(
+        is_number(record[name]) and 0 <= record[name] <= most for name, most in limits.items()
+    ):
+        return False
+    nested = (value.values() for value in record.values() if isinstance(value, dict))
+    values = itertools.chain(record.values(), *nested)
+    return all(abs(value) <= _LARGEST for value in values if is_number(value))

@@ -13,7 +13,13 @@ from megatron_deberta.data.shards.manifest import ShardManifest, read_manifest
 from megatron_deberta.data.shards.prefixes import blend_weight
 from megatron_deberta.errors import MegatronDebertaError
 from megatron_deberta.observe.console import format_duration
-from megatron_deberta.report.run_charts import SECTIONS, first_time, part_seconds, skipped_updates
+from megatron_deberta.report.run_charts import (
+    SECTIONS,
+    first_time,
+    loss_owner,
+    part_seconds,
+    skipped_updates,
+)
 from megatron_deberta.report.run_folder import Record, RunFolder, points
 
 MAX_EVENTS = 200
@@ -42,14 +48,15 @@ def _figures(run: RunFolder) -> dict[str, str]:
     train, validation = run.of_kind("train"), points(run.of_kind("validation"), "loss")
     losses = points(train, "loss")
     target = run.config.get("train.steps")
+    owner = loss_owner(run)
     step = max((record["step"] for record in run.metrics), default=0)
     found = {"step": f"{step:,}" + (f" of {target:,}" if isinstance(target, int) else "")}
     if losses:
-        found["training loss"] = f"{losses[-1][1]:.4f}"
+        found[f"training loss{owner}"] = f"{losses[-1][1]:.4f}"
     if validation:
         best = min(validation, key=lambda point: point[1])
-        found["validation loss"] = f"{validation[-1][1]:.4f}"
-        found["best validation loss"] = f"{best[1]:.4f} at step {best[0]:,}"
+        found[f"validation loss{owner}"] = f"{validation[-1][1]:.4f}"
+        found[f"best validation loss{owner}"] = f"{best[1]:.4f} at step {best[0]:,}"
     baseline = points(run.of_kind("validation"), "unigram_loss")
     if baseline:
         found["unigram baseline"] = f"{baseline[-1][1]:.4f}"

@@ -18,9 +18,15 @@ from megatron_deberta.tasks.task import TaskConfig
 Files = dict[str, bytes]
 
 
-def json_lines(predictions: Sequence[Prediction]) -> bytes:
-    """Return one JSON object per example with the fields of `Prediction`."""
-    return _json_lines(asdict(prediction) for prediction in predictions)
+def json_lines(
+    task: TaskConfig, examples: Sequence[Example], predictions: Sequence[Prediction]
+) -> bytes:
+    """Return one JSON object per example: its text, the prediction, and its label if it has one.
+
+    Beside these are the fields of `Prediction`, which ``compare`` reads.
+    """
+    pairs = zip(examples, predictions, strict=True)
+    return _json_lines(_described(task, *pair) for pair in pairs)
 
 
 def write_predictions(
@@ -54,6 +60,43 @@ def write_predictions(
     except OSError as error:
         raise ConfigError(f"{folder}: cannot write predictions: {error}") from error
     return [folder / path for path in files]
+
+
+def _described(task: TaskConfig, example: Example, prediction: Prediction) -> dict[str, Any]:
+    words, choices = example.words, example.choices
+    texts: dict[str, Any] = {"text": " ".join(words) if words else example.text}
+    if example.text_pair is not None:
+        texts["text_pair"] = example.text_pair
+    if words:
+        texts["words"] = words
+    names: Sequence[str] = task.labels
+    if choices:
+        texts["choices"] = choices
+        names = task.labels or list(map(str, range(len(choices))))
+    # Choices may be fewer than the names of their positions.
+    scores = dict(zip(names, prediction.probabilities, strict=False))
+    found = {
+        "id": prediction.id,
+        **texts,
+        "label": prediction.value,
+        "scores": scores,
+        **asdict(prediction),
+    }
+    if (gold := _gold(task, example)) is not None:
+        found["gold"] = gold
+    return found
+
+
+def _gold(task: TaskConfig, example: Example) -> Any:
+    """Return the label of an example as ``value`` would be; of spans, all answers; None: none."""
+    if example.answers is not None:
+        return list(dict.fromkeys(answer.text for answer in example.answers))
+    if example.tags:
+        return [task.labels[tag] for tag in example.tags]
+    if example.label is None or task.head == "regression":
+        return example.label
+    index = int(example.label)
+    return task.labels[index] if task.labels else str(index)
 
 
 def _glue(
@@ -134,7 +177,7 @@ def _conll(
 def _plain(
     task: TaskConfig, name: str, examples: Sequence[Example], predictions: Sequence[Prediction]
 ) -> Files:
-    return {_with_suffix(name, ".jsonl"): json_lines(predictions)}
+    return {_with_suffix(name, ".jsonl"): json_lines(task, examples, predictions)}
 
 
 _FORMATS: Mapping[

@@ -8,12 +8,23 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-from megatron_deberta.errors import ConfigError, MalformedInputError, MissingInputError
+from megatron_deberta.errors import (
+    ConfigError,
+    MalformedInputError,
+    MegatronDebertaError,
+    MissingInputError,
+)
 from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.readers.build import build_examples
 from megatron_deberta.tasks.readers.records import require_below
-from megatron_deberta.tasks.readers.registry import TABLE_SUFFIXES, read_records
-from megatron_deberta.tasks.task import TaskConfig
+from megatron_deberta.tasks.readers.registry import (
+    TABLE_SUFFIXES,
+    is_labelled,
+    read_records,
+)
+from megatron_deberta.tasks.task import TaskConfig, load_task
+
+_TEST = "test"
 
 
 def read_examples(task: TaskConfig, data: str | os.PathLike[str], split: str) -> list[Example]:
@@ -55,6 +66,26 @@ def split_files(task: TaskConfig, data: str | os.PathLike[str], split: str) -> l
         raise ConfigError(f"task {task.name}: no split {split!r}; it has {', '.join(task.splits)}")
     suffixes = ("", *TABLE_SUFFIXES) if task.reader == "table" else ("",)
     return [_find(Path(data), name, suffixes) for name in task.splits[split].files]
+
+
+def split_to_predict(name: str, data: str | os.PathLike[str]) -> str:
+    """Return the split that a suggested ``predict`` names: test if it has files, or else dev.
+
+    Args:
+        name: task file or name of a packaged task.
+        data: folder of the data.
+    """
+    try:
+        task = load_task(name)
+    except (MegatronDebertaError, OSError):
+        return _TEST
+    for split in (_TEST, *(each for each in task.splits if not is_labelled(each)), "dev"):
+        try:
+            split_files(task, data, split)
+        except (MegatronDebertaError, OSError):
+            continue
+        return split
+    return _TEST
 
 
 def _find(data: Path, name: str, suffixes: Sequence[str]) -> Path:

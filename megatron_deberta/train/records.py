@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -128,6 +129,13 @@ class RunRecords:
             )
         values = {UNIGRAM_METRIC: self._unigram, "num_targets": targets}
         self.writer.write(0, values, kind="validation")
+
+    def write_baseline(self, values: Mapping[str, float]) -> None:
+        """Record the validation metrics of a trivial prediction, if they are not the last ones."""
+        kind: RecordKind = "baseline"
+        recorded = [r for r in read_metrics(self.writer.path) if r["kind"] == kind]
+        if not recorded or recorded[-1] != {"step": 0, "kind": kind, **values}:
+            self.writer.write(0, values, kind=kind)
 
     def lacks(self, kind: RecordKind, step: int) -> bool:
         """Return whether no validation, or evaluation of minimal pairs, after ``step`` is recorded.

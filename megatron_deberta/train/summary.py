@@ -15,6 +15,7 @@ from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.observe.console import format_duration
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
+from megatron_deberta.tasks.reading import split_to_predict
 from megatron_deberta.train.preemption import STOP_FILE
 from megatron_deberta.train.records import UNIGRAM_METRIC
 from megatron_deberta.train.start import Start
@@ -91,7 +92,7 @@ def describe_end(
     path = Path(run_dir)
     plots = [path / "loss.png"] if (path / "loss.png").exists() else []
     rows = [("run", reached)]
-    rows += _losses(run_dir)
+    rows += _losses(config)
     saved = [known for known in committed_steps(run_dir) if known <= step]
     rows.append(("checkpoint", str(step_dir(run_dir, saved[-1])) if saved else "none yet"))
     rows.append(("log", ", ".join(map(str, [path / FILE_NAME, *plots]))))
@@ -111,19 +112,23 @@ def describe_nothing_left(config: RunConfig) -> str:
     return _table(rows)
 
 
-def _losses(run_dir: str) -> list[tuple[str, str]]:
+def _losses(config: RunConfig) -> list[tuple[str, str]]:
     """Return the last training loss, the last and best validation, and minimal pairs."""
-    records = read_metrics(Path(run_dir) / FILE_NAME)
+    records = read_metrics(Path(config.train.run_dir) / FILE_NAME)
+    # Which of an objective's losses is recorded as ``loss``.
+    name = {"rtd": "generator loss", "mlm+ar": "masked loss"}.get(config.objective.name, "loss")
     # A loss that is not finite is recorded as null.
     scored = [record for record in records if record.get("loss") is not None]
     training = [record for record in scored if record["kind"] == "train"]
     validations = [record for record in scored if record["kind"] == "validation"]
     rows = []
     if training:
-        rows.append(("training", f"loss {training[-1]['loss']:.4f}"))
+        # With two forms, it is that of the step's form.
+        shown = "loss" if config.objective.name == "mlm+ar" else name
+        rows.append(("training", f"{shown} {training[-1]['loss']:.4f}"))
     if validations:
         last, best = validations[-1], min(validations, key=lambda record: record["loss"])
-        text = f"loss {last['loss']:.4f} at step {last['step']:,}"
+        text = f"{name} {last['loss']:.4f} at step {last['step']:,}"
         if best is not last:
             text += f", best {best['loss']:.4f} at step {best['step']:,}"
         unigram = [record[UNIGRAM_METRIC] for record in records if UNIGRAM_METRIC in record]
@@ -145,7 +150,9 @@ def _next_steps(config: RunConfig, outcome: Outcome, is_saved: bool) -> list[str
 
 def _uses(config: RunConfig) -> list[str]:
     """Return the commands that use a trained model."""
-    return build_objective(config).commands(config.train.run_dir)
+    finetune = config.finetune
+    split = split_to_predict(finetune.task, finetune.data) if finetune.task else ""
+    return build_objective(config).commands(config.train.run_dir, split)
 
 
 def _device(device: torch.device) -> str:

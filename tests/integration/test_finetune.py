@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -111,7 +112,12 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, data: Path, finetune: 
 
 
 def test_the_best_checkpoint_is_kept_and_used(
-    tmp_path: Path, finetune: Finetune, data: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    finetune: Finetune,
+    data: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run_dir = tmp_path / "run"
     options = ("train.steps=30", "train.eval_every=3", "finetune.patience=2")
@@ -134,7 +140,10 @@ def test_the_best_checkpoint_is_kept_and_used(
     assert json.loads(report.read_text())["accuracy"] == pytest.approx(best_score)
     board = tmp_path / "board"
     options = ["--output", str(output), "--leaderboard", str(board)]
+    capsys.readouterr()
     assert main(["predict", *task, *options]) == EXIT_DONE
+    printed = capsys.readouterr().out
+    assert f"{output}: 5 predictions of tiny" in printed
     (submission,) = board.iterdir()
     assert len(submission.read_text().splitlines()) == 5
     # Without a leaderboard of its own the task has the same file there.
@@ -142,6 +151,13 @@ def test_the_best_checkpoint_is_kept_and_used(
     predictions = [json.loads(line) for line in output.read_text().splitlines()]
     assert {p["value"] for p in predictions} <= {"good", "bad"}
     assert len(predictions) == 5
+    rows = [line.split("\t") for line in (data / "test.tsv").read_text().splitlines()[1:]]
+    assert [[p["text"], p["gold"]] for p in predictions] == rows
+    for prediction in predictions:
+        assert list(prediction["scores"]) == ["bad", "good"]
+        assert sum(prediction["scores"].values()) == pytest.approx(1)
+        assert prediction["label"] == max(prediction["scores"], key=prediction["scores"].get)
+    check_texts(run_dir, predictions, tmp_path, capsys, monkeypatch)
 
     # The fine-tuned model starts another run; its head is taken over.
     caplog.clear()
@@ -223,6 +239,60 @@ def test_classes_of_a_published_model_are_matched_by_name(
         wanted = weights["classifier.weight"][rows or [0, 1]]
         assert torch.allclose(started, wanted, atol=1e-6) == (rows is not None)
     assert "has the classes spam, ham, not bad, good" in caplog.text
+
+
+def check_texts(
+    run_dir: Path,
+    expected: list[dict[str, Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Predict the texts of ``expected`` without a task: of the run, and of its export."""
+    exported = tmp_path / "exported"
+    convert = ["convert", "--checkpoint", str(run_dir), "--output", str(exported)]
+    assert main(convert) == EXIT_DONE
+    texts = [prediction["text"] for prediction in expected]
+    given = [argument for text in texts for argument in ("--text", text)]
+    for model in (run_dir, exported):
+        command = ["predict", "--model", str(model), "train.device=cpu"]
+        for arguments, lines in (
+            (given, ""),
+            ([], "\ufeff" + "\r\n".join([*texts, ""])),
+            (["--text", "-"], "\n\n".join(texts)),
+        ):
+            monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+            capsys.readouterr()
+            assert main([*command, *arguments]) == EXIT_DONE
+            found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+            assert [p["text"] for p in found] == texts
+            assert [p["label"] for p in found] == [p["label"] for p in expected]
+            assert not any("gold" in p for p in found)
+            for ours, theirs in zip(found, expected, strict=True):
+                assert ours["scores"] == pytest.approx(theirs["scores"], abs=1e-5)
+        for arguments, message in (
+            (["--text", " "], "is empty"),
+            (["--text", "a", "--data", str(tmp_path)], "give one of them"),
+            (["--data", str(tmp_path)], "needs TASK"),
+            (["sst2"], "give the folder of its files with --data, or --text TEXT"),
+            (["sst2", "--text", "a"], "labels ['negative', 'positive'], the model"),
+            (["--text", "a", "--split", "dev"], "--split dev needs TASK and --data"),
+            (["--text", "a", "--text", "b", "--text-pair", "c"], "1 --text-pair for 2 texts"),
+            ([], "standard input has no text"),
+        ):
+            monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+            assert main([*command, *arguments]) == EXIT_USAGE
+            assert message in capsys.readouterr().err
+    text = "Tiếng Việt 東京"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode()), "latin-1"))
+    stdout = io.TextIOWrapper(io.BytesIO(), "latin-1")
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", stdout)
+        assert main(["predict", "--model", str(exported), "train.device=cpu"]) == EXIT_DONE
+    assert json.loads(stdout.buffer.getvalue())["text"] == text  # type: ignore[attr-defined]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))
+    assert main(["predict", "--model", str(exported), "train.device=cpu"]) == EXIT_USAGE
+    assert "standard input is not UTF-8" in capsys.readouterr().err
 
 
 def test_two_ranks_predict_as_one(

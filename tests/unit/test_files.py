@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
+import signal
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from megatron_deberta.files import (
+    FolderInUseError,
     adopt_mode,
     did_you_mean,
+    folder_writer,
     open_appending,
     published_folder,
     read_regular,
@@ -124,6 +128,67 @@ def test_existing_folder_is_kept(tmp_path: Path) -> None:
     assert (out / "a").read_text() == "first"
     fill(replace=True)
     assert (out / "a").read_text() == "second"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def killed_while_writing(out: Path, *, after_move: bool = False) -> Path:
+    """Let a process be killed in `published_folder`; return what it leaves."""
+    before = set(out.parent.iterdir())
+    child = os.fork()
+    if child == 0:
+        try:
+            with published_folder(out, replace=True) as folder:
+                (folder / "half").write_text("of the model")
+                if after_move:
+                    out.rename(folder.parent / "old")
+                os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    (left,) = set(out.parent.iterdir()) - before
+    return left
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    out, other = tmp_path / "out", tmp_path / "out.b"
+    killed_while_writing(out)
+    killed_while_writing(out)
+    kept = killed_while_writing(other)
+    unknown = tmp_path / ".out.abcd1234.tmp"
+    unknown.mkdir()
+    with published_folder(out) as folder:
+        (folder / "a").touch()
+    assert set(tmp_path.iterdir()) == {out, kept, unknown}
+    assert folder_writer(other) == ""
+    assert set(tmp_path.iterdir()) == {out, unknown}
+
+
+def test_a_folder_that_was_about_to_be_replaced_comes_back(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "a").write_text("first")
+    killed_while_writing(out, after_move=True)
+    assert not out.exists()
+    assert folder_writer(out) == ""
+    assert (out / "a").read_text() == "first"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_folder_that_a_process_writes_is_left_alone(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with published_folder(out) as first:
+        (first / "a").write_text("first")
+        assert folder_writer(out) == f"process {os.getpid()} on {platform.node()}"
+        with pytest.raises(FolderInUseError, match=f"is being written by process {os.getpid()}"):
+            with published_folder(out, alone=True):
+                raise AssertionError
+        # Without ``alone``, as for caches, which have the same content.
+        with published_folder(out, replace=True) as second:
+            (second / "a").write_text("second")
+        assert (first / "a").read_text() == "first"
+        (out / "a").unlink()
+    assert (out / "a").read_text() == "first"
+    assert folder_writer(out) == ""
     assert list(tmp_path.iterdir()) == [out]
 
 

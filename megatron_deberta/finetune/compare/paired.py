@@ -6,6 +6,7 @@ approximate randomisation: Noreen (1989), chapter 2, as in Yeh (2000); t-test: W
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -73,8 +74,9 @@ def paired_test(
     """Test whether two sides differ, by resampling the examples.
 
     Every resample applies to all runs of both sides, and a side's metric is the mean over its
-    runs. Randomisation exchanges the predictions of the i-th runs of both sides, so it uses as many
-    runs of each side as the smaller one has.
+    runs. Randomisation exchanges an example's predictions between the sides: between every run of
+    one side and every run of the other one, and the difference is the mean over these pairs. Of a
+    metric that is a mean over examples, that is to exchange the sides' means for the example.
 
     Args:
         a: metric of each run of side A.
@@ -106,7 +108,7 @@ def randomisation_p(
     a: Sequence[PairedMetric], b: Sequence[PairedMetric], *, resamples: int, seed: int
 ) -> float:
     """Return the two-sided p-value of approximate randomisation; see ``paired_test``."""
-    pairs = list(zip(a, b, strict=False))
+    pairs = list(itertools.product(a, b))
     observed = abs(math.fsum(y.value() - x.value() for x, y in pairs)) / len(pairs)
     exceeding = 0
     for mask in _masks(a[0].num_units, resamples, seed):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -12,7 +13,7 @@ from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.finetune.compare.metrics import paired_metric
 from megatron_deberta.finetune.compare.paired import PairedMetric, PairedTest, paired_test, welch_p
 from megatron_deberta.finetune.outputs import CONFIG_FILE, FinetunedRun, find_runs, read_outputs
-from megatron_deberta.parsing import parse_json
+from megatron_deberta.parsing import conform, parse_json
 from megatron_deberta.tasks import read_examples
 from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.readers.records import read_bytes
@@ -139,8 +140,7 @@ def compare(a: Side, b: Side, *, split: str, resamples: int, seed: int) -> Compa
     Raises:
         DataError: they have different examples.
     """
-    labels = [[(e.id, e.label, e.tags, e.answers) for e in side.examples] for side in (a, b)]
-    if labels[0] != labels[1]:
+    if _labels(a.examples) != _labels(b.examples):
         raise DataError(
             f"task {a.task.name}: the sides have different examples ({len(a.examples)} and "
             f"{len(b.examples)}); give the same files to both with --data"
@@ -158,6 +158,10 @@ def compare(a: Side, b: Side, *, split: str, resamples: int, seed: int) -> Compa
     )
 
 
+def _labels(examples: Sequence[Example]) -> list[tuple[object, ...]]:
+    return [(e.id, e.label, e.tags, e.answers) for e in examples]
+
+
 def _by_task(runs: Sequence[FinetunedRun]) -> dict[str, list[FinetunedRun]]:
     found: dict[str, list[FinetunedRun]] = {}
     for run in runs:
@@ -166,9 +170,15 @@ def _by_task(runs: Sequence[FinetunedRun]) -> dict[str, list[FinetunedRun]]:
 
 
 def _side_of_runs(runs: Sequence[FinetunedRun], split: str, data: str) -> Side:
-    task, metrics, examples = runs[0].task, [], list[Example]()
+    task, examples = runs[0].task, list[Example]()
+    metrics: list[PairedMetric] = []
     for run in runs:
         found = read_outputs(run, split, data)
+        if metrics and _labels(examples) != _labels(found.split.examples):
+            raise DataError(
+                f"{run.folder} and {runs[0].folder} have different examples of task {task.name}; "
+                "give the same files to all runs with --data"
+            )
         examples = list(found.split.examples)
         predictions = predict(
             task, examples, found.split.encoded, found.outputs, null_threshold=float("inf")
@@ -197,12 +207,25 @@ def read_predictions(path: Path, task: TaskConfig, examples: Sequence[Example]) 
     """Read a file of ``predict``, which must have a line per example, in any order.
 
     Raises:
-        DataError: it is malformed, or has other examples.
+        DataError: it is malformed, or has other examples, or predictions of another task.
     """
+    what, remedy = "a prediction", "write it again with predict"
+    known = {field.name for field in fields(Prediction)}
+    by_id = {example.id: example for example in examples}
     found: dict[str, Prediction] = {}
     for number, line in enumerate(read_bytes(path).splitlines(), 1):
-        remedy = "write it again with predict"
-        prediction = parse_json(line, Prediction, f"{path}:{number}", "a prediction", remedy=remedy)
+        place = f"{path}:{number}"
+        values = parse_json(line, dict[str, Any], place, what, remedy=remedy)
+        # The others repeat the example.
+        own = {name: value for name, value in values.items() if name in known}
+        prediction = conform(own, Prediction, place, what, remedy=remedy)
+        if prediction.id in found:
+            raise DataError(f"{place}: id {prediction.id!r} occurs twice; {remedy}")
+        if prediction.id in by_id and not _fits(task, by_id[prediction.id], prediction):
+            raise DataError(
+                f"{place}: value {prediction.value!r} with index {prediction.index} is not a "
+                f"prediction of task {task.name}; give the task that was predicted"
+            )
         found[prediction.id] = prediction
     missing = [example.id for example in examples if example.id not in found]
     if missing or len(found) != len(examples):
@@ -211,6 +234,20 @@ def read_predictions(path: Path, task: TaskConfig, examples: Sequence[Example]) 
             f"{f', none for {missing[0]}' if missing else ''}; predict the same split"
         )
     return [found[example.id] for example in examples]
+
+
+def _fits(task: TaskConfig, example: Example, prediction: Prediction) -> bool:
+    """Return whether a prediction is one of the task's head and labels."""
+    value, index = prediction.value, prediction.index
+    if task.head == "regression":
+        return isinstance(value, float)
+    if task.head == "spans":
+        return isinstance(value, str)
+    if task.head == "tokens":
+        return isinstance(value, tuple) and len(value) == len(example.words)
+    size = len(example.choices) if task.head == "choices" else len(task.labels)
+    names = task.labels or tuple(map(str, range(size)))
+    return 0 <= index < size and value == names[index]
 
 
 def to_json(comparisons: Sequence[Comparison]) -> bytes:

@@ -64,7 +64,7 @@ def test_exponential_average_of_all(run_dir: Path) -> None:
 
 
 def test_too_few_checkpoints_or_a_wrong_decay(run_dir: Path) -> None:
-    with pytest.raises(CheckpointError, match="has 3 checkpoints, not 4"):
+    with pytest.raises(ConfigError, match="has 3 checkpoints, not 4"):
         average_checkpoints(run_dir, 4, 1.0)
     with pytest.raises(ConfigError, match="--ema 1.5"):
         average_checkpoints(run_dir, 2, 1.5)
@@ -109,7 +109,7 @@ def test_moving_average_is_saved_and_loaded_on_any_layout(
 
 def test_checkpoint_without_a_moving_average(tmp_path: Path) -> None:
     reader = CheckpointReader(save_alone(tmp_path, 1))
-    with pytest.raises(CheckpointError, match="train with optimizer.ema_decay"):
+    with pytest.raises(ConfigError, match="train with optimizer.ema_decay"):
         MovingAverage(reader)
     with pytest.raises(CheckpointError, match=r"optimizer.ema_decay=0.9 but .* or pass --allow"):
         resume(reader, average_config(), allow_change=False)

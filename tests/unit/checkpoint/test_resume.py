@@ -50,6 +50,21 @@ def mutated(key: str) -> RunConfig:
     return replace(config, **{section_name: replace(section, **{name: other})})
 
 
+def test_a_run_folder_of_another_kind_is_named(reader: CheckpointReader) -> None:
+    task = replace(
+        RunConfig(),
+        model=replace(RunConfig().model, head="classification", mask_decoder_passes=0),
+        objective=replace(RunConfig().objective, name="classification"),
+        finetune=replace(RunConfig().finetune, task="sst2"),
+    )
+    with pytest.raises(CheckpointError) as error:
+        resume(reader, task)
+    assert str(error.value) == (
+        "train.run_dir=runs/default holds a pretraining run with objective.name=mlm, and this is "
+        "a run of the task sst2; choose another train.run_dir"
+    )
+
+
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> CheckpointReader:
     return CheckpointReader(save_alone(tmp_path_factory.mktemp("run"), 8))

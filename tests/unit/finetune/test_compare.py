@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ import pytest
 from scipy import stats
 
 from megatron_deberta.cli.main import main
-from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE
+from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE, DataError
+from megatron_deberta.finetune.compare import sides
 from megatron_deberta.finetune.compare.metrics import (
     CorrelationMetric,
     CountMetric,
@@ -27,8 +29,10 @@ from megatron_deberta.finetune.compare.paired import (
     randomisation_p,
     welch_p,
 )
-from megatron_deberta.finetune.compare.sides import Comparison
+from megatron_deberta.finetune.compare.sides import Comparison, read_predictions
 from megatron_deberta.finetune.compare.table import format_comparison
+from megatron_deberta.finetune.data import Split
+from megatron_deberta.finetune.outputs import SplitOutputs
 from megatron_deberta.tasks import Example, TaskConfig
 from megatron_deberta.tasks.examples import Answer
 from megatron_deberta.tasks.metrics import class_metrics, regression_metrics, tag_metrics
@@ -100,12 +104,34 @@ def test_several_runs_count_by_their_mean() -> None:
     b = [accuracy([1, 1, 1, 0]), accuracy([1, 1, 1, 1]), accuracy([1, 0, 1, 1])]
     found = paired_test(a, b, resamples=2000)
     assert found.difference == pytest.approx(np.mean([3, 4, 3]) / 4 - np.mean([1, 2]) / 4)
-    # All 16 exchanges of the first two runs of each side.
-    pairs = np.array([[1, 1, 0, 0], [1, 0, 0, 1]]).mean(axis=0)
-    every = [abs(np.mean(pairs * signs)) for signs in itertools.product((-1, 1), repeat=4)]
-    exact = np.mean(np.array(every) >= abs(pairs.mean()) - 1e-12)
+    # All 16 exchanges of the sides' mean scores of each example.
+    differences = np.array([3, 2, 3, 2]) / 3 - np.array([0, 1, 2, 0]) / 2
+    every = [abs(np.mean(differences * signs)) for signs in itertools.product((-1, 1), repeat=4)]
+    exact = np.mean(np.array(every) >= abs(differences.mean()) - 1e-12)
     p = randomisation_p(a, b, resamples=RESAMPLES, seed=0)
     assert p == pytest.approx(exact, abs=0.01)
+    # The order of the runs means nothing.
+    reverse = randomisation_p(a[::-1], b[::-1], resamples=RESAMPLES, seed=0)
+    assert reverse == pytest.approx(p, abs=1e-12)
+
+
+def test_randomisation_of_one_against_two_runs_is_that_of_scipy() -> None:
+    """Exchanging the sides' means, where a second run of one side is much better than its first."""
+    random = np.random.default_rng(11)
+    a, first = (random.random((2, 12)) < 0.5).astype(float)
+    second = np.maximum(a, random.random(12) < 0.8).astype(float)
+    exact = stats.permutation_test(
+        (a, (first + second) / 2), lambda x, y: np.mean(y) - np.mean(x),
+        permutation_type="samples", n_resamples=1 << 12,
+    )  # fmt: skip
+    runs = [accuracy(first), accuracy(second)]
+    p = randomisation_p([accuracy(a)], runs, resamples=RESAMPLES, seed=2)
+    assert p == pytest.approx(exact.pvalue, abs=0.01)
+    for run in (first, second):
+        alone = randomisation_p([accuracy(a)], [accuracy(run)], resamples=RESAMPLES, seed=2)
+        assert abs(alone - exact.pvalue) > 0.05
+    swapped = randomisation_p(runs, [accuracy(a)], resamples=RESAMPLES, seed=2)
+    assert swapped == pytest.approx(p, abs=1e-12)
 
 
 def test_results_depend_on_the_seed_only() -> None:
@@ -298,11 +324,67 @@ def test_prediction_files_are_compared(
     assert main(["compare", *files]) == EXIT_USAGE
     assert "need --task and --data" in capsys.readouterr().err
     (predictions / "b.jsonl").write_text('{"id": "0", "index": 1, "value": "good"}\n')
-    assert main(arguments) == EXIT_FAILURE
+    assert main(arguments) == EXIT_USAGE
     error = capsys.readouterr().err
     assert "1 predictions for 11 examples of task tiny, none for 1; predict the same" in error
     (predictions / "b.jsonl").write_text('{"id": 0}\n')
-    assert main(arguments) == EXIT_FAILURE
+    assert main(arguments) == EXIT_USAGE
     assert "b.jsonl:1: not a prediction" in capsys.readouterr().err
     assert main(["compare", files[0], str(predictions / "none")]) == EXIT_USAGE
     assert "no such file or folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"id": "0"}, "b.jsonl:2: id '0' occurs twice"),
+        ({"index": 0}, "value 'good' with index 0 is not a prediction of task tiny"),
+        ({"index": 7}, "with index 7 is not a prediction"),
+        ({"index": -1}, "with index -1 is not a prediction"),
+        ({"value": 0.5}, "value 0.5 with index 1 is not a prediction"),
+    ],
+)
+def test_predictions_of_other_labels_are_refused(
+    change: dict[str, Any], message: str, predictions: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Index and value that disagree are those of a task with another order of labels."""
+    path = predictions / "b.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[1] = {**lines[1], "index": 1, "value": "good", **change}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = [str(predictions / "a.jsonl"), str(path)]
+    data = predictions / "data"
+    command = ["compare", *files, "--task", str(data / "task.yaml"), "--data", str(data)]
+    assert main(command) == EXIT_USAGE
+    assert message in capsys.readouterr().err
+
+
+def test_text_is_no_score(tmp_path: Path) -> None:
+    task = make_task("regression", "pearson")
+    examples = [Example(id="0", label=1.0)]
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"id": "0", "text": "of the example", "value": 3}\n')
+    assert read_predictions(path, task, examples)[0].value == 3
+    path.write_text('{"id": "0", "value": "3"}\n')
+    with pytest.raises(DataError, match="value '3' with index -1 is not a prediction"):
+        read_predictions(path, task, examples)
+
+
+def test_runs_of_one_side_have_the_same_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mean over runs of different examples is no score, and resamples would mix them."""
+    task = make_task("classification", "accuracy", labels=["x", "y"])
+    outputs = np.array([[1.0, 0.0], [0.0, 1.0]], np.float32)
+    encoded: Any = SimpleNamespace(num_rows=2, num_examples=2, input_ids=range(4))
+    labels = {"a": (0, 1), "b": (0, 1), "c": (1, 0)}
+
+    def read(run: Any, split: str, data: str) -> SplitOutputs:
+        pairs = enumerate(labels[run.folder.name])
+        examples = [Example(id=str(number), label=label) for number, label in pairs]
+        return SplitOutputs(Split(examples, encoded), outputs)
+
+    monkeypatch.setattr(sides, "read_outputs", read)
+    runs: list[Any] = [SimpleNamespace(folder=Path(name), task=task) for name in labels]
+    found = sides._side_of_runs(runs[:2], "dev", "")
+    assert [metric.value() for metric in found.metrics] == [1, 1]
+    with pytest.raises(DataError, match="c and a have different examples of task classification"):
+        sides._side_of_runs(runs, "dev", "")

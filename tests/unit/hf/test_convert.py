@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -23,7 +24,9 @@ from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.cli.main import main
 from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.files import sha256_file
+from megatron_deberta.errors import ConfigError
+from megatron_deberta.files import published_folder, sha256_file
+from megatron_deberta.hf.export_model import output_folder
 from megatron_deberta.hf.loading import load_pretrained, temporary_module_cache
 from megatron_deberta.model import parameter_shapes
 from tests.support.releases import write_release
@@ -87,7 +90,7 @@ def test_the_export_says_how_to_load_it(
     long = loaded["fill"](TEXT + " fox" * 99, tokenizer_kwargs={"truncation": True})
     assert len(long) == 5
     assert "| data | books |\n| optimizer steps | 3 of 100,000 |" in card
-    assert "| validation loss | 6.0000 nats per masked token |" in card
+    assert "| loss, nats per masked token | 6.0000 |" in card
 
 
 def test_every_checkpoint_becomes_a_revision(
@@ -112,12 +115,27 @@ def test_every_checkpoint_becomes_a_revision(
     assert main(arguments) == 0
     assert f"{out}/step_00000008: exported before" in capsys.readouterr().out
     assert (out / names[0] / "config.json").exists()
+    # An empty folder is no export; one with other options or of other weights is another export.
+    shutil.rmtree(out / names[0])
+    (out / names[0]).mkdir()
+    assert main(arguments) == 0
+    assert f"{names[0]}: exported before" not in capsys.readouterr().out
+    assert (out / names[0] / "config.json").exists()
+    message = error_of([*arguments, "--dtype", "bf16"], capsys, 2)
+    assert f"{out / names[0]} was exported with another dtype; remove it or choose" in message
+    shutil.rmtree(run_dir / "checkpoints" / "step_00000008")
+    save_run(replace(V2, num_layers=2), run_dir, tmp_path / "tokenizer", 8)
+    assert "was exported with another checkpoint" in error_of(arguments, capsys, 2)
+    shutil.rmtree(out / names[1])
+    (out / names[1]).mkdir()
+    (out / names[1] / "notes.txt").touch()
+    assert f"{out / names[1]} exists and is not empty" in error_of(arguments, capsys, 2)
 
 
 def test_every_needs_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     source, out = str(tmp_path / "empty"), str(tmp_path / "out")
-    assert main(["convert", "--checkpoint", source, "--every", "2", "--output", out]) == 1
+    assert main(["convert", "--checkpoint", source, "--every", "2", "--output", out]) == 2
     assert "--every needs the run's folder" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -134,7 +152,7 @@ def test_model_card_has_the_scores_as_metadata(run_dir: Path, tmp_path: Path) ->
     (result,) = fields["model-index"][0]["results"]
     assert result["dataset"] == {"name": "books", "type": "books", "split": "validation"}
     assert result["metrics"] == [{"type": "masked_accuracy", "value": 0.5}]
-    assert "| validation masked accuracy | 0.5000 |" in card
+    assert "| masked accuracy | 0.5000 |" in card
 
 
 def predictions(output: str) -> list[tuple[str, str]]:
@@ -377,6 +395,20 @@ def test_an_output_in_use_is_refused_before_the_work(
         assert f"{tmp_path / 'out'} exists and is not empty" in message
 
 
+def test_an_output_that_is_being_written_is_refused_before_the_work(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    with published_folder(out) as folder:
+        (folder / "a").touch()
+        for source in (["--checkpoint", "none"], ["--from", "hf", "none"]):
+            message = error_of(["convert", *source, "--output", str(out)], capsys, 2)
+            assert f"{out} is being written by process {os.getpid()}" in message
+        assert (folder / "a").exists()
+        with pytest.raises(ConfigError, match="wait for it"), output_folder(out):
+            raise AssertionError
+
+
 def test_fill_mask_refuses_in_one_line(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -393,7 +425,7 @@ def test_fill_mask_refuses_in_one_line(
     assert f"import them first: megatron-deberta convert --from hf {tmp_path}" in message
     (tmp_path / "weights.bin").unlink()
     (tmp_path / "config.json").unlink()
-    assert "no committed checkpoint" in error_of(["fill-mask", str(tmp_path), TEXT], capsys, 1)
+    assert "no committed checkpoint" in error_of(["fill-mask", str(tmp_path), TEXT], capsys, 2)
     (tmp_path / "config.json").write_text("{")
     assert "config.json" in error_of(["fill-mask", str(tmp_path), TEXT], capsys, 1)
 
@@ -405,7 +437,15 @@ def test_export_refuses_in_one_line_and_leaves_nothing(
     out = str(tmp_path / "out")
     assert "either --checkpoint" in error_of(["convert", "--output", out], capsys, 2)
     base = ["convert", "--output", out, "--checkpoint"]
-    assert "no committed checkpoint" in error_of([*base, str(tmp_path / "tokenizer")], capsys, 1)
+    assert "no committed checkpoint" in error_of([*base, str(tmp_path / "tokenizer")], capsys, 2)
+    assert "no such folder; give the folder of a run" in error_of([*base, "rnu"], capsys, 2)
+    assert "has 2 checkpoints, not 3" in error_of(
+        [*base, str(run_dir), "--average", "3"], capsys, 2
+    )
+    step = str(run_dir / "checkpoints" / "step_00000003")
+    message = error_of([*base, step, "--average", "2"], capsys, 2)
+    assert "is no run with checkpoints; an average needs the run's folder" in message
+    assert "contains no moving average" in error_of([*base, step, "--moving-average"], capsys, 2)
     assert "exists and is not empty" in error_of(
         ["convert", "--checkpoint", str(run_dir), "--output", str(run_dir)], capsys, 2
     )

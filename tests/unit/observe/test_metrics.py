@@ -5,6 +5,7 @@ import io
 import json
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.axes import Axes
@@ -44,6 +45,18 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
         "grad_norm": None,
         "loss": None,
     }
+
+
+@pytest.mark.parametrize("value", ["0.9", True])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("train", "loss"), ("validation", "score"), ("minimal_pairs", "accuracy"), ("baseline", "f1")],
+)
+def test_text_is_no_metric(kind: str, name: str, value: Any, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({"step": 1, "kind": kind, name: value}) + "\n")
+    with pytest.raises(DataError, match=f"{name}='?{value}"):
+        read_metrics(path)
 
 
 def test_resume_cuts_what_comes_again(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,6 +127,46 @@ def test_damaged_records_are_named_and_left_out(
         assert f"base: {problem}" in warnings
     assert "step 40" in text
     assert "Traceback" not in warnings
+
+
+def test_numbers_beyond_all_limits_are_damage(
+    run: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    damaged: dict[str, list[dict[str, Any]]] = {
+        "metrics": [
+            {"step": 2**64 - 1, "kind": "train", "loss": 1.0},
+            {"step": -1, "kind": "train", "loss": 1.0},
+            {"step": True, "kind": "train", "loss": 1.0},
+            {"step": 40, "kind": "train", "loss": 1e308},
+            {"step": 40, "kind": "validation", "loss": -1e308},
+        ],
+        "timeline": [
+            {"event": "steps", "time": 1e308, "step": 3},
+            {"event": "steps", "time": 1.0, "step": 3, "seconds": {"step": 1e308}},
+        ],
+        "chain": [{"event": "start", "time": -1.0}],
+        "samples": [{"step": 2**64 - 1, "samples": []}],
+    }
+    for name, records in damaged.items():
+        with (run / f"{name}.jsonl").open("a") as stream:
+            stream.writelines(json.dumps(record) + "\n" for record in records)
+    text = plain(report(tmp_path / "report.html", run))
+    for name, records in damaged.items():
+        lines = "line is" if len(records) == 1 else "lines are"
+        assert f"{name}.jsonl: {len(records)} damaged {lines} left out" in text
+    assert "step 40 of 40" in text
+    assert "best validation loss 4.5000 at step 40" in text
+    assert not [warning for warning in recwarn if "overflow" in str(warning.message)]
+
+
+def test_the_loss_of_two_models_names_the_one_that_has_it(run: Path, tmp_path: Path) -> None:
+    config = (run / "config.yaml").read_text()
+    assert "name: mlm\n" in config
+    (run / "config.yaml").write_text(config.replace("name: mlm\n", "name: rtd\n"))
+    text = plain(report(tmp_path / "report.html", run))
+    assert "best validation loss (generator) 4.5000 at step 40" in text
+    assert "training loss (generator) 5.0000" in text
+    assert "Of replaced-token detection: the generator&#39;s loss." in text
 
 
 def test_a_run_with_metrics_only(run: Path, tmp_path: Path) -> None:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_deberta.errors import ConfigError
-from megatron_deberta.tasks import Example, Prediction, load_task, write_predictions
+from megatron_deberta.tasks import (
+    Answer,
+    Example,
+    Prediction,
+    json_lines,
+    load_task,
+    write_predictions,
+)
 
 
 def written(folder: Path, task: str, found: list[Prediction], split: str = "test") -> str:
@@ -88,11 +96,47 @@ def test_conll(tmp_path: Path) -> None:
 
 
 def test_other_tasks_have_json_lines(tmp_path: Path) -> None:
-    found = [Prediction(id="a", index=1, value="positive", probabilities=(0.25, 0.75))]
-    assert written(tmp_path, "custom_classification", found, "predict") == (
-        'predict.jsonl\n{"id":"a","index":1,"value":"positive","probabilities":[0.25,0.75],'
-        '"null_score":0.0,"group":""}\n'
+    task = load_task("custom_classification")
+    found = [
+        Prediction(id=name, index=1, value="positive", probabilities=(0.25, 0.75)) for name in "ab"
+    ]
+    examples = [Example(id="a", text="It is.", label=0), Example(id="b", text="x", text_pair="y")]
+    (path,) = write_predictions(task, "predict", examples, found, tmp_path)
+    first, second = path.read_text().splitlines()
+    assert path.name == "predict.jsonl"
+    assert first == (
+        '{"id":"a","text":"It is.","label":"positive","scores":{"negative":0.25,"positive":0.75},'
+        '"index":1,"value":"positive","probabilities":[0.25,0.75],"null_score":0.0,"group":"",'
+        '"gold":"negative"}'
     )
+    assert json.loads(second)["text_pair"] == "y"
+    assert "gold" not in json.loads(second)
+
+
+@pytest.mark.parametrize(
+    ("head", "example", "value", "expected"),
+    [
+        ("regression", Example(id="0", text="a", label=0.5), 0.75,
+         {"text": "a", "label": 0.75, "scores": {}, "gold": 0.5}),
+        ("tokens", Example(id="0", words=("Anna", "ran"), tags=(1, 0)), ("O", "O"),
+         {"text": "Anna ran", "words": ["Anna", "ran"], "label": ["O", "O"],
+          "gold": ["B-PER", "O"]}),
+        ("spans", Example(id="0", text="who?", text_pair="Anna ran", answers=()), "",
+         {"text": "who?", "text_pair": "Anna ran", "label": "", "gold": []}),
+        ("spans", Example(id="0", text="who?", text_pair="Anna ran",
+                          answers=(Answer("Anna", 0), Answer("Anna", 0))), "ran",
+         {"label": "ran", "gold": ["Anna"]}),
+        ("choices", Example(id="0", text="a", choices=("b", "c"), label=1), "0",
+         {"choices": ["b", "c"], "label": "0", "scores": {"0": 0.75, "1": 0.25}, "gold": "1"}),
+    ],
+)  # fmt: skip
+def test_every_head_has_its_text_and_label(
+    head: str, example: Example, value: Any, expected: dict[str, Any]
+) -> None:
+    probabilities = (0.75, 0.25) if head == "choices" else ()
+    prediction = Prediction(id="0", value=value, probabilities=probabilities)
+    found = json.loads(json_lines(load_task(f"custom_{head}"), [example], [prediction]))
+    assert expected.items() <= found.items()
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:

@@ -102,6 +102,27 @@ def test_end_of_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "training", "validation"),
+    [
+        ("rtd", "generator loss 7.5000", "generator loss 7.2500 at step 500"),
+        ("mlm+ar", "loss 7.5000", "masked loss 7.2500 at step 500"),
+    ],
+)
+def test_end_names_the_model_or_form_of_a_loss(
+    name: Any, training: str, validation: str, tmp_path: Path
+) -> None:
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer.write(500, {"loss": 7.5})
+    writer.write(500, {"loss": 7.25, "discriminator_loss": 0.5}, kind="validation")
+    writer.close()
+    config = config_of(tmp_path)
+    config = replace(config, objective=replace(config.objective, name=name))
+    state = TrainState(500, 4000)
+    lines = describe_end(config, Outcome(Ending.FINISHED, state), 1, None).splitlines()
+    assert lines[1:3] == [f"training    {training}", f"validation  {validation}"]
+
+
+@pytest.mark.parametrize(
     ("ending", "received", "job", "how", "follows"),
     [
         (Ending.INTERRUPTED, signal.SIGINT, True, "Ctrl-C", "start the same command again"),
