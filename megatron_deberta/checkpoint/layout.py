@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -260,15 +261,28 @@ def record_best(run_dir: str | os.PathLike[str], step: int, score: float) -> Non
     write_atomically(Path(run_dir) / BEST_FILE, content.encode())
 
 
-def find_best(run_dir: str | os.PathLike[str]) -> Path | None:
-    """Return a run's best checkpoint, if it is recorded and committed."""
+def read_best(run_dir: str | os.PathLike[str]) -> tuple[int, float] | None:
+    """Return the recorded step and score of a run's best checkpoint; None: there is no record."""
     file = Path(run_dir) / BEST_FILE
     if not file.exists():
         return None
     best = read_json(
         file, _Best, "a record of the best checkpoint", remedy="remove it", error=CheckpointError
     )
-    path = step_dir(run_dir, best["step"])
+    return best["step"], -math.inf if best["score"] is None else best["score"]
+
+
+def forget_best(run_dir: str | os.PathLike[str]) -> None:
+    """Remove the record of a run's best checkpoint, if there is one."""
+    (Path(run_dir) / BEST_FILE).unlink(missing_ok=True)
+
+
+def find_best(run_dir: str | os.PathLike[str]) -> Path | None:
+    """Return a run's best checkpoint, if it is recorded and committed."""
+    best = read_best(run_dir)
+    if best is None:
+        return None
+    path = step_dir(run_dir, best[0])
     return path if (path / COMMITTED_FILE).exists() else None
 
 
