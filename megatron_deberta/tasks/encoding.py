@@ -19,7 +19,7 @@ from megatron_deberta.tokenizer import Tokenizer
 
 __all__ = ["IGNORED", "EncodedDataset", "encode"]
 
-_VERSION = 1
+_VERSION = 2
 """Part of the cache's key; raised when encoding changes."""
 _ENCODERS: Mapping[
     str, Callable[[TaskConfig, Sequence[Example], Tokenizer, int], EncodedDataset]
@@ -51,7 +51,8 @@ def encode(
         cache: folder where the result is kept under a hash of the other arguments; None: nowhere.
 
     Raises:
-        DataError: there are no examples, or a question leaves no room for the passage.
+        DataError: there are no examples, a question leaves no room for the passage, or the cached
+            result is damaged.
     """
     if not examples:
         raise DataError(f"task {task.name}: no examples to encode")
@@ -61,7 +62,12 @@ def encode(
     folder = cache / f"{task.name}-{_key(task, examples, tokenizer, length)}"
     if not folder.is_dir():
         _ENCODERS[task.head](task, examples, tokenizer, length).save(folder)
-    return EncodedDataset.load(folder)
+    loaded = EncodedDataset.load(folder)
+    has_classes = task.head in ("classification", "tokens")
+    num_labels = len(task.labels) if has_classes else 0
+    if problem := loaded.find_problem(tokenizer.vocab_size, num_labels):
+        raise DataError(f"{folder}: damaged ({problem}); remove this folder")
+    return loaded
 
 
 def _key(task: TaskConfig, examples: Sequence[Example], tokenizer: Tokenizer, length: int) -> str:
