@@ -94,6 +94,20 @@ def test_other_examples_of_the_same_split_have_their_own_outputs(
     assert len(files(run)) == 2
 
 
+def test_outputs_under_the_name_of_other_ones_are_not_used(
+    run: FinetunedRun, trained: Path, tmp_path: Path
+) -> None:
+    """Of other examples, and of other weights, of the same shape."""
+    expected = read_outputs(run, "dev").outputs
+    (path,) = files(run)
+    kept = json.loads(path.with_suffix(".json").read_text())
+    for key in ("weights", "data"):
+        module._keep(
+            path, expected + 1, **{"weights": kept["weights"], "data": kept["data"], key: "x"}
+        )
+        assert np.array_equal(read_outputs(run, "dev").outputs, expected)
+
+
 def _flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-2] ^= 0x40
