@@ -16,7 +16,7 @@ from rich.console import Console
 
 from megatron_deberta.checkpoint.background import Saved, Saver
 from megatron_deberta.checkpoint.fence import Fence
-from megatron_deberta.checkpoint.layout import CheckpointMetadata, record_best
+from megatron_deberta.checkpoint.layout import CheckpointMetadata
 from megatron_deberta.checkpoint.retention import Retention, delete_leftovers
 from megatron_deberta.config import batch_arithmetic, config_to_dict, validate_for_world
 from megatron_deberta.config.phases import Segment, segment_at, segments
@@ -46,7 +46,12 @@ from megatron_deberta.train.minimal_pairs import MinimalPairTask, open_minimal_p
 from megatron_deberta.train.preemption import Requests, StopSignal
 from megatron_deberta.train.prefetch import InputQueue
 from megatron_deberta.train.records import RunRecords
-from megatron_deberta.train.selection import Selection, open_selection, select_committed
+from megatron_deberta.train.selection import (
+    Selection,
+    open_selection,
+    record_selection,
+    select_committed,
+)
 from megatron_deberta.train.setup import (
     build_meter,
     build_rank_model,
@@ -278,7 +283,9 @@ def _train(
         meter = build_meter(config, groups, state.step, data.step_work(config))
         requests = Requests(run.stop, config.train.run_dir, groups)
         run_dir = None if records is None else records.run_dir
-        selection = open_selection(config, groups, run_dir, state.step)
+        examples = data.identity.validation_fingerprint
+        with refusals():
+            selection = open_selection(config, groups, run_dir, state.step, examples)
         evaluations = _evaluations(run, validate, requests, meter, records, selection)
         for kind, hook in evaluations.items():
             _evaluate_if_missing(run, state, kind, hook, records, requests)
@@ -455,7 +462,7 @@ def _record_saved(
         step_seconds=records.longest_step + records.longest_check,
     )
     if selection is not None and selection.best_step == saved.step:
-        record_best(records.run_dir, saved.step, selection.best_score)
+        record_selection(records.run_dir, selection)
 
 
 def _check_replicas(run: _Components, records: RunRecords | None, step: int) -> None:

@@ -17,8 +17,9 @@ from megatron_deberta.checkpoint.layout import (
     step_dir,
 )
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.distributed.control import all_reduce_any, broadcast_text
+from megatron_deberta.distributed.control import all_reduce_any, broadcast_text, raise_on_all_ranks
 from megatron_deberta.distributed.topology import ProcessGroups
+from megatron_deberta.errors import DataError
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 
 SCORE = "score"
@@ -37,6 +38,7 @@ class Selection:
         top_score: best score of all validations, saved or not, for early stop.
         num_worse: validations since that one.
         unsaved: scores above ``best_score`` of steps without a committed checkpoint, by step.
+        examples: fingerprint of the validation examples; empty: unknown.
     """
 
     best_step: int | None = None
@@ -44,6 +46,7 @@ class Selection:
     top_score: float = -math.inf
     num_worse: int = 0
     unsaved: dict[int, float] = field(default_factory=dict)
+    examples: str = ""
 
     def update(self, step: int, score: float) -> None:
         """Take a validation into account; equal scores and NaN are not better."""
@@ -96,8 +99,10 @@ class Selection:
         best = read_best(run_dir) if keeps_best else None
         validations = [r for r in records if r["kind"] == "validation" and r["step"] <= last]
         scores = [(r["step"], r[SCORE]) for r in validations if SCORE in r]
-        if best is not None and best[0] <= last and _is_committed(run_dir, best[0]):
-            selection.best_step, selection.best_score = best
+        if best is not None and best["step"] <= last and _is_committed(run_dir, best["step"]):
+            selection.examples = best.get("examples", "")
+            if best["score"] is not None:
+                selection.best_step, selection.best_score = best["step"], best["score"]
             if selection.best_step not in dict(scores):
                 # The records up to that step were removed.
                 selection.top_score = selection.best_score
@@ -117,7 +122,7 @@ class Selection:
 
 
 def open_selection(
-    config: RunConfig, groups: ProcessGroups, run_dir: Path | None, step: int
+    config: RunConfig, groups: ProcessGroups, run_dir: Path | None, step: int, examples: str = ""
 ) -> Selection:
     """Return the selection so far. Collective over all ranks of a fine-tuning run.
 
@@ -126,15 +131,27 @@ def open_selection(
         groups: the rank grid.
         run_dir: folder of the run; None except on rank 0.
         step: completed steps.
+        examples: fingerprint of the validation examples.
+
+    Raises:
+        DataError: the best checkpoint so far has its score on other examples.
     """
     selection = Selection()
     if not config.finetune.task:
         return selection
-    if run_dir is not None:
-        records = read_metrics(run_dir / FILE_NAME)
-        keeps_best = config.finetune.keep_best
-        selection = Selection.of_run(run_dir, records, step, keeps_best=keeps_best)
-        record_selection(run_dir, selection)
+    with raise_on_all_ranks(groups):
+        if run_dir is not None:
+            records = read_metrics(run_dir / FILE_NAME)
+            keeps_best = config.finetune.keep_best
+            selection = Selection.of_run(run_dir, records, step, keeps_best=keeps_best)
+            if selection.examples and selection.examples != examples:
+                raise DataError(
+                    f"{run_dir}: the best checkpoint, of step {selection.best_step}, has its score "
+                    "on other validation examples; restore the files of finetune.data, or start "
+                    "a new run"
+                )
+            selection.examples = examples
+            record_selection(run_dir, selection)
     return selection.on_all_ranks(groups)
 
 
@@ -158,8 +175,8 @@ def record_selection(run_dir: Path, selection: Selection) -> None:
     """Write ``best.json``, or remove that of steps that are repeated."""
     if selection.best_step is None:
         forget_best(run_dir)
-    elif read_best(run_dir) != (selection.best_step, selection.best_score):
-        record_best(run_dir, selection.best_step, selection.best_score)
+    else:
+        record_best(run_dir, selection.best_step, selection.best_score, selection.examples)
 
 
 def _is_committed(run_dir: Path, step: int) -> bool:

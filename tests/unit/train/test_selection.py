@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,8 +18,10 @@ from megatron_deberta.checkpoint.layout import (
     step_dir,
 )
 from megatron_deberta.checkpoint.retention import Retention
+from megatron_deberta.config.schema import FinetuneConfig, RunConfig
 from megatron_deberta.distributed.topology import single_process_groups
-from megatron_deberta.train.selection import Selection, record_selection
+from megatron_deberta.errors import DataError
+from megatron_deberta.train.selection import Selection, open_selection, record_selection
 
 Records = list[dict[str, object]]
 SCORES = [(2, 0.5), (4, math.nan), (6, 0.7), (8, 0.7), (10, 0.6)]
@@ -105,7 +109,22 @@ def test_the_recorded_best_outlives_the_metrics(tmp_path: Path) -> None:
     selection = Selection.of_run(tmp_path, records, 10, keeps_best=True)
     assert selection == Selection(6, 0.7, 0.7, 1)
     record_selection(tmp_path, selection)
-    assert read_best(tmp_path) == (6, 0.7)
+    assert read_best(tmp_path) == {"step": 6, "score": 0.7}
+
+
+def test_scores_on_other_examples_do_not_compete(tmp_path: Path) -> None:
+    groups: Any = single_process_groups("cpu")  # type: ignore[arg-type]
+    config = replace(RunConfig(), finetune=FinetuneConfig(task="sst2"))
+    commit(tmp_path, 6)
+    (tmp_path / "metrics.jsonl").write_text('{"kind":"validation","step":6,"score":0.7}\n')
+    assert open_selection(config, groups, tmp_path, 6, "aa").best_step == 6
+    assert read_best(tmp_path) == {"step": 6, "score": 0.7, "examples": "aa"}
+    assert open_selection(config, groups, tmp_path, 6, "aa").best_step == 6
+    with pytest.raises(DataError, match="of step 6, has its score on other validation examples"):
+        open_selection(config, groups, tmp_path, 6, "bb")
+    # A record of an older release does not name them.
+    record_best(tmp_path, 6, 0.7)
+    assert open_selection(config, groups, tmp_path, 6, "bb").best_step == 6
 
 
 @pytest.mark.parametrize("keeps_best", [True, False])
