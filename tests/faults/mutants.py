@@ -266,7 +266,7 @@ MUTANTS = (
     Mutant(
         "a damaged local checkpoint is used", "checkpoint/local/parts.py",
         "sha256_file(path / entry.name) == entry.sha256 for", "(path / entry.name).exists() for",
-        "unit/checkpoint/test_local_parts.py::test_files_must_be_those_of_the_manifest",
+        "unit/checkpoint/test_local_parts.py::test_part_is_held_once_committed",
     ),
     Mutant(
         "a local checkpoint outlives a rollback", "checkpoint/local/history.py",
