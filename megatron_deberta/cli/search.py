@@ -199,7 +199,10 @@ class _Report:
         result = read_result(outcome.run.folder, self._metric)
         self._ended += 1
         self._bar.update(self._task, completed=self._ended)
-        if result is not None:
+        if result is not None and result.score is None:
+            self.failed += 1
+            text = f"no {self._metric}: infinite or not a number; lower optimizer.learning_rate"
+        elif result is not None:
             text = f"{self._metric} {result.score:.4f}, {outcome.seconds:.0f} s"
         elif is_stopping:
             text = "stopped; it resumes when the search is started again"

@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 
 from megatron_deberta.checkpoint.layout import committed_steps, step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader
-from megatron_deberta.errors import CheckpointError
+from megatron_deberta.errors import CheckpointError, DataError
 from megatron_deberta.files import write_atomically
 from megatron_deberta.finetune.inputs import check_inputs, fingerprint_weights, record_inputs
 from megatron_deberta.finetune.outputs import finished_validation
@@ -70,11 +70,16 @@ class CurveRun:
             metric: name of the task's first metric.
 
         Raises:
-            DataError: a file of the run is damaged, or its validation has no score.
+            DataError: a file of the run is damaged, or its score is infinite or not a number.
         """
         finished = finished_validation(self.folder, metric)
         if finished is None:
             return False
+        if finished.score is None:
+            raise DataError(
+                f"{self.folder}: {metric} at step {finished.step} is infinite or not a number; use "
+                "a lower optimizer.learning_rate and another --output"
+            )
         values = _Result(
             step=self.step,
             samples=self.samples,

@@ -103,13 +103,13 @@ class FinishedValidation:
 
     Attributes:
         step: of the checkpoint.
-        score: of the task's first metric.
+        score: of the task's first metric; None: it was infinite or not a number.
         metrics: all metrics; empty if the record was removed.
         last_step: last step of the run.
     """
 
     step: int
-    score: float
+    score: float | None
     metrics: dict[str, float | None]
     last_step: int
 
@@ -127,7 +127,7 @@ def finished_validation(run_dir: Path, metric: str) -> FinishedValidation | None
         metric: name of the task's first metric.
 
     Raises:
-        DataError: a file of the run is damaged, or the validation has no score.
+        DataError: a file of the run is damaged.
         CheckpointError: ``best.json`` is damaged.
     """
     config, metrics = run_dir / CONFIG_FILE, run_dir / METRICS_FILE
@@ -144,13 +144,8 @@ def finished_validation(run_dir: Path, metric: str) -> FinishedValidation | None
     record_selection(run_dir, selection)
     step = last if selection.best_step is None else selection.best_step
     known = {k: v for k, v in validations.get(step, {}).items() if k not in ("step", "kind", SCORE)}
-    score = known.get(metric) if selection.best_step is None else selection.best_score
-    if not isinstance(score, int | float):
-        raise DataError(
-            f"{run_dir / METRICS_FILE}: the validation of step {step} has no {metric} "
-            f"({score!r}); fine-tune again with a lower optimizer.learning_rate"
-        )
     numbers = {key: v for key, v in known.items() if isinstance(v, int | float | None)}
+    score = numbers.get(metric) if selection.best_step is None else selection.best_score
     return FinishedValidation(step, score, numbers, last)
 
 

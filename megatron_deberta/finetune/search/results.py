@@ -40,7 +40,8 @@ class RunResult:
     Attributes:
         split: the split on which the score was computed, always the one for validation.
         metric: name of the score, the task's first metric.
-        score: of the best checkpoint, or else of the last one; see ``finished_validation``.
+        score: of the best checkpoint, or else of the last one, see ``finished_validation``; None:
+            it was infinite or not a number, as after a divergence.
         step: of that checkpoint.
         steps: number of steps of the run.
         metrics: all metrics at that step.
@@ -48,7 +49,7 @@ class RunResult:
 
     split: str
     metric: str
-    score: float
+    score: float | None
     step: int
     steps: int
     metrics: dict[str, float | None]
@@ -61,7 +62,7 @@ class CellResult:
     Attributes:
         cell: the cell.
         runs: all of its runs.
-        scores: score by seed of the finished ones.
+        scores: score by seed of the finished ones; a run without one keeps its cell incomplete.
     """
 
     cell: Cell
@@ -70,7 +71,7 @@ class CellResult:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all runs have finished."""
+        """Whether all runs have finished, with a score."""
         return len(self.scores) == len(self.runs)
 
     def statistic(self, name: Statistic) -> float:
@@ -86,7 +87,7 @@ def read_result(folder: Path, metric: str) -> RunResult | None:
         metric: name of the task's first metric.
 
     Raises:
-        DataError: a file is damaged, or the validation of that checkpoint has no score.
+        DataError: a file is damaged.
     """
     path = folder / RESULT_FILE
     if path.exists():
@@ -114,7 +115,11 @@ def collect(runs: Sequence[SearchRun], metric: str) -> list[CellResult]:
     found = []
     for members in cells.values():
         results = {run.seed: read_result(run.folder, metric) for run in members}
-        scores = {seed: result.score for seed, result in results.items() if result is not None}
+        scores = {
+            seed: result.score
+            for seed, result in results.items()
+            if result is not None and result.score is not None
+        }
         found.append(CellResult(members[0].cell, tuple(members), scores))
     return found
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, step_dir
 from megatron_deberta.cli.main import main
-from megatron_deberta.errors import EXIT_USAGE, CheckpointError, ConfigError
+from megatron_deberta.errors import EXIT_USAGE, CheckpointError, ConfigError, DataError
 from megatron_deberta.finetune.checkpoint_curve import (
     WEIGHTS_FILE,
     CurvePoint,
@@ -93,6 +93,15 @@ def test_a_run_that_was_stopped_has_no_result(pretrained: Path, tmp_path: Path) 
     write_finished_run(run.folder, 0.5, 0.6, steps=3)
     assert not run.record_result("accuracy")
     assert run.score is None
+
+
+def test_a_run_without_a_score_is_refused(pretrained: Path, tmp_path: Path) -> None:
+    (run,) = plan_runs(pretrained, tmp_path / "out", 9, 1)
+    write_finished_run(run.folder, 0.5)
+    record = {"kind": "validation", "step": 1, "accuracy": None, "score": None}
+    (run.folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    with pytest.raises(DataError, match="accuracy at step 1 is infinite or not a number"):
+        run.record_result("accuracy")
 
 
 def test_other_weights_of_the_same_step_are_refused(pretrained: Path, tmp_path: Path) -> None:

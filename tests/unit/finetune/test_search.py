@@ -215,6 +215,26 @@ def test_finished_means_the_last_step_and_its_validation(
     assert result.score == 0.9
 
 
+def test_a_run_without_a_score_does_not_end_the_search(
+    search: SearchConfig, runs: list[ConfiguredRun]
+) -> None:
+    """A diverged run: its cell stays incomplete, and the others are compared."""
+    for run in runs[:6]:
+        finish(run, 0.5)
+    (runs[0].folder / RESULT_FILE).unlink()
+    shutil.rmtree(runs[0].folder)
+    write_finished_run(runs[0].folder, 0.5)
+    record = {"kind": "validation", "step": 1, "loss": None, "accuracy": None, "score": None}
+    (runs[0].folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    for _ in range(2):
+        found = collect(runs, "accuracy")
+        assert [(result.is_complete, len(result.scores)) for result in found[:2]] == [
+            (False, 2), (True, 3),
+        ]  # fmt: skip
+    assert best_cell(found, "median") is found[1]
+    assert "2/3" in format_table(search, "accuracy", found)
+
+
 def test_a_search_is_not_continued_with_other_inputs(
     search_file: Path, runs: list[ConfiguredRun], capsys: pytest.CaptureFixture[str]
 ) -> None:
