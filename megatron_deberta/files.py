@@ -11,11 +11,17 @@ import logging
 import os
 import shutil
 import tempfile
+import tokenize
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+NPY_ERRORS = (
+    OSError, ValueError, EOFError, TypeError, ArithmeticError, SyntaxError, MemoryError,
+    tokenize.TokenError,
+)  # fmt: skip
+"""What ``numpy.load`` raises for a ``.npy`` file that is missing or damaged."""
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 

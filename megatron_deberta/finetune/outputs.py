@@ -24,7 +24,7 @@ from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import ConfigError, DataError, MegatronDebertaError
-from megatron_deberta.files import write_atomically
+from megatron_deberta.files import NPY_ERRORS, write_atomically
 from megatron_deberta.finetune.batches import output_shape
 from megatron_deberta.finetune.data import Split, read_split
 from megatron_deberta.finetune.predict import open_predictor
@@ -256,7 +256,7 @@ def _read_kept(
         outputs: npt.NDArray[np.float32] = np.load(io.BytesIO(content), allow_pickle=False)
         if outputs.shape != shape or outputs.dtype != np.float32:
             raise DataError(f"an array {outputs.dtype} {outputs.shape}, not float32 {shape}")
-    except (MegatronDebertaError, OSError, ValueError, EOFError) as error:
+    except (MegatronDebertaError, *NPY_ERRORS) as error:
         logger.warning("%s: %s; the outputs are computed again", path, error)
         return None
     return outputs

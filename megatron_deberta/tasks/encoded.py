@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_deberta.errors import DataError
-from megatron_deberta.files import published_folder
+from megatron_deberta.files import NPY_ERRORS, published_folder
 
 IGNORED = -100
 """Integer label of what is not labelled or not scored."""
@@ -142,8 +142,9 @@ class EncodedDataset:
         try:
             loaded = cls(**{f.name: _load_array(folder / f"{f.name}.npy") for f in fields(cls)})
             recorded = (folder / FINGERPRINT_FILE).read_text(encoding="ascii").strip()
-        except (OSError, ValueError, EOFError) as error:
-            raise DataError(f"{folder}: damaged ({error}); remove this folder") from error
+        except NPY_ERRORS as error:
+            problem = " ".join(str(error).split())
+            raise DataError(f"{folder}: damaged ({problem}); remove this folder") from error
         if loaded.fingerprint != recorded:
             raise DataError(
                 f"{folder}: damaged (its arrays are not what was written: their SHA-256 differs); "
@@ -153,6 +154,8 @@ class EncodedDataset:
 
 
 def _load_array(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.name} is missing or not a regular file")
     # Mapped, so that the processes of a node share its pages; an empty array cannot be.
     mode: Any = "r" if path.stat().st_size > _EMPTY_BYTES else None
     return np.load(path, mmap_mode=mode, allow_pickle=False)

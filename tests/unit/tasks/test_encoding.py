@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,34 @@ def test_a_flipped_bit_of_the_cache_is_found(
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"damaged .*SHA-256 differs.* remove this folder"):
         cached(tokenizer, tmp_path)
+
+
+def test_a_damaged_header_of_the_cache_is_an_error_of_one_line(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    path = cached(tokenizer, tmp_path) / "input_ids.npy"
+    content = path.read_bytes()
+    expected = np.load(path)
+    generator, messages = np.random.default_rng(0), list[str]()
+    for _ in range(300):
+        damaged = bytearray(content)
+        for place in generator.integers(128, size=2).tolist():
+            damaged[place] = int(generator.choice([*b"('9, ", generator.integers(256)]))
+        path.write_bytes(damaged)
+        try:
+            folder = cached(tokenizer, tmp_path)
+        except DataError as error:
+            messages.append(str(error))
+        else:
+            # Spaces of the header, which mean nothing.
+            assert np.array_equal(EncodedDataset.load(folder).input_ids, expected)
+    assert len(messages) > 200
+    assert all(text.endswith("; remove this folder") and "\n" not in text for text in messages)
+    for make in (os.mkfifo, os.mkdir):
+        path.unlink()
+        make(path)
+        with pytest.raises(DataError, match="input_ids.npy is missing or not a regular file"):
+            cached(tokenizer, tmp_path)
 
 
 @pytest.mark.parametrize(
