@@ -351,6 +351,23 @@ def test_only_a_saved_checkpoint_becomes_the_best(asynchronous: bool) -> None:
     assert best == [1, 1, 7]
 
 
+def test_a_save_that_fails_in_the_background_is_not_the_best() -> None:
+    saver: Any = FakeSaver()
+    selection = Selection()
+    config = CheckpointConfig(save_every=5, on_failure="continue", asynchronous=True)
+    hook = SaveHook(config, saver.begin, saver, meter(), None, None, selection)
+    selection.update(4, 0.9)
+    hook.after_step(event(4))
+    saver.fails_to_commit = True
+    # The periodic save is made nevertheless.
+    hook.after_step(event(5))
+    assert saver.calls == ["start 4", "start 5"]
+    selection.update(7, 0.7)
+    hook.after_step(event(7))
+    hook.after_step(event(10))
+    assert (selection.best_step, selection.best_score) == (7, 0.7)
+
+
 def test_a_validation_of_exit_step_selects_nothing() -> None:
     scores = iter([0.5, 0.9, 0.7])
     records: list[tuple[int, dict[str, float]]] = []
