@@ -15,6 +15,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import tokenize
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,11 @@ MAX_RECORD_BYTES = 1 << 30
 _LOCK, _OWNER = "lock", "owner"
 """Files in the temporary folder of `published_folder`: held while its process runs, and who that
 is."""
+NPY_ERRORS = (
+    OSError, ValueError, EOFError, TypeError, ArithmeticError, SyntaxError, MemoryError,
+    tokenize.TokenError,
+)  # fmt: skip
+"""What ``numpy.load`` raises for a ``.npy`` file that is missing or damaged."""
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from megatron_deberta.errors import CheckpointError
 from megatron_deberta.files import write_atomically
-from megatron_deberta.parsing import Count, parse_json, read_json
+from megatron_deberta.parsing import Count, Number, parse_json, read_json
 
 FORMAT = "megatron_deberta checkpoint"
 FORMAT_VERSION = 1
@@ -50,9 +50,18 @@ def state_kinds(config: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
 EngineScalar = Annotated[int | float, Field(ge=-(1 << 53), le=1 << 53, allow_inf_nan=False)]
 
 
-class _Best(TypedDict):
+class Best(TypedDict):
+    """Content of ``best.json``.
+
+    Attributes:
+        step: of the checkpoint.
+        score: on the validation examples.
+        examples: fingerprint of these; older records have none.
+    """
+
     step: Count
-    score: float | None
+    score: Number | None
+    examples: NotRequired[str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,20 +268,36 @@ def committed_steps(run_dir: str | os.PathLike[str]) -> list[int]:
     return [step for step in _steps(run_dir) if (step_dir(run_dir, step) / COMMITTED_FILE).exists()]
 
 
-def record_best(run_dir: str | os.PathLike[str], step: int, score: float) -> None:
-    """Record the step of a run's best checkpoint, atomically."""
-    content = json.dumps({"step": step, "score": score})
-    write_atomically(Path(run_dir) / BEST_FILE, content.encode())
+def record_best(
+    run_dir: str | os.PathLike[str], step: int, score: float, examples: str = ""
+) -> None:
+    """Record a run's best checkpoint, atomically; the arguments are those of `Best`."""
+    best = Best(step=step, score=score)
+    if examples:
+        best["examples"] = examples
+    write_atomically(Path(run_dir) / BEST_FILE, json.dumps(best).encode())
+
+
+def read_best(run_dir: str | os.PathLike[str]) -> Best | None:
+    """Return the record of a run's best checkpoint; None: there is none."""
+    file = Path(run_dir) / BEST_FILE
+    if not file.exists():
+        return None
+    return read_json(
+        file, Best, "a record of the best checkpoint", remedy="remove it", error=CheckpointError
+    )
+
+
+def forget_best(run_dir: str | os.PathLike[str]) -> None:
+    """Remove the record of a run's best checkpoint, if there is one."""
+    (Path(run_dir) / BEST_FILE).unlink(missing_ok=True)
 
 
 def find_best(run_dir: str | os.PathLike[str]) -> Path | None:
     """Return a run's best checkpoint, if it is recorded and committed."""
-    file = Path(run_dir) / BEST_FILE
-    if not file.exists():
+    best = read_best(run_dir)
+    if best is None:
         return None
-    best = read_json(
-        file, _Best, "a record of the best checkpoint", remedy="remove it", error=CheckpointError
-    )
     path = step_dir(run_dir, best["step"])
     return path if (path / COMMITTED_FILE).exists() else None
 

@@ -21,6 +21,7 @@ from megatron_deberta.errors import EXIT_DONE, ConfigError
 if TYPE_CHECKING:
     from megatron_deberta.finetune.checkpoint_curve import CurveRun
 
+_MAX_SEEDS = 10_000
 _OWN_KEYS = {
     "train.run_dir": "--output",
     "train.seed": "--seeds",
@@ -38,7 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="use every n-th kept checkpoint, and the last one",
     )  # fmt: skip
     parser.add_argument(
-        "--seeds", type=number(int, 1), default=1, metavar="N", help="runs per checkpoint"
+        "--seeds",
+        type=number(int, 1, _MAX_SEEDS),
+        default=1,
+        metavar="N",
+        help="runs per checkpoint",
     )
     parser.add_argument(
         "--output", default="", metavar="DIR",
@@ -64,11 +69,15 @@ def run(args: argparse.Namespace) -> int:
         CURVE_FILE,
         PICTURE_FILE,
         check_settings,
+        check_weights,
         curve_of,
         describe_curve,
         plan_runs,
         write_curve,
     )
+    from megatron_deberta.finetune.data import DEV
+    from megatron_deberta.finetune.inputs import fingerprint_inputs
+    from megatron_deberta.finetune.models import open_source_model
     from megatron_deberta.tasks.task import load_task
 
     if read_environment().world_size > 1:
@@ -78,14 +87,19 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{override}: set by finetune-checkpoints; use {option}")
     task = load_task(args.task)
     output = Path(args.output or run_folder(args) / "finetuned" / task.name)
+    if DEV not in task.splits:
+        raise ConfigError(f"task {task.name} has no split {DEV!r}, whose score is the curve")
     runs = plan_runs(run_folder(args), output, args.every, args.seeds)
+    tokenizer = open_source_model(runs[0].checkpoint, args.tokenizer).tokenizer_path
     settings = {
         "run": str(Path(args.run_dir).resolve()),
         "task": task.name,
         "settings": args.settings,
         "overrides": args.overrides,
+        **fingerprint_inputs(task, args.data, tokenizer),
     }
     check_settings(output, settings)
+    check_weights(output, runs)
     for count, planned in enumerate(runs, start=1):
         if planned.score is not None:
             continue
@@ -94,7 +108,9 @@ def run(args: argparse.Namespace) -> int:
         code = _finetune(args, planned, output)
         if code != EXIT_DONE:
             return code
-        planned.record_result()
+        if not planned.record_result(task.metrics[0]):
+            print(f"{planned.folder}: stopped; start the same command again to continue")
+            return EXIT_DONE
         write_curve(output, curve_of(output), task.name, task.metrics[0])
     write_curve(output, curve_of(output), task.name, task.metrics[0])
     print(describe_curve(curve_of(output), task.metrics[0]))

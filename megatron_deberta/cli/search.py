@@ -69,8 +69,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run, submit, or show the search."""
+    from megatron_deberta.finetune.inputs import (
+        check_inputs,
+        fingerprint_inputs,
+        fingerprint_weights,
+        record_inputs,
+    )
     from megatron_deberta.finetune.models import open_source_model
-    from megatron_deberta.finetune.search.cells import configure_runs, list_runs
+    from megatron_deberta.finetune.search.cells import INPUTS_FILE, configure_runs, list_runs
     from megatron_deberta.finetune.search.config import load_search
     from megatron_deberta.finetune.search.results import read_result
     from megatron_deberta.tasks.task import load_task
@@ -79,7 +85,18 @@ def run(args: argparse.Namespace) -> int:
     task = load_task(search.task)
     if args.table:
         return _show(search, list_runs(search, task), task.metrics[0], prunes=args.prune)
-    runs = configure_runs(search, task, open_source_model(Path(search.model), search.tokenizer))
+    source = open_source_model(Path(search.model), search.tokenizer)
+    runs = configure_runs(search, task, source)
+    inputs = fingerprint_inputs(task, search.data, source.tokenizer_path)
+    inputs["model_fingerprint"] = fingerprint_weights(source.path)
+    has_runs = any(run.folder.exists() for run in runs)
+    file, remedy = (
+        Path(search.output) / INPUTS_FILE,
+        "restore it, or give the search another output",
+    )
+    check_inputs(file, inputs, has_runs=has_runs, remedy=remedy)
+    if not args.dry_run:
+        record_inputs(file, inputs)
     pending = [run for run in runs if read_result(run.folder, task.metrics[0]) is None]
     if args.dry_run:
         print(_describe(search, runs, pending))
@@ -184,7 +201,10 @@ class _Report:
         result = read_result(outcome.run.folder, self._metric)
         self._ended += 1
         self._bar.update(self._task, completed=self._ended)
-        if result is not None:
+        if result is not None and result.score is None:
+            self.failed += 1
+            text = f"no {self._metric}: infinite or not a number; lower optimizer.learning_rate"
+        elif result is not None:
             text = f"{self._metric} {result.score:.4f}, {outcome.seconds:.0f} s"
         elif is_stopping:
             text = "stopped; it resumes when the search is started again"

@@ -201,6 +201,18 @@ class TaskBatches:
             yield self.rows.batch(batch, batch)
 
 
+def output_shape(head: Head, encoded: EncodedDataset, num_outputs: int) -> tuple[int, ...]:
+    """Return the shape of a model's outputs for all rows of a split.
+
+    Args:
+        head: of the model.
+        encoded: the examples.
+        num_outputs: values per row or token.
+    """
+    places = len(encoded.input_ids) if head in ("spans", "tokens") else encoded.num_rows
+    return (places,) if head in ("regression", "choices") else (places, num_outputs)
+
+
 class OutputCollector:
     """Outputs of a model's head for all rows of a split.
 
@@ -217,9 +229,7 @@ class OutputCollector:
         """See the class."""
         self._per_token = head in ("spans", "tokens")
         self._offsets = encoded.row_offsets
-        places = len(encoded.input_ids) if self._per_token else encoded.num_rows
-        shape = (places,) if head in ("regression", "choices") else (places, num_outputs)
-        self.outputs = torch.zeros(shape, device=device)
+        self.outputs = torch.zeros(output_shape(head, encoded, num_outputs), device=device)
 
     def add(self, batch: Any, outputs: Tensor) -> None:
         """Store the outputs of a micro batch."""

@@ -19,19 +19,22 @@ from typing_extensions import TypedDict
 
 from megatron_deberta.checkpoint.layout import committed_steps, step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader
-from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.errors import CheckpointError, DataError
 from megatron_deberta.files import write_atomically
-from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
+from megatron_deberta.finetune.inputs import check_inputs, fingerprint_weights, record_inputs
+from megatron_deberta.finetune.outputs import finished_validation
 from megatron_deberta.parsing import Count, Number, read_json
-from megatron_deberta.train.selection import Selection
 
 RESULT_FILE = "result.json"
 """In the folder of a fine-tuning run: its score, written when it has finished."""
 SETTINGS_FILE = "settings.json"
+WEIGHTS_FILE = "weights.json"
+"""In the output folder: fingerprint of each checkpoint by name."""
 CURVE_FILE = "curve.json"
 PICTURE_FILE = "curve.png"
 _RUNS = "step_*-seed_*"
 """Folders of the fine-tuning runs in the output folder."""
+_REMEDY = "use another --output"
 
 
 class _Result(TypedDict):
@@ -60,21 +63,32 @@ class CurveRun:
     seed: int
     folder: Path
 
-    def record_result(self) -> None:
-        """Write the best score of the finished run."""
-        selection = Selection.of_records(read_metrics(self.folder / FILE_NAME))
-        if selection.best_step is None:
-            raise ConfigError(
-                f"{self.folder}: the run has no validation; use a task with a dev split"
+    def record_result(self, metric: str) -> bool:
+        """Write the score of the run, and return whether it has finished.
+
+        Args:
+            metric: name of the task's first metric.
+
+        Raises:
+            DataError: a file of the run is damaged, or its score is infinite or not a number.
+        """
+        finished = finished_validation(self.folder, metric)
+        if finished is None:
+            return False
+        if finished.score is None:
+            raise DataError(
+                f"{self.folder}: {metric} at step {finished.step} is infinite or not a number; use "
+                "a lower optimizer.learning_rate and another --output"
             )
         values = _Result(
             step=self.step,
             samples=self.samples,
             seed=self.seed,
-            score=selection.best_score,
-            best_step=selection.best_step,
+            score=finished.score,
+            best_step=finished.step,
         )
         write_atomically(self.folder / RESULT_FILE, (json.dumps(values) + "\n").encode())
+        return True
 
     @property
     def score(self) -> float | None:
@@ -123,19 +137,31 @@ def check_settings(output: Path, settings: dict[str, Any]) -> None:
     Raises:
         ConfigError: the folder has runs with other settings.
     """
-    path = output / SETTINGS_FILE
-    known = settings
-    if path.exists() and any(output.glob(_RUNS)):
-        remedy = "use another --output"
-        known = read_json(path, dict[str, Any], "settings of runs", remedy=remedy)
-    for name, value in settings.items():
-        if known.get(name) != value:
-            raise ConfigError(
-                f"{output} has runs with {name}={known.get(name)!r}, not {value!r}; use another "
-                "--output"
-            )
-    output.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, (json.dumps(settings, indent=1) + "\n").encode())
+    has_runs = any(output.glob(_RUNS))
+    check_inputs(output / SETTINGS_FILE, settings, has_runs=has_runs, remedy=_REMEDY)
+    record_inputs(output / SETTINGS_FILE, settings)
+
+
+def check_weights(output: Path, runs: Sequence[CurveRun]) -> None:
+    """Record the weights of each checkpoint; a repeated pretraining run has others.
+
+    Args:
+        output: folder of the runs.
+        runs: the runs to come.
+
+    Raises:
+        ConfigError: the folder has runs of other weights of the same step.
+    """
+    path = output / WEIGHTS_FILE
+    found = {run.checkpoint.name: fingerprint_weights(run.checkpoint) for run in runs}
+    started = {run.checkpoint.name for run in runs if run.folder.exists()}
+    inputs = {name: found[name] for name in sorted(started)}
+    check_inputs(path, inputs, has_runs=bool(started), remedy=_REMEDY)
+    # Those of checkpoints that pretraining has deleted since remain.
+    known = (
+        read_json(path, dict[str, str], "weights of runs", remedy=_REMEDY) if path.exists() else {}
+    )
+    record_inputs(path, known | found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,6 +190,7 @@ def open_task_data(config: RunConfig, groups: ProcessGroups) -> tuple[RunConfig,
         tokenizer_path=str(Path(config.tokenizer.path).resolve()),
         tokenizer_fingerprint=tokenizer.fingerprint,
         data_fingerprint=train.encoded.fingerprint,
+        validation_fingerprint=splits[DEV].encoded.fingerprint if DEV in splits else "",
     )
     epochs = config.finetune.epochs
     config = with_steps(config, task_rows(config, train.encoded, tokenizer))

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
+import logging
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+from typing_extensions import TypedDict
 
-from megatron_deberta.checkpoint.layout import find_best
+from megatron_deberta.checkpoint.layout import COMMITTED_FILE, committed_steps, find_best
+from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.errors import ConfigError, DataError
-from megatron_deberta.files import write_atomically
+from megatron_deberta.errors import ConfigError, DataError, MegatronDebertaError
+from megatron_deberta.files import NPY_ERRORS, write_atomically
+from megatron_deberta.finetune.batches import output_shape
 from megatron_deberta.finetune.data import Split, read_split
 from megatron_deberta.finetune.predict import open_predictor
+from megatron_deberta.model.heads import num_outputs
+from megatron_deberta.observe.metrics import FILE_NAME as METRICS_FILE
+from megatron_deberta.observe.metrics import read_metrics
+from megatron_deberta.parsing import read_json
 from megatron_deberta.tasks.scoring import Outputs
 from megatron_deberta.tasks.task import TaskConfig, load_task, run_task_name
 from megatron_deberta.tokenizer import load_tokenizer
+from megatron_deberta.train.selection import SCORE, Selection, record_selection
+from megatron_deberta.train.trainer import last_step
 
 CONFIG_FILE = "config.yaml"
 """In the run folder: the run's resolved config."""
@@ -29,6 +44,32 @@ SEARCH_RESULTS = "results.json"
 """In the folder of a search: its results, which name the best cell."""
 FOLDER = "outputs"
 """In the run folder: outputs by split and examples."""
+
+
+logger = logging.getLogger(__name__)
+
+_MAX_HEADER = 1 << 16
+"""Bytes of a ``.npy`` file before its numbers."""
+
+
+class _Kept(TypedDict):
+    """Beside kept outputs.
+
+    Attributes:
+        weights: content of the checkpoint's ``COMMITTED``, the SHA-256 of its manifest.
+        data: fingerprint of the encoded examples.
+        sha256: of the file of outputs.
+    """
+
+    weights: str
+    data: str
+    sha256: str
+
+
+class _SearchResults(TypedDict):
+    """What is read of ``SEARCH_RESULTS``: the folder of the best cell."""
+
+    best: Annotated[str, Field(pattern=r"^cells/[A-Za-z0-9_=+-][A-Za-z0-9.,_=+-]*$")] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +95,58 @@ class SplitOutputs:
 
     split: Split
     outputs: Outputs
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedValidation:
+    """Validation of the checkpoint that a finished run is represented by.
+
+    Attributes:
+        step: of the checkpoint.
+        score: of the task's first metric; None: it was infinite or not a number.
+        metrics: all metrics; empty if the record was removed.
+        last_step: last step of the run.
+    """
+
+    step: int
+    score: float | None
+    metrics: dict[str, float | None]
+    last_step: int
+
+
+def finished_validation(run_dir: Path, metric: str) -> FinishedValidation | None:
+    """Return the validation of a finished run's checkpoint; None: the run has not finished.
+
+    A run has finished when the checkpoint of its last step is committed and the validation of this
+    step is recorded. Neither alone suffices: a signal can interrupt the last validation, and a
+    kill between both leaves only the record. The checkpoint is the best one, or else the last one,
+    as in ``find_runs``; the best one is recorded if a killed process has not done so.
+
+    Args:
+        run_dir: folder of the run.
+        metric: name of the task's first metric.
+
+    Raises:
+        DataError: a file of the run is damaged.
+        CheckpointError: ``best.json`` is damaged.
+    """
+    config, metrics = run_dir / CONFIG_FILE, run_dir / METRICS_FILE
+    last = max(committed_steps(run_dir), default=0)
+    if not last or not config.exists() or not metrics.exists():
+        return None
+    run, records = load_config(config), read_metrics(metrics)
+    selection = Selection.of_run(run_dir, records, last, keeps_best=run.finetune.keep_best)
+    patience = run.finetune.patience
+    has_ended = last >= last_step(run) or 0 < patience <= selection.num_worse
+    validations = {r["step"]: r for r in records if r["kind"] == "validation"}
+    if last not in validations or not has_ended:
+        return None
+    record_selection(run_dir, selection)
+    step = last if selection.best_step is None else selection.best_step
+    known = {k: v for k, v in validations.get(step, {}).items() if k not in ("step", "kind", SCORE)}
+    numbers = {key: v for key, v in known.items() if isinstance(v, int | float | None)}
+    score = numbers.get(metric) if selection.best_step is None else selection.best_score
+    return FinishedValidation(step, score, numbers, last)
 
 
 def find_runs(folder: Path) -> list[FinetunedRun]:
@@ -83,13 +176,11 @@ def _best_cell(folder: Path) -> Path:
     file = folder / SEARCH_RESULTS
     if not file.is_file():
         return folder
-    try:
-        best = json.loads(file.read_bytes())["best"]
-    except (ValueError, KeyError, TypeError):
-        raise DataError(f"{file}: not the results of a search; write it again: --table") from None
+    what, remedy = "the results of a search", "write it again: --table"
+    best = read_json(file, _SearchResults, what, remedy=remedy, ignore_unknown=True)["best"]
     if best is None:
         raise ConfigError(f"{file}: no cell of the search is complete; finish the search first")
-    return folder / str(best)
+    return folder / best
 
 
 def _run_folders(folder: Path) -> list[Path]:
@@ -121,19 +212,66 @@ def read_outputs(run: FinetunedRun, split: str, data: str = "") -> SplitOutputs:
     config = run.config
     config = replace(config, finetune=replace(config.finetune, data=data))
     found = read_split(config, run.task, split, tokenizer)
-    path = (
-        run.folder / FOLDER / f"{split}-{run.checkpoint.name}-{found.encoded.fingerprint[:16]}.npy"
-    )
-    if path.exists():
-        return SplitOutputs(found, np.load(path, allow_pickle=False))
-    name = run_task_name(config.finetune.task, run.folder)
-    with open_predictor(name, run.folder, data) as predictor:
-        _, outputs, _ = predictor.run(split)
-    path.parent.mkdir(exist_ok=True)
-    content = io.BytesIO()
-    np.save(content, outputs, allow_pickle=False)
-    write_atomically(path, content.getvalue())
+    weights = (run.checkpoint / COMMITTED_FILE).read_text(encoding="utf-8").strip()
+    fingerprint = found.encoded.fingerprint
+    key = hashlib.sha256(f"{weights} {fingerprint}".encode()).hexdigest()[:16]
+    path = run.folder / FOLDER / f"{split}-{run.checkpoint.name}-{key}.npy"
+    shape = output_shape(run.task.head, found.encoded, num_outputs(config.model))
+    outputs = _read_kept(path, weights, fingerprint, shape)
+    if outputs is None:
+        # Not by the run's folder, whose best checkpoint may be another one meanwhile.
+        CheckpointReader(run.checkpoint).verify()
+        name = run_task_name(config.finetune.task, run.folder)
+        with open_predictor(name, run.checkpoint, data) as predictor:
+            predicted, outputs, _ = predictor.run(split)
+        if predicted.encoded.fingerprint != fingerprint:
+            raise DataError(
+                f"{run.checkpoint}: its tokenizer or data.sequence_length differ from those of "
+                f"{run.folder / CONFIG_FILE}; restore this file"
+            )
+        _keep(path, outputs, weights, fingerprint)
+    if not np.isfinite(outputs).all():
+        raise DataError(
+            f"{run.checkpoint}: outputs for the split {split} are infinite or not a number; "
+            "fine-tune again with a lower optimizer.learning_rate"
+        )
     return SplitOutputs(found, outputs)
+
+
+def _read_kept(
+    path: Path, weights: str, data: str, shape: tuple[int, ...]
+) -> npt.NDArray[np.float32] | None:
+    """Return kept outputs; None: there are none of these weights and examples, or damaged ones."""
+    record = path.with_suffix(".json")
+    if not (path.is_file() and record.is_file()):
+        return None
+    try:
+        kept = read_json(record, _Kept, "a record of outputs", remedy="remove it")
+        if (kept["weights"], kept["data"]) != (weights, data):
+            raise DataError("of other weights or examples")
+        if path.stat().st_size > _MAX_HEADER + math.prod(shape) * 4:
+            raise DataError("larger than it can be")
+        content = path.read_bytes()
+        if hashlib.sha256(content).hexdigest() != kept["sha256"]:
+            raise DataError("its SHA-256 differs from the one recorded")
+        outputs: npt.NDArray[np.float32] = np.load(io.BytesIO(content), allow_pickle=False)
+        if outputs.shape != shape or outputs.dtype != np.float32:
+            raise DataError(f"an array {outputs.dtype} {outputs.shape}, not float32 {shape}")
+    except (MegatronDebertaError, *NPY_ERRORS) as error:
+        logger.warning("%s: %s; the outputs are computed again", path, error)
+        return None
+    return outputs
+
+
+def _keep(path: Path, outputs: Outputs, weights: str, data: str) -> None:
+    """Write outputs, then the record without which they are not read."""
+    path.parent.mkdir(exist_ok=True)
+    stream = io.BytesIO()
+    np.save(stream, outputs, allow_pickle=False)
+    content = stream.getvalue()
+    write_atomically(path, content)
+    kept = _Kept(weights=weights, data=data, sha256=hashlib.sha256(content).hexdigest())
+    write_atomically(path.with_suffix(".json"), (json.dumps(kept, indent=1) + "\n").encode())
 
 
 def check_same_task(runs: Sequence[FinetunedRun]) -> TaskConfig:

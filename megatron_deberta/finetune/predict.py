@@ -26,7 +26,7 @@ from megatron_deberta.model.flops import is_task_head
 from megatron_deberta.tasks.encoding import encode
 from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.scoring import Outputs
-from megatron_deberta.tasks.task import METRICS, Head, Metric, TaskConfig, load_task
+from megatron_deberta.tasks.task import METRICS, Head, Metric, TaskConfig, load_task, run_task_name
 from megatron_deberta.tokenizer import Tokenizer
 from megatron_deberta.train.setup import build_rank_model, choose_device
 

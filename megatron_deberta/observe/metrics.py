@@ -37,6 +37,7 @@ class _Record(TypedDict, total=False):
     event: str
     skip: str | None
     skipped: Count
+    score: Number | None
 
 
 FILE_NAME = "metrics.jsonl"

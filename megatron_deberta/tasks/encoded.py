@@ -11,10 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_deberta.errors import DataError
-from megatron_deberta.files import published_folder
+from megatron_deberta.files import NPY_ERRORS, published_folder
 
 IGNORED = -100
 """Integer label of what is not labelled or not scored."""
+FINGERPRINT_FILE = "fingerprint"
+"""In the folder of a saved dataset: its fingerprint."""
 _EMPTY_BYTES = 128
 """Size of an empty array's file, which is only a header."""
 
@@ -86,8 +88,36 @@ class EncodedDataset:
         """Return the arrays by name."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
+    def find_problem(self, vocab_size: int, num_labels: int) -> str:
+        """Return what is wrong with the arrays; empty: each index lies in what it refers to.
+
+        Args:
+            vocab_size: token ids are below it.
+            num_labels: classes of rows or tokens; 0: the head has none.
+        """
+        ids, types, rows, examples = (
+            self.input_ids, self.token_type_ids, self.row_offsets, self.example_index,
+        )  # fmt: skip
+        tokens = len(ids)
+        per_token = (len(types), len(self.char_offsets) or tokens, len(self.word_index) or tokens)
+        if set(per_token) != {tokens} or len(rows) != len(examples) + 1:
+            return "arrays of different lengths"
+        if rows[0] != 0 or rows[-1] != tokens or np.any(np.diff(rows) <= 0):
+            return "row_offsets do not divide the tokens into rows"
+        if len(examples) and (examples[0] != 0 or not set(np.diff(examples)) <= {0, 1}):
+            return "example_index does not number the examples"
+        if tokens and not 0 <= ids.min() <= ids.max() < vocab_size:
+            return f"input_ids {ids.min()} to {ids.max()} with a vocabulary of {vocab_size}"
+        if tokens and types.max() > 1:
+            return "token_type_ids other than 0 and 1"
+        if num_labels and self.labels.size:
+            known = self.labels[self.labels != IGNORED]
+            if known.size and not 0 <= known.min() <= known.max() < num_labels:
+                return f"labels {known.min()} to {known.max()} of {num_labels} classes"
+        return ""
+
     def save(self, folder: Path) -> None:
-        """Write the arrays as ``.npy`` files into a new folder, atomically.
+        """Write the arrays as ``.npy`` files and their fingerprint into a new folder, atomically.
 
         Raises:
             DataError: the folder cannot be written.
@@ -96,6 +126,7 @@ class EncodedDataset:
             with published_folder(folder) as staging:
                 for name, array in self.arrays().items():
                     np.save(staging / f"{name}.npy", array, allow_pickle=False)
+                (staging / FINGERPRINT_FILE).write_text(self.fingerprint + "\n")
         except OSError as error:
             # Another process may have published the same content meanwhile.
             if not folder.is_dir():
@@ -103,21 +134,28 @@ class EncodedDataset:
 
     @classmethod
     def load(cls, folder: Path) -> EncodedDataset:
-        """Map the arrays of a saved dataset into memory.
+        """Map the arrays of a saved dataset into memory, and verify their fingerprint.
 
         Raises:
             DataError: the folder is damaged.
         """
         try:
             loaded = cls(**{f.name: _load_array(folder / f"{f.name}.npy") for f in fields(cls)})
-        except (OSError, ValueError, EOFError) as error:
-            raise DataError(f"{folder}: damaged ({error}); remove this folder") from error
-        if loaded.row_offsets[-1] != len(loaded.input_ids):
-            raise DataError(f"{folder}: its arrays do not fit together; remove this folder")
+            recorded = (folder / FINGERPRINT_FILE).read_text(encoding="ascii").strip()
+        except NPY_ERRORS as error:
+            problem = " ".join(str(error).split())
+            raise DataError(f"{folder}: damaged ({problem}); remove this folder") from error
+        if loaded.fingerprint != recorded:
+            raise DataError(
+                f"{folder}: damaged (its arrays are not what was written: their SHA-256 differs); "
+                "remove this folder"
+            )
         return loaded
 
 
 def _load_array(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.name} is missing or not a regular file")
     # Mapped, so that the processes of a node share its pages; an empty array cannot be.
     mode: Any = "r" if path.stat().st_size > _EMPTY_BYTES else None
     return np.load(path, mmap_mode=mode, allow_pickle=False)

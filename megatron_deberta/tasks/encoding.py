@@ -54,8 +54,8 @@ def encode(
         cache: folder where the result is kept under a hash of the other arguments; None: nowhere.
 
     Raises:
-        DataError: there are no examples, a question leaves no room for the passage, or most
-            answers are in no window.
+        DataError: there are no examples, a question leaves no room for the passage, most answers
+            are in no window, or the cached result is damaged.
     """
     if not examples:
         raise DataError(f"task {task.name}: no examples to encode")
@@ -67,6 +67,10 @@ def encode(
         if not folder.is_dir():
             _ENCODERS[task.head](task, examples, tokenizer, length).save(folder)
         encoded = EncodedDataset.load(folder)
+        has_classes = task.head in ("classification", "tokens")
+        num_labels = len(task.labels) if has_classes else 0
+        if problem := encoded.find_problem(tokenizer.vocab_size, num_labels):
+            raise DataError(f"{folder}: damaged ({problem}); remove this folder")
     if task.head == "spans":
         _report_unplaced(task, examples, encoded)
     return encoded

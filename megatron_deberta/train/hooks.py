@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from typing import ClassVar, Protocol
 
 from megatron_deberta.checkpoint.background import Saved, Saver
@@ -171,6 +172,9 @@ class EvaluateHook:
         meter: paused meanwhile.
         report: called with step and result; None on ranks that do not report.
         selection: updated with each score.
+        total_steps: last step of the run. A validation that is neither periodic nor of this step,
+            as that of ``train.exit_step``, selects nothing and has no score in the records: the
+            same run without an interruption does not have it.
     """
 
     every: int
@@ -178,6 +182,7 @@ class EvaluateHook:
     meter: ThroughputMeter
     report: Callable[[int, Evaluation], None] | None
     selection: Selection = field(default_factory=Selection)
+    total_steps: int = 0
     section: ClassVar[Section] = Section.EVALUATION
 
     def after_step(self, event: StepEvent) -> bool:
@@ -199,7 +204,11 @@ class EvaluateHook:
         with self.meter.paused():
             evaluation = self.evaluate()
             if evaluation is not None and SCORE in evaluation.metrics:
-                self.selection.update(step, evaluation.metrics[SCORE])
+                if self.is_due(step) or step == self.total_steps:
+                    self.selection.update(step, evaluation.metrics[SCORE])
+                else:
+                    metrics = {k: v for k, v in evaluation.metrics.items() if k != SCORE}
+                    evaluation = replace(evaluation, metrics=metrics)
             if evaluation is not None and self.report is not None:
                 self.report(step, evaluation)
         return evaluation is not None
@@ -217,7 +226,7 @@ class SaveHook:
         meter: paused meanwhile.
         sample_log: flushed first, so that it contains every step of the checkpoint.
         report: called with step and committed checkpoint; None on ranks that do not report.
-        selection: a new best step is saved; None: no selection.
+        selection: a new best step is saved, and is the best one when it is; None: no selection.
     """
 
     config: CheckpointConfig
@@ -236,22 +245,39 @@ class SaveHook:
             return False
         # A process that ends and a requested save wait for completion.
         now = event.save or event.ending is not None
-        is_best = self.selection is not None and self.selection.best_step == step
-        due = now or is_best or (every > 0 and step % every == 0)
-        if not due and not self.saver.in_flight:
+        due = now or (every > 0 and step % every == 0)
+        if not due and not self._is_candidate(step) and not self.saver.in_flight:
+            return False
+        try:
+            is_waiting = due or self._is_candidate(step)
+            with self.meter.paused() if is_waiting else nullcontext():
+                self._log_saved(step, self.saver.finish() if is_waiting else self.saver.poll())
+        except CheckpointError as error:
+            self._continue_after(error, step, now)
+        if not due and not self._is_candidate(step):
             return False
         is_saved = False
         try:
-            self._log_saved(step, self.saver.poll())
-            if due:
-                with self.meter.paused():
-                    is_saved = self._save(event.state, now)
+            with self.meter.paused():
+                is_saved = self._save(event.state, now)
         except CheckpointError as error:
-            if self.config.on_failure == "stop" or now:
-                raise
-            logger.error("%s; training continues without this checkpoint", error)
+            self._continue_after(error, step + 1, now)
         # A process that was told to stop meanwhile has its checkpoint.
         return is_saved and event.ending is None
+
+    def _is_candidate(self, step: int) -> bool:
+        return self.selection is not None and self.selection.is_candidate(step)
+
+    def _continue_after(self, error: CheckpointError, step: int, now: bool) -> None:
+        """Go on without a checkpoint of a step before ``step``, or raise the error."""
+        if self.config.on_failure == "stop" or now:
+            raise error
+        logger.error("%s; training continues without this checkpoint", error)
+        self._forget(before=step)
+
+    def _forget(self, *, before: int) -> None:
+        if self.selection is not None:
+            self.selection.forget(before=before)
 
     def late_end(self, event: StepEvent) -> None:
         """Do nothing: if the end is known after this hook, it has saved."""
@@ -265,13 +291,13 @@ class SaveHook:
             saved = self.saver.finish()
         except CheckpointError as error:
             logger.error("%s; saving again", error)
+            self._forget(before=step)
             return False
         self._log_saved(step, saved)
         return saved is not None
 
     def _save(self, state: TrainState, now: bool) -> bool:
-        """Save, and return whether the checkpoint is complete."""
-        self._log_saved(state.step, self.saver.finish())
+        """Save, and return whether the checkpoint is complete; no save may be in flight."""
         began = time.monotonic()
         if self.sample_log is not None:
             self.sample_log.sync()
@@ -282,5 +308,7 @@ class SaveHook:
     def _log_saved(self, step: int, saved: Saved | None) -> None:
         if saved is not None:
             logger.info("saved %s", saved.path)
+            if self.selection is not None:
+                self.selection.saved(saved.step)
             if self.report is not None:
                 self.report(step, saved)

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from megatron_deberta.checkpoint.background import Saved, Saver
 from megatron_deberta.checkpoint.fence import Fence
-from megatron_deberta.checkpoint.layout import CheckpointMetadata, record_best
+from megatron_deberta.checkpoint.layout import CheckpointMetadata
 from megatron_deberta.checkpoint.retention import Retention, delete_leftovers
 from megatron_deberta.config import batch_arithmetic, config_to_dict, validate_for_world
 from megatron_deberta.config.phases import Segment, segment_at, segments
@@ -47,7 +47,12 @@ from megatron_deberta.train.minimal_pairs import MinimalPairTask, open_minimal_p
 from megatron_deberta.train.preemption import Requests, StopSignal
 from megatron_deberta.train.prefetch import InputQueue
 from megatron_deberta.train.records import RunRecords
-from megatron_deberta.train.selection import Selection, open_selection
+from megatron_deberta.train.selection import (
+    Selection,
+    open_selection,
+    record_selection,
+    select_committed,
+)
 from megatron_deberta.train.setup import (
     build_meter,
     build_rank_model,
@@ -283,7 +288,10 @@ def _train(
                 stack.callback(sample_log.close)
         meter = build_meter(config, groups, state.step, data.step_work(config))
         requests = Requests(run.stop, config.train.run_dir, groups)
-        selection = open_selection(config, groups, None if records is None else records.run_dir)
+        run_dir = None if records is None else records.run_dir
+        examples = data.identity.validation_fingerprint
+        with refusals():
+            selection = open_selection(config, groups, run_dir, state.step, examples)
         evaluations = _evaluations(run, validate, requests, meter, records, selection)
         for kind, hook in evaluations.items():
             _evaluate_if_missing(run, state, kind, hook, records, requests)
@@ -344,8 +352,15 @@ def _evaluate_if_missing(
             return
         compute = functools.partial(validate, run.engine.module, must_stop=requests.must_stop)
         hook = replace(hook, evaluate=compute)
+    selection = hook.selection
+    if selection.best_step == state.step:
+        # Its record was removed; the repeated validation does not count again.
+        hook = replace(hook, selection=Selection())
     with run.observer.section(Section.EVALUATION):
         hook.validate(state.step)
+    if kind == "validation" and config.finetune.task and config.finetune.keep_best:
+        folder = None if records is None else records.run_dir
+        select_committed(selection, state.step, groups, folder)
 
 
 def _evaluations(
@@ -366,7 +381,9 @@ def _evaluations(
         if records is not None:
             lines = JsonLines(records.run_dir / SAMPLES_FILE, run.saver.fence.check)
             report = SampleWriter(lines, recorder, run.data.identity.tokenizer_path, records).report
-        hooks["validation"] = EvaluateHook(train.eval_every, compute, meter, report, selection)
+        hooks["validation"] = EvaluateHook(
+            train.eval_every, compute, meter, report, selection, train.steps
+        )
     if run.minimal_pairs is not None:
         score = functools.partial(run.minimal_pairs.evaluate, module, run.groups, must_stop)
         show = None if records is None else records.report_minimal_pairs
@@ -451,7 +468,7 @@ def _record_saved(
         step_seconds=records.longest_step + records.longest_check,
     )
     if selection is not None and selection.best_step == saved.step:
-        record_best(records.run_dir, saved.step, selection.best_score)
+        record_selection(records.run_dir, selection)
 
 
 def _check_replicas(run: _Components, records: RunRecords | None, step: int) -> None:
@@ -477,7 +494,7 @@ def _save(
 ) -> Saved | None:
     metadata = _metadata(run, guard, records, state)
     checkpoint = run.config.checkpoint
-    best = None if selection is None else selection.best_step
+    best = None if selection is None else selection.best_after(state.step)
     retention = Retention(checkpoint.keep_last, checkpoint.keep_every, guard.last_good_step, best)
     if wait:
         return run.saver.save(metadata, retention, began)

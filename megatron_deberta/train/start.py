@@ -45,11 +45,13 @@ class Identity:
     Attributes:
         tokenizer_fingerprint: hash of the tokenizer's content.
         data_fingerprint: hash of the training shards' content.
+        validation_fingerprint: hash of the examples that select checkpoints; empty: none do.
     """
 
     tokenizer_path: str
     tokenizer_fingerprint: str
     data_fingerprint: str
+    validation_fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)

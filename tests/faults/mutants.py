@@ -195,6 +195,114 @@ MUTANTS = (
         "return TrainState(saved.step, saved.consumed_samples), _guard_after(reader, last)",
         "distributed/test_roll_back.py",
     ),
+    Mutant(
+        "in RTD a drawn original counts as replaced", "objectives/rtd.py",
+        "input_ids != fill(batch.input_ids, batch.masked_positions, batch.labels)",
+        "fill(torch.zeros_like(input_ids), batch.masked_positions, torch.ones_like(samples)) > 0",
+        "unit/train/test_rtd_steps.py::test_a_drawn_original_is_not_replaced",
+    ),
+    Mutant(
+        "generator and discriminator share dropout bits", "objectives/rtd.py",
+        "run_seed=seeds.run_seed ^ _DISCRIMINATOR", "run_seed=seeds.run_seed",
+        "unit/train/test_rtd_steps.py::test_both_models_have_dropout_bits_of_their_own",
+    ),
+    Mutant(
+        "SiFT's two passes share dropout bits", "objectives/sift.py",
+        'site_id("sift.second"))', 'site_id("sift.first"))',
+        "unit/model/test_dropout.py::test_the_passes_of_sift_have_dropout_bits_of_their_own",
+    ),
+    Mutant(
+        "an ensemble takes the worst runs", "finetune/ensemble.py",
+        "key=lambda pair: -pair[0]", "key=lambda pair: pair[0]",
+        "unit/finetune/test_outputs.py::test_an_ensemble_takes_the_best_runs",
+    ),
+    Mutant(
+        "outputs of another data set are reused", "finetune/outputs.py",
+        '!= (weights, data):', '!= (weights, kept["data"]):',
+        "unit/finetune/test_outputs.py::test_outputs_under_the_name_of_other_ones_are_not_used",
+    ),
+    Mutant(
+        "a blend's index range is without its margin", "data/dataset/blend.py",
+        "max(0, share * begin // self.period - 1), share * end // self.period + 2",
+        "share * begin // self.period, share * end // self.period",
+        "unit/data/test_blend.py::test_the_rows_of_a_range_are_in_its_parts",
+    ),
+    Mutant(
+        "outputs of other weights are reused", "finetune/outputs.py",
+        '!= (weights, data):', '!= (kept["weights"], data):',
+        "unit/finetune/test_outputs.py::test_outputs_under_the_name_of_other_ones_are_not_used",
+    ),
+    Mutant(
+        "altered outputs are used", "finetune/outputs.py",
+        'if hashlib.sha256(content).hexdigest() != kept["sha256"]:', "if False:",
+        "unit/finetune/test_outputs.py::test_damaged_outputs_are_computed_again",
+    ),
+    Mutant(
+        "a run without its last validation has finished", "finetune/outputs.py",
+        "if last not in validations or not has_ended:", "if not has_ended:",
+        "unit/finetune/test_outputs.py::test_a_run_has_finished_when_its_last_validation_is_recorded",
+    ),
+    Mutant(
+        "a checkpoint that was not saved is the best", "train/selection.py",
+        "            self.unsaved[step] = score\n",
+        "            self.best_step, self.best_score = step, score\n",
+        "unit/train/test_selection.py::test_only_a_saved_checkpoint_is_the_best",
+    ),
+    Mutant(
+        "a deleted checkpoint stays the best", "train/selection.py",
+        'and _is_committed(run_dir, best["step"]):', "and True:",
+        "unit/train/test_selection.py::test_a_best_validation_without_a_checkpoint_selects_nothing",
+    ),
+    Mutant(
+        "a validation of train.exit_step selects", "train/hooks.py",
+        "if self.is_due(step) or step == self.total_steps:", "if True:",
+        "unit/train/test_trainer.py::test_a_validation_of_exit_step_selects_nothing",
+    ),
+    Mutant(
+        "encoded examples are not compared with their fingerprint", "tasks/encoded.py",
+        "if loaded.fingerprint != recorded:", "if False:",
+        "unit/tasks/test_encoding.py::test_a_flipped_bit_of_the_cache_is_found",
+    ),
+    Mutant(
+        "a damaged local checkpoint is used", "checkpoint/local/parts.py",
+        "sha256_file(path / entry.name) == entry.sha256 for", "(path / entry.name).exists() for",
+        "unit/checkpoint/test_local_parts.py::test_part_is_held_once_committed",
+    ),
+    Mutant(
+        "a local checkpoint outlives a rollback", "checkpoint/local/history.py",
+        "return save.step <= min(later, default=save.step)", "return True",
+        "unit/checkpoint/test_local_history.py::test_rollback_voids_all_saves",
+    ),
+    Mutant(
+        "a moving average is that of the last weights", "engine/base.py",
+        "1 - self._ema_decay)", "self._ema_decay)",
+        "distributed/test_engine_average.py",
+    ),
+    Mutant(
+        "an export of the moving average has the weights", "checkpoint/average.py",
+        "EMA if kind == WEIGHT else kind", "kind",
+        "unit/checkpoint/test_average.py::test_moving_average_is_saved_and_loaded_on_any_layout",
+    ),
+    Mutant(
+        "packed rows begin where the one before does", "finetune/batches.py",
+        "starts[counts.cumsum() - counts][of]", "starts",
+        "unit/finetune/test_row_packing.py::test_each_row_begins_at_its_place",
+    ),
+    Mutant(
+        "documents are packed without the separators between them", "data/dataset/packing.py",
+        "self._corpus.lengths[part] + 1,", "self._corpus.lengths[part] + 0,",
+        "unit/data/test_packing.py::test_full_sentences_are_the_shuffled_documents_end_to_end",
+    ),
+    Mutant(
+        "a blend repeats its rows in every period", "data/dataset/blend.py",
+        "blocks * np.array(self._shares)[components] + table.local[slots]", "table.local[slots]",
+        "unit/data/test_blend.py::test_decimals_repeat_exactly_and_far_indices_are_found_at_once",
+    ),
+    Mutant(
+        "a card has the figures of the last validation, of whichever step", "cli/convert.py",
+        'and record["step"] <= step and', 'and',
+        "unit/hf/test_convert.py::test_the_export_says_how_to_load_it",
+    ),
 )  # fmt: skip
 
 

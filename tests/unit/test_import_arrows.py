@@ -165,7 +165,7 @@ def test_folders_files_and_functions_are_small(folder: str) -> None:
 def check_sizes(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert path.stem not in {"utils", "helpers", "common"}
-    assert text.count("\n") <= 500, f"{path.name} has {text.count(chr(10))} lines"
+    assert text.count("\n") <= 800, f"{path.name} has {text.count(chr(10))} lines"
     tree = parse(path)
     assert not text or ast.get_docstring(tree), f"{path.name} does not say what it owns"
     for node in ast.walk(tree):

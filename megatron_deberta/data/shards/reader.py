@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import os
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from megatron_deberta.data.shards.format import (
     VERSION,
     bin_path,
     idx_path,
+    manifest_path,
 )
 from megatron_deberta.errors import DataError, MissingInputError
-from megatron_deberta.files import did_you_mean
+from megatron_deberta.files import did_you_mean, sha256_file
 
 _CHECK_CHUNK = 1 << 22
 
@@ -84,12 +86,18 @@ class IndexedDataset:
         start, end = self.document_range(index, index + 1).tolist()
         return self._tokens[start:end]
 
-    @property
+    @cached_property
     def identity(self) -> list[Any]:
-        """Size and modification time of both files."""
+        """Size and modification time of both files, and a SHA-256 of the contents.
+
+        A copy may have preserved the times of other contents. The SHA-256 is that of the manifest,
+        which has those of both files, or else of the index, which has the documents' borders.
+        """
         paths = (idx_path(self.prefix), bin_path(self.prefix))
         stats = [os.stat(path) for path in paths]
-        return [[stat.st_size, stat.st_mtime_ns] for stat in stats]
+        manifest = manifest_path(self.prefix)
+        digest = sha256_file(manifest if os.path.exists(manifest) else paths[0])
+        return [*([stat.st_size, stat.st_mtime_ns] for stat in stats), digest]
 
     @property
     def document_offsets(self) -> Integers:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,13 @@ from megatron_deberta.tasks.task import TaskConfig
 
 RUN_FILE = "finetune.yaml"
 """In the run folder: the run as the search has started it."""
+INPUTS_FILE = "inputs.json"
+"""In the folder of a search: fingerprints of task, data, tokenizer and model of its runs."""
 ENCODED = "encoded"
 """Folder of encoded examples, which all runs of a search share."""
+
+MAX_RUNS = 100_000
+"""Most runs of a search; the cells of a larger grid would fill the memory."""
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9.,=_+-]")
 _MAX_NAME = 120
@@ -138,19 +144,45 @@ def grid_of(
 
 
 def list_cells(search: SearchConfig, task: TaskConfig) -> list[Cell]:
-    """Return the cells of a search in the order of its grid."""
+    """Return the cells of a search in the order of its grid; of a sample, only those are built.
+
+    Raises:
+        ConfigError: the search has more than ``MAX_RUNS`` runs, or the grid is too large to draw a
+            sample from.
+    """
     axes, _ = grid_of(search, task)
-    cells = [
-        Cell(dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())
-    ]
-    if not 0 < search.sample < len(cells):
-        return cells
-    chosen = np.random.default_rng(0).choice(len(cells), search.sample, replace=False)
-    return [cells[index] for index in sorted(chosen)]
+    total = math.prod(len(values) for values in axes.values())
+    count = search.sample if 0 < search.sample < total else total
+    if count * len(search.seeds) > MAX_RUNS or total >= 1 << 63:
+        raise ConfigError(
+            f"{search.output}: {count:,} of the grid's {total:,} cells with {len(search.seeds):,} "
+            f"seeds each; a search has at most {MAX_RUNS:,} runs: shorten the lists of grid, or "
+            "lower sample or seeds"
+        )
+    if count == total:
+        return [
+            Cell(dict(zip(axes, values, strict=True)))
+            for values in itertools.product(*axes.values())
+        ]
+    chosen = np.random.default_rng(0).choice(total, count, replace=False)
+    return [_cell_at(axes, int(index)) for index in sorted(chosen)]
+
+
+def _cell_at(axes: Mapping[str, Sequence[Value]], index: int) -> Cell:
+    """Return a cell by its position in the order of the grid, whose last key changes first."""
+    values = {}
+    for key, known in reversed(list(axes.items())):
+        index, place = divmod(index, len(known))
+        values[key] = known[place]
+    return Cell({key: values[key] for key in axes})
 
 
 def list_runs(search: SearchConfig, task: TaskConfig) -> list[SearchRun]:
-    """Return all runs of a search, seed by seed within each cell."""
+    """Return all runs of a search, seed by seed within each cell.
+
+    Raises:
+        ConfigError: see ``list_cells``.
+    """
     folder = Path(search.output) / "cells"
     return [
         SearchRun(cell, seed, folder / cell.name / f"seed_{seed}")

@@ -24,6 +24,9 @@ from megatron_deberta.config.yaml_reader import TextLoader, parse_string, parse_
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.parsing import conform
 
+MAX_SEEDS = 10_000
+"""Most seeds of a cell that a number may stand for."""
+
 Statistic = Literal["median", "mean", "min", "max"]
 Value = int | float | str | bool
 """Value of a run key."""
@@ -147,8 +150,11 @@ def _build(data: dict[str, Any], source: str) -> SearchConfig:
             raise ConfigError(
                 f"{source}: {key} is missing; add it, or give {key}=... after the file"
             )
-    if isinstance(data.get("seeds"), int) and not isinstance(data["seeds"], bool):
-        data["seeds"] = list(range(1, data["seeds"] + 1))
+    seeds = data.get("seeds")
+    if isinstance(seeds, int) and not isinstance(seeds, bool):
+        if seeds > MAX_SEEDS:
+            raise ConfigError(f"{source}: seeds={seeds}: give at most {MAX_SEEDS:,}")
+        data["seeds"] = list(range(1, seeds + 1))
     data["grid"] = {
         str(key): value if _is_text(str(key)) else _with_numbers(value)
         for key, value in data["grid"].items()

@@ -13,17 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_deberta.checkpoint.layout import checkpoints_dir, committed_steps
-from megatron_deberta.config.yaml_reader import read_yaml
-from megatron_deberta.errors import DataError
+from megatron_deberta.checkpoint.layout import checkpoints_dir
 from megatron_deberta.files import write_atomically
 from megatron_deberta.finetune.data import DEV
-from megatron_deberta.finetune.outputs import CONFIG_FILE, SEARCH_RESULTS
+from megatron_deberta.finetune.outputs import SEARCH_RESULTS, finished_validation
 from megatron_deberta.finetune.search.cells import Cell, SearchRun, short_names
 from megatron_deberta.finetune.search.config import SearchConfig, Statistic
-from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 from megatron_deberta.parsing import read_json
-from megatron_deberta.train.selection import SCORE, Selection
 
 RESULT_FILE = "result.json"
 """In the run folder: the result of a finished run; such a run is not started again."""
@@ -44,15 +40,16 @@ class RunResult:
     Attributes:
         split: the split on which the score was computed, always the one for validation.
         metric: name of the score, the task's first metric.
-        score: best value over the run's validations.
-        step: step of that validation, whose checkpoint the run keeps.
+        score: of the best checkpoint, or else of the last one, see ``finished_validation``; None:
+            it was infinite or not a number, as after a divergence.
+        step: of that checkpoint.
         steps: number of steps of the run.
         metrics: all metrics at that step.
     """
 
     split: str
     metric: str
-    score: float
+    score: float | None
     step: int
     steps: int
     metrics: dict[str, float | None]
@@ -65,7 +62,7 @@ class CellResult:
     Attributes:
         cell: the cell.
         runs: all of its runs.
-        scores: score by seed of the finished ones.
+        scores: score by seed of the finished ones; a run without one keeps its cell incomplete.
     """
 
     cell: Cell
@@ -74,7 +71,7 @@ class CellResult:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all runs have finished."""
+        """Whether all runs have finished, with a score."""
         return len(self.scores) == len(self.runs)
 
     def statistic(self, name: Statistic) -> float:
@@ -90,43 +87,24 @@ def read_result(folder: Path, metric: str) -> RunResult | None:
         metric: name of the task's first metric.
 
     Raises:
-        DataError: a file is damaged, or the run has no validation.
+        DataError: a file is damaged.
     """
     path = folder / RESULT_FILE
     if path.exists():
         return read_json(path, RunResult, "the result of a run", remedy="remove it")
-    records = read_metrics(folder / FILE_NAME) if (folder / FILE_NAME).exists() else []
-    step = max(committed_steps(folder), default=0)
-    selection = Selection.of_records(records)
-    if not step or not _is_finished(folder, step, selection):
+    finished = finished_validation(folder, metric)
+    if finished is None:
         return None
-    if selection.best_step is None:
-        raise DataError(f"{folder}: no validation with a score; lower train.eval_every")
-    found = next(
-        r for r in records if r["kind"] == "validation" and r["step"] == selection.best_step
-    )
-    metrics = {key: v for key, v in found.items() if key not in ("step", "kind", SCORE)}
     result = RunResult(
         split=DEV,
         metric=metric,
-        score=selection.best_score,
-        step=selection.best_step,
-        steps=step,
-        metrics={key: v for key, v in metrics.items() if isinstance(v, int | float | None)},
+        score=finished.score,
+        step=finished.step,
+        steps=finished.last_step,
+        metrics=finished.metrics,
     )
     write_atomically(path, json.dumps(asdict(result), indent=1).encode() + b"\n")
     return result
-
-
-def _is_finished(folder: Path, step: int, selection: Selection) -> bool:
-    """Return whether a run has saved its last step, or has ended early."""
-    path = folder / CONFIG_FILE
-    if not path.exists():
-        return False
-    config = read_yaml(path)
-    train, patience = config["train"], config["finetune"]["patience"]
-    last: int = train["exit_step"] or train["steps"]
-    return step >= last or 0 < patience <= selection.num_worse
 
 
 def collect(runs: Sequence[SearchRun], metric: str) -> list[CellResult]:
@@ -137,7 +115,11 @@ def collect(runs: Sequence[SearchRun], metric: str) -> list[CellResult]:
     found = []
     for members in cells.values():
         results = {run.seed: read_result(run.folder, metric) for run in members}
-        scores = {seed: result.score for seed, result in results.items() if result is not None}
+        scores = {
+            seed: result.score
+            for seed, result in results.items()
+            if result is not None and result.score is not None
+        }
         found.append(CellResult(members[0].cell, tuple(members), scores))
     return found
 

@@ -1,7 +1,8 @@
 """Compilation of the CPU kernels with the machine's C++ compiler, at their first use.
 
 The library is kept in a cache folder under a name that depends on the source, the compiler, its
-options and the processor, so that nodes of different kinds can share a home folder.
+options and the processor, so that nodes of different kinds can share a home folder. It ends with
+the SHA-256 of the rest; a damaged one is compiled again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+
+from megatron_deberta.files import fsync_path
 
 SOURCE, HEADER = (Path(__file__).with_name(name) for name in ("kernels.cpp", "vectors.h"))
 OPTIONS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
@@ -60,7 +63,7 @@ def cache_folder() -> Path:
 
 
 def compile_library(compiler: str, folder: Path) -> Path:
-    """Compile the kernels unless the folder has them.
+    """Compile the kernels unless the folder has them, undamaged.
 
     Args:
         compiler: path of the compiler.
@@ -73,15 +76,28 @@ def compile_library(compiler: str, folder: Path) -> Path:
     digest = hashlib.sha256(SOURCE.read_bytes() + HEADER.read_bytes())
     digest.update("\n".join((*OPTIONS, _version(compiler), _processor())).encode())
     result = folder / f"attention-{digest.hexdigest()[:24]}.so"
-    if result.exists():
+    if _is_intact(result):
         return result
     # Processes may compile at the same time; the last one to rename wins.
     with tempfile.TemporaryDirectory(dir=folder) as own:
         output = Path(own) / result.name
         command = [compiler, *OPTIONS, "-o", str(output), str(SOURCE)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+        content = output.read_bytes()
+        # The loader ignores what follows the last section.
+        output.write_bytes(content + hashlib.sha256(content).digest())
+        fsync_path(output)
         output.replace(result)
     return result
+
+
+def _is_intact(path: Path) -> bool:
+    """Return whether a library is there and ends with the SHA-256 of the rest."""
+    if not path.is_file():
+        return False
+    content = path.read_bytes()
+    size = hashlib.sha256().digest_size
+    return hashlib.sha256(content[:-size]).digest() == content[-size:]
 
 
 def _version(compiler: str) -> str:

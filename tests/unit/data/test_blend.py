@@ -112,6 +112,23 @@ def furthest_from_share(blend, weights, begin, end):
     return furthest
 
 
+@pytest.mark.parametrize("weights", [[0.7, 0.2, 0.1], [3, 1, 4, 1, 5], [500000, 300001, 200001]])
+def test_the_rows_of_a_range_are_in_its_parts(weights):
+    """From the range of every source, which indices are built before a run."""
+    blend = BlendedRows(list(range(len(weights))), weights)
+    draw = np.random.default_rng(0)
+    for _ in range(200):
+        begin = int(draw.integers(10**6))
+        end = begin + int(draw.integers(1, 50))
+        components, local = blend.locate(np.arange(begin, end))
+        for number, first, last in blend.parts(begin, end):
+            found = local[components == number]
+            assert first >= 0
+            assert found.size == 0 or first <= found[0] <= found[-1] < last
+            # No more than needed: an index of an epoch takes minutes.
+            assert last - first <= found.size + 4
+
+
 def weights_of_long_period(seed):
     draw = np.random.default_rng(seed)
     number = int(draw.integers(2, 9))

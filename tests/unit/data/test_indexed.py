@@ -113,6 +113,28 @@ def test_pickling_reopens_the_files(tmp_path):
     assert pickle.loads(sent).document(1).tolist() == [9, 10]
 
 
+@pytest.mark.parametrize("has_manifest", [False, True])
+def test_identity_depends_on_the_contents_and_not_on_their_place(
+    tmp_path, write_shard, has_manifest
+):
+    """Two shards of the same sizes and times, of which an index is not that of the other."""
+    identities = []
+    for name, border in (("a", 2), ("b", 3), ("c", 2)):
+        tokens = np.arange(5, 10)
+        documents = [tokens[:border], tokens[border:]]
+        prefix = str(tmp_path / name)
+        if has_manifest:
+            write_shard(documents, name)
+        else:
+            write_documents(prefix, documents, np.uint16)
+        for suffix in ("bin", "idx"):
+            os.utime(f"{prefix}.{suffix}", ns=(10**18, 10**18))
+        identities.append(IndexedDataset(prefix).identity)
+    assert identities[0][:2] == identities[1][:2]
+    assert identities[0] != identities[1]
+    assert identities[0] == identities[2]
+
+
 def test_exception_leaves_nothing(tmp_path):
     layout = ShardLayout(np.int32, [PartSize(1, 1, 1)])
     with pytest.raises(KeyError), staged_shard(str(tmp_path / "shard"), layout):

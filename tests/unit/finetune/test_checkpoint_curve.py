@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, step_dir
-from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.cli.main import main
+from megatron_deberta.errors import EXIT_USAGE, CheckpointError, ConfigError, DataError
 from megatron_deberta.finetune.checkpoint_curve import (
+    WEIGHTS_FILE,
     CurvePoint,
     CurveRun,
     check_settings,
+    check_weights,
     curve_of,
     describe_curve,
     plan_runs,
     write_curve,
 )
-from megatron_deberta.observe.metrics import FILE_NAME
+from megatron_deberta.finetune.inputs import fingerprint_inputs
+from megatron_deberta.tasks.task import load_task
+from tests.support.tiny_task import MODEL, write_finished_run, write_task
 
 CHECKPOINT = Path(__file__).parents[2] / "golden" / "c6955b0" / "run" / "checkpoints"
 
@@ -36,14 +42,8 @@ def pretrained(tmp_path: Path) -> Path:
 
 def finish(run: CurveRun, *scores: float) -> None:
     """Record the result of a run with one validation per score."""
-    run.folder.mkdir(parents=True)
-    lines = [
-        {"kind": "validation", "step": number, "loss": 1.0, "score": score}
-        for number, score in enumerate(scores, start=1)
-    ]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (run.folder / FILE_NAME).write_text(text)
-    run.record_result()
+    write_finished_run(run.folder, *scores)
+    assert run.record_result("accuracy")
 
 
 @pytest.mark.parametrize(
@@ -88,6 +88,63 @@ def test_the_curve_has_the_best_scores_of_finished_runs(pretrained: Path, tmp_pa
     assert [p.step for p in curve_of(output)] == [20, 50, 70]
 
 
+def test_a_run_that_was_stopped_has_no_result(pretrained: Path, tmp_path: Path) -> None:
+    (run,) = plan_runs(pretrained, tmp_path / "out", 9, 1)
+    write_finished_run(run.folder, 0.5, 0.6, steps=3)
+    assert not run.record_result("accuracy")
+    assert run.score is None
+
+
+def test_a_run_without_a_score_is_refused(pretrained: Path, tmp_path: Path) -> None:
+    (run,) = plan_runs(pretrained, tmp_path / "out", 9, 1)
+    write_finished_run(run.folder, 0.5)
+    record = {"kind": "validation", "step": 1, "accuracy": None, "score": None}
+    (run.folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    with pytest.raises(DataError, match="accuracy at step 1 is infinite or not a number"):
+        run.record_result("accuracy")
+
+
+def test_other_weights_of_the_same_step_are_refused(pretrained: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    runs = plan_runs(pretrained, output, 2, 1)
+    check_weights(output, runs)
+    finish(runs[0], 0.5)
+    check_weights(output, runs)
+    # Pretraining was repeated. Only the first checkpoint was fine-tuned before.
+    for step in (20, 50):
+        (step_dir(pretrained, step) / COMMITTED_FILE).write_text("another\n")
+    with pytest.raises(ConfigError, match="has runs with step_00000020="):
+        check_weights(output, runs)
+    check_weights(output, runs[1:])
+    assert "another" in (output / WEIGHTS_FILE).read_text()
+
+
+def test_other_data_tokenizer_or_task_of_the_same_name_are_refused(tmp_path: Path) -> None:
+    data = write_task(tmp_path / "data")
+    output = tmp_path / "out"
+    task = load_task(str(data / "task.yaml"))
+    check_settings(output, fingerprint_inputs(task, str(data), str(MODEL)))
+    (output / "step_00000010-seed_1").mkdir()
+    check_settings(output, fingerprint_inputs(task, str(data), str(MODEL)))
+    other = replace(task, metrics=("f1",))
+    with pytest.raises(ConfigError, match="has runs with task_fingerprint="):
+        check_settings(output, fingerprint_inputs(other, str(data), str(MODEL)))
+    for split in ("dev", "train"):
+        path = data / f"{split}.tsv"
+        before = path.read_text()
+        path.write_text(before.replace("bad", "good", 1))
+        with pytest.raises(ConfigError, match=r"data_fingerprint=.*; use another --output"):
+            check_settings(output, fingerprint_inputs(task, str(data), str(MODEL)))
+        path.write_text(before)
+    tokenizer = tmp_path / "tokenizer"
+    shutil.copytree(MODEL, tokenizer)
+    spec = json.loads((tokenizer / "tokenizer.json").read_text())
+    spec["model"]["vocab"][-1][1] -= 0.5
+    (tokenizer / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(ConfigError, match="has runs with tokenizer_fingerprint="):
+        check_settings(output, fingerprint_inputs(task, str(data), str(tokenizer)))
+
+
 def test_other_settings_are_refused_where_runs_are(pretrained: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     check_settings(output, {"task": "sst2"})
@@ -110,9 +167,14 @@ def test_the_table_has_mean_and_range() -> None:
     ]
 
 
-def test_runs_without_checkpoints_or_validation_are_refused(tmp_path: Path) -> None:
+def test_runs_without_checkpoints_or_validation_are_refused(
+    pretrained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(CheckpointError, match="no committed checkpoint"):
         plan_runs(tmp_path, tmp_path / "out", 1, 1)
-    run = CurveRun(tmp_path, 10, 80, 1, tmp_path / "fine_tuned")
-    with pytest.raises(ConfigError, match="no validation; use a task with a dev split"):
-        finish(run)
+    data = write_task(tmp_path / "data")
+    path = data / "task.yaml"
+    path.write_text(path.read_text().replace("dev: dev.tsv, ", ""))
+    arguments = [str(pretrained), "--task", str(path), "--data", str(data)]
+    assert main(["finetune-checkpoints", *arguments]) == EXIT_USAGE
+    assert "has no split 'dev', whose score is the curve" in capsys.readouterr().err

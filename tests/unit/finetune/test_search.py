@@ -5,12 +5,15 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import signal
 import sys
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_deberta.checkpoint.layout import checkpoints_dir
@@ -34,10 +37,11 @@ from megatron_deberta.finetune.search.results import (
     collect,
     format_table,
     prune,
+    read_result,
     write_results,
 )
 from megatron_deberta.tasks.task import load_task
-from tests.support.tiny_task import MODEL, write_task
+from tests.support.tiny_task import MODEL, write_finished_run, write_task
 
 GRID = {"optimizer.learning_rate": [1e-3, 3e-3], "model.head_dropout": [0, 0.1]}
 
@@ -168,6 +172,104 @@ def test_a_sample_of_cells_is_always_the_same(search: SearchConfig) -> None:
     assert sampled[0] == sampled[1]
     assert len(sampled[0]) == 2
     assert len(list_cells(replace(search, sample=9), task)) == 4
+
+
+def test_a_sample_is_that_of_the_whole_grid(search: SearchConfig) -> None:
+    """Also where the grid is too large to be built."""
+    task = load_task(search.task)
+    cells = list_cells(search, task)
+    chosen = np.random.default_rng(0).choice(4, 3, replace=False)
+    assert list_cells(replace(search, sample=3), task) == [cells[i] for i in sorted(chosen)]
+    large = {f"train.key{number}": list(range(1, 101)) for number in range(4)}
+    tracemalloc.start()
+    sampled = list_cells(replace(search, grid={**GRID, **large}, sample=4), task)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len({cell.name for cell in sampled}) == 4
+    assert all(list(cell.values) == [*GRID, *large] for cell in sampled)
+    assert peak < 1 << 22
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["seeds=1000000000"], "seeds=1000000000: give at most 10,000"),
+        (["seeds=9999", "LARGE"], "seeds each; a search has at most 100,000 runs"),
+        (["LARGE", "LARGER"], "40,000,000 of the grid's 40,000,000 cells with 3 seeds each"),
+        (["LARGE", "LARGER", "sample=40000"], "40,000 of the grid's 40,000,000 cells"),
+    ],
+)
+def test_searches_without_bounds_are_refused_at_once(
+    search_file: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lists = {
+        "LARGE": f"train.global_batch_size={list(range(1, 1001))}",
+        "LARGER": f"train.eval_every={list(range(1, 10001))}",
+    }
+    given = [lists.get(argument, argument) for argument in arguments]
+    for option in ("--dry-run", "--table"):
+        assert main(["search", str(search_file), option, *given]) == EXIT_USAGE
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+
+
+def test_finished_means_the_last_step_and_its_validation(
+    search: SearchConfig, runs: list[ConfiguredRun]
+) -> None:
+    """Scores of a first cell whose best validation would be the interrupted one."""
+    for number, run in enumerate(runs[:3]):
+        shutil.rmtree(run.folder, ignore_errors=True)
+        write_finished_run(run.folder, 0.5, 0.6, 0.9)
+        if number < 2:
+            metrics = run.folder / "metrics.jsonl"
+            metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    found = [read_result(run.folder, "accuracy") for run in runs[:4]]
+    assert [result and (result.score, result.step) for result in found] == [
+        None, None, (0.9, 3), None,
+    ]  # fmt: skip
+    assert not (runs[0].folder / RESULT_FILE).exists()
+    # Resumed: the validation is recorded now.
+    shutil.copy(runs[2].folder / "metrics.jsonl", runs[0].folder)
+    result = read_result(runs[0].folder, "accuracy")
+    assert result is not None
+    assert result.score == 0.9
+
+
+def test_a_run_without_a_score_does_not_end_the_search(
+    search: SearchConfig, runs: list[ConfiguredRun]
+) -> None:
+    """A diverged run: its cell stays incomplete, and the others are compared."""
+    for run in runs[:6]:
+        finish(run, 0.5)
+    (runs[0].folder / RESULT_FILE).unlink()
+    shutil.rmtree(runs[0].folder)
+    write_finished_run(runs[0].folder, 0.5)
+    record = {"kind": "validation", "step": 1, "loss": None, "accuracy": None, "score": None}
+    (runs[0].folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    for _ in range(2):
+        found = collect(runs, "accuracy")
+        assert [(result.is_complete, len(result.scores)) for result in found[:2]] == [
+            (False, 2), (True, 3),
+        ]  # fmt: skip
+    assert best_cell(found, "median") is found[1]
+    assert "2/3" in format_table(search, "accuracy", found)
+
+
+def test_a_search_is_not_continued_with_other_inputs(
+    search_file: Path, runs: list[ConfiguredRun], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for run in runs:
+        finish(run, 0.5)
+    assert main(["search", str(search_file)]) == EXIT_DONE
+    assert main(["search", str(search_file)]) == EXIT_DONE
+    dev = Path(json.loads(search_file.read_text())["data"]) / "dev.tsv"
+    dev.write_text(dev.read_text().replace("good", "bad", 1))
+    capsys.readouterr()
+    assert main(["search", str(search_file)]) == EXIT_USAGE
+    error = capsys.readouterr().err
+    assert "has runs with data_fingerprint=" in error
+    assert "give the search another output" in error
 
 
 def test_a_run_is_not_continued_with_other_values(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +24,9 @@ from megatron_deberta.model.dropout import (
     DropoutSeeds,
     site_id,
 )
+from megatron_deberta.model.embeddings import Perturbation
 from megatron_deberta.model.fused import PendingResidual
+from megatron_deberta.objectives.sift import Sift
 from megatron_deberta.ops import kernel_support
 from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale, mix_seed
 from tests.support.compiler import needs_compiler
@@ -156,6 +161,31 @@ def test_dropped_elements_depend_on_every_key(shape: tuple[int, ...], key: str) 
     # Independent masks differ in half of the elements, in every row of the batch.
     for a, b in zip(first.view(-1, 512), other.view(-1, 512), strict=True):
         assert 156 < int((a != b).sum()) < 356
+
+
+def test_the_passes_of_sift_have_dropout_bits_of_their_own() -> None:
+    """The clean pass, that of the random perturbation, and that of the final one."""
+    used: list[DropoutSeeds] = []
+    hidden = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    layout: Any = SimpleNamespace(positions=torch.arange(3).expand(2, 3))
+
+    def logits_of(seeds: DropoutSeeds | None, perturbation: Perturbation | None) -> Tensor:
+        assert seeds is not None
+        assert perturbation is not None
+        used.append(seeds)
+        return perturbation(hidden, layout).sum(1)
+
+    sift = Sift(0.1, 0.1, "kl", clean_gradient=False)
+    scored = torch.ones(2, dtype=torch.bool)
+    sift(logits_of, lambda out: [out], hidden.sum(1), scored, SEEDS, squared_error=False)
+    first, second = used
+    site = site_id("encoder.layers.0.ffn")
+    masks = [
+        keep_mask(seeds.per_row(site), torch.arange(3), 512, 0.5)
+        for seeds in (SEEDS, first, second)
+    ]
+    for one, other in itertools.combinations(masks, 2):
+        assert 0.4 < float((one != other).float().mean()) < 0.6
 
 
 def test_seeds_are_hashes_of_all_keys() -> None:

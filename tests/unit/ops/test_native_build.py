@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import shutil
@@ -72,6 +73,26 @@ def test_the_library_is_compiled_once_and_kept(tmp_path: Path) -> None:
     before = result.stat().st_mtime_ns
     assert build.compile_library(compiler, tmp_path) == result
     assert result.stat().st_mtime_ns == before
+
+
+@needs_compiler
+def test_a_damaged_library_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = build.find_compiler()
+    assert compiler is not None
+    source = tmp_path / "small.cpp"
+    source.write_text('extern "C" int seven() { return 7; }')
+    monkeypatch.setattr(build, "SOURCE", source)
+    result = build.compile_library(compiler, tmp_path)
+    content = result.read_bytes()
+    flipped = bytearray(content)
+    flipped[len(flipped) // 2] ^= 1
+    for damaged in (b"", content[:16], content[:-33], bytes(flipped)):
+        result.write_bytes(damaged)
+        assert build.compile_library(compiler, tmp_path) == result
+        assert result.read_bytes() == content
+    assert ctypes.CDLL(str(result)).seven() == 7
 
 
 def test_the_compiler_of_the_environment_comes_first(

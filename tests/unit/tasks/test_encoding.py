@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +187,93 @@ def test_a_damaged_cache_is_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
     ids.write_bytes(ids.read_bytes()[:-2])
     with pytest.raises(DataError, match="damaged .* remove this folder"):
         encode(task, examples, tokenizer, cache=tmp_path)
+
+
+CLASSES = make_task("classification")
+
+
+def cached(tokenizer: Tokenizer, cache: Path) -> Path:
+    """Return the folder of cached examples."""
+    examples = [Example(id=str(n), text="a man and a dog", label=n % 3) for n in range(5)]
+    encode(CLASSES, examples, tokenizer, 16, cache)
+    (folder,) = cache.iterdir()
+    return folder
+
+
+@pytest.mark.parametrize("name", ["input_ids", "token_type_ids", "labels", "example_index"])
+def test_a_flipped_bit_of_the_cache_is_found(
+    tokenizer: Tokenizer, tmp_path: Path, name: str
+) -> None:
+    path = cached(tokenizer, tmp_path) / f"{name}.npy"
+    content = bytearray(path.read_bytes())
+    content[-4] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"damaged .*SHA-256 differs.* remove this folder"):
+        cached(tokenizer, tmp_path)
+
+
+def test_a_damaged_header_of_the_cache_is_an_error_of_one_line(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    path = cached(tokenizer, tmp_path) / "input_ids.npy"
+    content = path.read_bytes()
+    expected = np.load(path)
+    generator, messages = np.random.default_rng(0), list[str]()
+    for _ in range(300):
+        damaged = bytearray(content)
+        for place in generator.integers(128, size=2).tolist():
+            damaged[place] = int(generator.choice([*b"('9, ", generator.integers(256)]))
+        path.write_bytes(damaged)
+        try:
+            folder = cached(tokenizer, tmp_path)
+        except DataError as error:
+            messages.append(str(error))
+        else:
+            # Spaces of the header, which mean nothing.
+            assert np.array_equal(EncodedDataset.load(folder).input_ids, expected)
+    assert len(messages) > 200
+    assert all(text.endswith("; remove this folder") and "\n" not in text for text in messages)
+    for make in (os.mkfifo, os.mkdir):
+        path.unlink()
+        make(path)
+        with pytest.raises(DataError, match="input_ids.npy is missing or not a regular file"):
+            cached(tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "value", "problem"),
+    [
+        ("input_ids", 3, 1 << 30, "input_ids 1 to 1073741824 with a vocabulary of"),
+        ("input_ids", 3, -1, "input_ids -1 to"),
+        ("token_type_ids", 2, 7, "token_type_ids other than 0 and 1"),
+        ("labels", 1, 3, "labels 0 to 3 of 3 classes"),
+        ("labels", 1, -1, "labels -1 to 2 of 3 classes"),
+        ("row_offsets", 0, 1, "row_offsets do not divide the tokens into rows"),
+        ("row_offsets", 1, 1 << 40, "row_offsets do not divide the tokens into rows"),
+        ("example_index", -1, 9, "example_index does not number the examples"),
+    ],
+)
+def test_indices_of_the_cache_lie_in_what_they_refer_to(
+    tokenizer: Tokenizer, tmp_path: Path, name: str, index: int, value: int, problem: str
+) -> None:
+    """Also if the fingerprint was written for the wrong arrays."""
+    folder = cached(tokenizer, tmp_path)
+    arrays = {key: array.copy() for key, array in EncodedDataset.load(folder).arrays().items()}
+    arrays[name][index] = value
+    shutil.rmtree(folder)
+    EncodedDataset(**arrays).save(folder)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=f"damaged .{problem}"):
+        cached(tokenizer, tmp_path)
+
+
+def test_arrays_of_different_lengths_are_damaged(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    folder = cached(tokenizer, tmp_path)
+    arrays = EncodedDataset.load(folder).arrays()
+    arrays["token_type_ids"] = arrays["token_type_ids"][:-1]
+    shutil.rmtree(folder)
+    EncodedDataset(**arrays).save(folder)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"damaged .arrays of different lengths"):
+        cached(tokenizer, tmp_path)
 
 
 def test_no_examples(tokenizer: Tokenizer) -> None:

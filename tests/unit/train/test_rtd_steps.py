@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine.base import Engine
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import CheckpointError, ConfigError
-from megatron_deberta.model import RuntimeOptions
+from megatron_deberta.model import DropoutSeeds, RuntimeOptions
 from megatron_deberta.model.replaced_tokens import DELTA, DISCRIMINATOR, GENERATOR, TOKENS
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.objectives.rtd import ReplacedTokenModel, fill
@@ -87,6 +88,39 @@ def test_weight_of_the_discriminator() -> None:
     result = module(batch, None)
     assert len(objective.sums(result).counts) == 3
     assert objective.sums(result).outputs is result[-1]
+
+
+def test_a_drawn_original_is_not_replaced() -> None:
+    """Clark et al. 2020 (ELECTRA): the label of such a token is "original"."""
+    model, _, _ = start()
+    module, batch = model.module, rows()
+    assert isinstance(module, ReplacedTokenModel)
+    targets = batch.masked_positions >= 0
+    drawn = batch.labels.clone()
+    counts = [int(module.detect(batch, drawn, None)[2])]
+    for row, slot in targets.nonzero().tolist()[:3]:
+        drawn[row, slot] = 5 + (drawn[row, slot] - 4) % (RTD.model.vocab_size - 5)
+        counts.append(int(module.detect(batch, drawn, None)[2]))
+    assert int(targets.sum()) == 10
+    assert counts == [0, 1, 2, 3]
+
+
+def test_both_models_have_dropout_bits_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _, _ = start()
+    module, batch = model.module, rows()
+    assert isinstance(module, ReplacedTokenModel)
+    per_row, used = DropoutSeeds.per_row, defaultdict[int, list[tuple[int, ...]]](list)
+
+    def note(self: DropoutSeeds, site: int) -> Tensor:
+        seeds = per_row(self, site)
+        used[site].append(tuple(seeds.tolist()))
+        return seeds
+
+    monkeypatch.setattr(DropoutSeeds, "per_row", note)
+    module(batch, DropoutSeeds(3, 5, batch.sample_index))
+    shared = [seeds for seeds in used.values() if len(seeds) > 1]
+    assert len(shared) >= 3
+    assert all(len(set(seeds)) == len(seeds) for seeds in shared)
 
 
 def saved(run_dir: Path, model: ShardedModel, engine: Engine) -> Path:

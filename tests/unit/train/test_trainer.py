@@ -24,6 +24,7 @@ from megatron_deberta.train.evaluate import Evaluation
 from megatron_deberta.train.hooks import EvaluateHook, LogHook, SaveHook
 from megatron_deberta.train.preemption import Request
 from megatron_deberta.train.prefetch import InputQueue
+from megatron_deberta.train.selection import SCORE, Selection
 from megatron_deberta.train.state import Ending, Outcome, StepEvent, StepResult, TrainState
 from megatron_deberta.train.trainer import Trainer
 
@@ -331,6 +332,59 @@ def test_interrupted_validation_ends_with_a_save(every: int) -> None:
     outcome, _ = train(hooks, PREEMPT, lambda: bool(asked))
     assert outcome == Outcome(Ending.PREEMPTED, TrainState(every, 4 * every))
     assert (saver.calls, reports) == ([f"save {every}"], [])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_only_a_saved_checkpoint_becomes_the_best(asynchronous: bool) -> None:
+    """With ``on_failure=continue``, the best one stays the best if a better one is not saved."""
+    saver: Any = FakeSaver()
+    selection = Selection()
+    config = CheckpointConfig(save_every=0, on_failure="continue", asynchronous=asynchronous)
+    hook = SaveHook(config, saver.begin, saver, meter(), None, None, selection)
+    best = []
+    for step, score, fails in ((1, 0.5, False), (4, 0.9, True), (7, 0.7, False)):
+        saver.fails = fails
+        selection.update(step, score)
+        for after in (step, step + 1, step + 2):
+            hook.after_step(event(after))
+        best.append(selection.best_step)
+    assert best == [1, 1, 7]
+
+
+def test_a_save_that_fails_in_the_background_is_not_the_best() -> None:
+    saver: Any = FakeSaver()
+    selection = Selection()
+    config = CheckpointConfig(save_every=5, on_failure="continue", asynchronous=True)
+    hook = SaveHook(config, saver.begin, saver, meter(), None, None, selection)
+    selection.update(4, 0.9)
+    hook.after_step(event(4))
+    saver.fails_to_commit = True
+    # The periodic save is made nevertheless.
+    hook.after_step(event(5))
+    assert saver.calls == ["start 4", "start 5"]
+    selection.update(7, 0.7)
+    hook.after_step(event(7))
+    hook.after_step(event(10))
+    assert (selection.best_step, selection.best_score) == (7, 0.7)
+
+
+def test_a_validation_of_exit_step_selects_nothing() -> None:
+    scores = iter([0.5, 0.9, 0.7])
+    records: list[tuple[int, dict[str, float]]] = []
+    hook = EvaluateHook(
+        3,
+        lambda: Evaluation({"loss": 1.0, SCORE: next(scores)}),
+        meter(),
+        lambda step, evaluation: records.append((step, evaluation.metrics)),
+        total_steps=7,
+    )
+    hook.after_step(event(3))
+    hook.after_step(event(5, Ending.FINISHED))
+    assert hook.selection.unsaved == {3: 0.5}
+    hook.after_step(event(7, Ending.FINISHED))
+    assert hook.selection.unsaved == {3: 0.5, 7: 0.7}
+    losses = {"loss": 1.0}
+    assert records == [(3, losses | {SCORE: 0.5}), (5, losses), (7, losses | {SCORE: 0.7})]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

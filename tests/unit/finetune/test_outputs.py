@@ -1,0 +1,261 @@
+"""Kept outputs of fine-tuned runs: used only for the weights and the examples they belong to."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_deberta.checkpoint.layout import checkpoints_dir, find_best
+from megatron_deberta.cli.main import main
+from megatron_deberta.errors import EXIT_DONE, ConfigError, DataError
+from megatron_deberta.finetune import outputs as module
+from megatron_deberta.finetune.ensemble import build_ensemble
+from megatron_deberta.finetune.outputs import (
+    CONFIG_FILE,
+    FOLDER,
+    SEARCH_RESULTS,
+    FinetunedRun,
+    find_runs,
+    finished_validation,
+    read_outputs,
+)
+from tests.support.tiny_task import MODEL, write_task
+
+
+def finetune(data: Path, run_dir: Path, *overrides: str) -> None:
+    command = [
+        "finetune", str(data / "task.yaml"), "--model", str(MODEL), "--data", str(data),
+        f"train.run_dir={run_dir}", "precision.engine=plain", "log.tensorboard=false",
+        "train.global_batch_size=8", "train.device=cpu", "train.steps=2", "log.every=1",
+        "optimizer.warmup_steps=0", *overrides,
+    ]  # fmt: skip
+    assert main(command) == EXIT_DONE
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A task with its data, and the run ``run``."""
+    folder = tmp_path_factory.mktemp("outputs")
+    finetune(write_task(folder / "data"), folder / "run")
+    return folder
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> FinetunedRun:
+    """A copy of the run without kept outputs."""
+    shutil.copytree(trained / "run", tmp_path / "run", ignore=shutil.ignore_patterns(FOLDER))
+    (found,) = find_runs(tmp_path / "run")
+    return found
+
+
+def files(run: FinetunedRun) -> list[Path]:
+    return sorted((run.folder / FOLDER).glob("*.npy"))
+
+
+def test_outputs_are_kept(run: FinetunedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = read_outputs(run, "dev")
+    assert len(files(run)) == 1
+    monkeypatch.setattr(module, "open_predictor", None)
+    again = read_outputs(run, "dev")
+    assert np.array_equal(first.outputs, again.outputs)
+    assert again.outputs.shape == (11, 2)
+
+
+def test_other_weights_of_the_same_step_have_their_own_outputs(
+    run: FinetunedRun, trained: Path
+) -> None:
+    before = read_outputs(run, "dev").outputs
+    shutil.rmtree(checkpoints_dir(run.folder))
+    (run.folder / "metrics.jsonl").unlink()
+    finetune(trained / "data", run.folder, "optimizer.learning_rate=5e-2")
+    (again,) = find_runs(run.folder)
+    assert again.checkpoint == run.checkpoint
+    after = read_outputs(again, "dev").outputs
+    assert np.abs(after - before).max() > 1e-3
+
+
+def test_other_examples_of_the_same_split_have_their_own_outputs(
+    run: FinetunedRun, trained: Path, tmp_path: Path
+) -> None:
+    before = read_outputs(run, "dev").outputs
+    shutil.copytree(trained / "data", tmp_path / "data")
+    lines = (tmp_path / "data" / "dev.tsv").read_text().splitlines()
+    (tmp_path / "data" / "dev.tsv").write_text("\n".join([lines[0], *lines[:0:-1]]) + "\n")
+    after = read_outputs(run, "dev", str(tmp_path / "data")).outputs
+    assert np.allclose(after, before[::-1], atol=1e-5)
+    assert not np.array_equal(after, before)
+    assert len(files(run)) == 2
+
+
+def test_outputs_under_the_name_of_other_ones_are_not_used(
+    run: FinetunedRun, trained: Path, tmp_path: Path
+) -> None:
+    """Of other examples, and of other weights, of the same shape."""
+    expected = read_outputs(run, "dev").outputs
+    (path,) = files(run)
+    kept = json.loads(path.with_suffix(".json").read_text())
+    for key in ("weights", "data"):
+        module._keep(
+            path, expected + 1, **{"weights": kept["weights"], "data": kept["data"], key: "x"}
+        )
+        assert np.array_equal(read_outputs(run, "dev").outputs, expected)
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 0x40
+    path.write_bytes(content)
+
+
+def _pickled(path: Path) -> None:
+    path.write_bytes(pickle.dumps([0.5] * 22))
+
+
+def _no_numbers(path: Path) -> None:
+    np.save(path, np.full((11, 2), np.nan, np.float32))
+
+
+def _other_shape(path: Path) -> None:
+    np.save(path, np.zeros((3, 2), np.float32))
+
+
+def _unrecorded(path: Path) -> None:
+    path.with_suffix(".json").unlink()
+
+
+def _fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _recorded_garbage(path: Path) -> None:
+    path.with_suffix(".json").write_text('{"weights": 3}')
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _flip,
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(path.read_bytes()[:-9]),
+        lambda path: path.write_text("0.5 0.5\n"),
+        _pickled,
+        _no_numbers,
+        _other_shape,
+        _unrecorded,
+        _recorded_garbage,
+        _fifo,
+    ],
+)
+def test_damaged_outputs_are_computed_again(
+    run: FinetunedRun, damage: Callable[[Path], object]
+) -> None:
+    first = read_outputs(run, "dev").outputs
+    (path,) = files(run)
+    if damage is _fifo:
+        damage(path)
+        # Replaced, not read.
+        assert np.array_equal(read_outputs(run, "dev").outputs, first)
+        return
+    damage(path)
+    assert np.array_equal(read_outputs(run, "dev").outputs, first)
+    assert np.array_equal(np.load(path), first)
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (11,), (11, 3)])
+def test_a_record_does_not_make_another_shape_right(
+    run: FinetunedRun, shape: tuple[int, ...]
+) -> None:
+    first = read_outputs(run, "dev").outputs
+    (path,) = files(run)
+    kept = json.loads(path.with_suffix(".json").read_text())
+    module._keep(path, np.zeros(shape, np.float32), kept["weights"], kept["data"])
+    assert np.array_equal(read_outputs(run, "dev").outputs, first)
+
+
+def test_outputs_that_are_no_numbers_are_refused(run: FinetunedRun) -> None:
+    read_outputs(run, "dev")
+    (path,) = files(run)
+    kept = json.loads(path.with_suffix(".json").read_text())
+    module._keep(path, np.full((11, 2), np.nan, np.float32), kept["weights"], kept["data"])
+    with pytest.raises(DataError, match=r"outputs for the split dev are infinite or not a number"):
+        read_outputs(run, "dev")
+
+
+def test_an_ensemble_takes_the_best_runs(run: FinetunedRun) -> None:
+    right = np.array([e.label for e in read_outputs(run, "dev").split.examples])
+    runs = []
+    for number, wrong in enumerate((5, 1, 9)):
+        folder = run.folder.parent / f"run{number}"
+        shutil.copytree(run.folder, folder)
+        (each,) = find_runs(folder)
+        (path,) = files(each)
+        kept = json.loads(path.with_suffix(".json").read_text())
+        classes = np.where(np.arange(11) < wrong, 1 - right, right)
+        module._keep(path, np.eye(2, dtype=np.float32)[classes], kept["weights"], kept["data"])
+        runs.append(each)
+    ensemble = build_ensemble(run.task, runs, 2)
+    assert [member.folder.name for member in ensemble.members] == ["run1", "run0"]
+    assert [score for score, _ in ensemble.scores] == pytest.approx([10 / 11, 6 / 11, 2 / 11])
+
+
+def test_the_best_cell_of_a_search_is_inside_its_folder(run: FinetunedRun) -> None:
+    search = run.folder.parent / "search"
+    shutil.copytree(run.folder, search / "cells" / "a" / "seed_1")
+    for best in ("../run", str(run.folder), "cells/../../run", 3, ""):
+        (search / SEARCH_RESULTS).write_text(json.dumps({"best": best}))
+        with pytest.raises(DataError, match="not the results of a search"):
+            find_runs(search)
+    (search / SEARCH_RESULTS).write_text(json.dumps({"best": "cells/a"}))
+    assert [found.folder for found in find_runs(search)] == [search / "cells" / "a" / "seed_1"]
+    (search / SEARCH_RESULTS).write_text(json.dumps({"best": None}))
+    with pytest.raises(ConfigError, match="no cell of the search is complete"):
+        find_runs(search)
+
+
+def test_a_run_has_finished_when_its_last_validation_is_recorded(run: FinetunedRun) -> None:
+    metrics = run.folder / "metrics.jsonl"
+    finished = finished_validation(run.folder, "accuracy")
+    assert finished is not None
+    assert (finished.step, finished.last_step) == (2, 2)
+    assert finished.score == finished.metrics["accuracy"]
+    lines = metrics.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if '"validation"' not in line]
+    metrics.write_text("".join(kept))
+    assert finished_validation(run.folder, "accuracy") is None
+    # Recorded, but the checkpoint of the last step is not committed.
+    metrics.write_text("".join(lines))
+    shutil.move(run.checkpoint, run.checkpoint.with_name("step_00000001"))
+    assert finished_validation(run.folder, "accuracy") is None
+    shutil.rmtree(checkpoints_dir(run.folder))
+    assert finished_validation(run.folder, "accuracy") is None
+
+
+def test_a_killed_process_may_not_have_recorded_the_best(run: FinetunedRun) -> None:
+    best = find_best(run.folder)
+    assert best == run.checkpoint
+    (run.folder / "best.json").unlink()
+    assert find_best(run.folder) is None
+    assert finished_validation(run.folder, "accuracy") is not None
+    assert find_best(run.folder) == best
+
+
+def test_a_run_that_keeps_no_best_checkpoint_has_the_score_of_its_last(
+    run: FinetunedRun,
+) -> None:
+    path = run.folder / CONFIG_FILE
+    path.write_text(path.read_text().replace("keep_best: true", "keep_best: false"))
+    metrics = run.folder / "metrics.jsonl"
+    better = {"step": 1, "kind": "validation", "loss": 0.1, "accuracy": 1.0, "score": 1.0}
+    metrics.write_text(json.dumps(better) + "\n" + metrics.read_text())
+    finished = finished_validation(run.folder, "accuracy")
+    assert finished is not None
+    assert finished.step == 2
+    assert finished.score == finished.metrics["accuracy"] < 1
