@@ -158,10 +158,7 @@ def open_task_data(config: RunConfig, groups: ProcessGroups) -> tuple[RunConfig,
             for ``optimizer.warmup_steps``.
         DataError: a file is missing or malformed, or the tokenizer cannot be loaded.
     """
-    run_dir, name = Path(config.train.run_dir), config.finetune.task
-    # The task's file may not be where it was when the run began.
-    is_gone = os.path.isabs(name) and not os.path.lexists(name)
-    task = load_task(run_task_name(name, run_dir) if is_gone else name)
+    task = load_training_task(config)
     check_task(config, task)
     tokenizer = load_tokenizer(config.tokenizer.path)
     splits: dict[str, Split] = {}
@@ -185,6 +182,17 @@ def open_task_data(config: RunConfig, groups: ProcessGroups) -> tuple[RunConfig,
         check_warmup(config, f"finetune.epochs={epochs:g} of {len(train.examples):,} examples")
     validate_for_world(config, groups.world_size)
     return config, TaskData(config, task, identity, tokenizer, train, splits.get(DEV))
+
+
+def load_training_task(config: RunConfig) -> TaskConfig:
+    """Load the task of a run that starts or resumes; its copy, if its file is gone since.
+
+    Raises:
+        ConfigError: see `load_task`.
+    """
+    name = config.finetune.task
+    is_gone = os.path.isabs(name) and not os.path.lexists(name)
+    return load_task(run_task_name(name, Path(config.train.run_dir)) if is_gone else name)
 
 
 def check_warmup(config: RunConfig, origin: str) -> None:
