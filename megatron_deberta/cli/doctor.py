@@ -212,12 +212,11 @@ def check_task_data(config: RunConfig) -> str:
     Raises:
         MegatronDebertaError: no, and which file or key is wrong.
     """
-    from megatron_deberta.finetune.data import DEV, TRAIN, check_task
+    from megatron_deberta.finetune.data import DEV, TRAIN, check_task, load_training_task
     from megatron_deberta.finetune.models import open_source_model
     from megatron_deberta.tasks.reading import read_examples
-    from megatron_deberta.tasks.task import load_task
 
-    task = load_task(config.finetune.task)
+    task = load_training_task(config)
     check_task(config, task)
     load_tokenizer(config.tokenizer.path)
     sizes = [

@@ -170,10 +170,7 @@ def open_task_data(config: RunConfig, groups: ProcessGroups) -> tuple[RunConfig,
             for ``optimizer.warmup_steps``.
         DataError: a file is missing or malformed, or the tokenizer cannot be loaded.
     """
-    run_dir, name = Path(config.train.run_dir), config.finetune.task
-    # The task's file may not be where it was when the run began.
-    is_gone = os.path.isabs(name) and not os.path.lexists(name)
-    task = load_task(run_task_name(name, run_dir) if is_gone else name)
+    task = load_training_task(config)
     check_task(config, task)
     tokenizer = load_tokenizer(config.tokenizer.path)
     splits: dict[str, Split] = {}
@@ -215,6 +212,17 @@ def planned_steps(config: RunConfig) -> RunConfig:
     encoded = encode(task, examples, tokenizer, config.data.sequence_length)
     rows = task_rows(config, encoded, tokenizer)
     return with_steps(config, rows)
+
+
+def load_training_task(config: RunConfig) -> TaskConfig:
+    """Load the task of a run that starts or resumes; its copy, if its file is gone since.
+
+    Raises:
+        ConfigError: see `load_task`.
+    """
+    name = config.finetune.task
+    is_gone = os.path.isabs(name) and not os.path.lexists(name)
+    return load_task(run_task_name(name, Path(config.train.run_dir)) if is_gone else name)
 
 
 def check_warmup(config: RunConfig, origin: str) -> None:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["IGNORED", "EncodedDataset", "encode"]
 
-_VERSION = 2
+_VERSION = 3
 """Part of the cache's key; raised when encoding changes."""
 _ENCODERS: Mapping[
     str, Callable[[TaskConfig, Sequence[Example], Tokenizer, int], EncodedDataset]

@@ -244,9 +244,16 @@ def run_task_name(name: str, run_dir: Path) -> str:
     Args:
         name: ``finetune.task``, whose file may have been moved or changed since.
         run_dir: folder of the run.
+
+    Raises:
+        ConfigError: there is neither.
     """
     kept = run_dir / TASK_FILE
-    return str(kept) if kept.is_file() else name
+    if kept.is_file():
+        return str(kept)
+    if os.path.isabs(path := absolute_task_name(name)) and not os.path.exists(path):
+        raise ConfigError(f"{run_dir}: its task {name} does not exist; copy the file to {kept}")
+    return name
 
 
 def absolute_task_name(name: str) -> str:

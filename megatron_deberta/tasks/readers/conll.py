@@ -48,10 +48,10 @@ def read_conll(path: Path, *, labelled: bool, merge: bool) -> Iterator[Record]:
 
 def _columns(line: str) -> list[str]:
     """Return the columns of a line; other white space than spaces and tabs is text."""
-    line = line.strip(" \t") if "\t" not in line.strip(" \t") else line.rstrip(" \t")
-    separator = "\t" if "\t" in line else " "
-    columns = [column.strip(" ") for column in line.split(separator)]
-    return columns if separator == "\t" else [column for column in columns if column]
+    stripped = line.strip(" \t")
+    if "\t" in stripped:
+        return [column.strip(" ") for column in line.rstrip(" \t").split("\t")]
+    return [column for column in stripped.split(" ") if column]
 
 
 class _Sentences:

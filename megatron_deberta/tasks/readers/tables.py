@@ -153,6 +153,7 @@ def read_datasets(path: Path) -> Iterator[Record]:
         raise MalformedInputError(
             f"{path}: no state.json; expected a split saved by datasets.save_to_disk"
         )
+    require_below(state, path)
     content = read_document(state)
     row = 1
     for entry in list_of(Place(state, 1), content, "_data_files"):

@@ -207,7 +207,7 @@ def _read_json(content: bytes, keys: Sequence[str], offset: int) -> tuple[str, .
             return _describe_bad_json(content, str(error), offset)
     if type(record) is not dict:
         return f"{NOT_OBJECT}: {kind_of(record)}"
-    texts = []
+    texts: list[str] = []
     for key in keys:
         text = record.get(key)
         if type(text) is not str:

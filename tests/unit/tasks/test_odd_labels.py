@@ -470,3 +470,8 @@ def test_a_kept_task_is_the_same_task(tmp_path: Path) -> None:
     assert run_task_name("gone.yaml", tmp_path) == str(tmp_path / TASK_FILE)
     assert load_task(run_task_name("gone.yaml", tmp_path)) == odd
     assert run_task_name("sst2", tmp_path / "other") == "sst2"
+    packaged = "configs/tasks/sst2.yaml"
+    assert run_task_name(packaged, tmp_path / "other") == packaged
+    for gone in ("gone.yaml", str(tmp_path / "gone.yaml")):
+        with pytest.raises(ConfigError, match="gone.yaml does not exist; copy the file to"):
+            run_task_name(gone, tmp_path / "other")
