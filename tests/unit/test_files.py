@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_deberta import files
 from megatron_deberta.files import (
     adopt_mode,
     did_you_mean,
@@ -152,3 +153,22 @@ def test_published_folder_is_flushed_before_and_after_the_rename(
         "fsync .",
     ]
     disk.assert_flushed(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("/proc/self/ns/pid", "pid:[2]"), ("/proc/sys/kernel/random/boot_id", "2")],
+)
+def test_temporary_names_of_processes_with_one_number_differ(
+    name: str, content: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of containers on two nodes, or on one, which write to one shared folder."""
+    here = files._process_numbering()
+    assert files._process_numbering() == here
+    assert here in temporary_name("a").name
+    readlink, read_text = os.readlink, Path.read_text
+    monkeypatch.setattr(os, "readlink", lambda path: content if path == name else readlink(path))
+    monkeypatch.setattr(
+        Path, "read_text", lambda path: content if str(path) == name else read_text(path)
+    )
+    assert files._process_numbering() != here
