@@ -246,8 +246,23 @@ def adopt_mode(path: Path) -> None:
 
 
 def temporary_name(final: str | Path) -> Path:
-    """Return a temporary name beside ``final``, unique to this process."""
-    return Path(f"{final}.{os.getpid()}.tmp")
+    """Return a temporary name beside ``final``, unique to this process on all nodes."""
+    return Path(f"{final}.{os.getpid()}.{_NUMBERED_IN}.tmp")
+
+
+def _process_numbering() -> str:
+    """Identify the namespace in which process numbers are unique, among those of all nodes."""
+    parts = [os.uname().nodename]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        try:
+            parts.append(os.readlink(path) if path.endswith("pid") else Path(path).read_text())
+        except OSError:
+            parts.append(uuid.uuid4().hex)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+# Processes in containers, on one node or several, may have the same number.
+_NUMBERED_IN = _process_numbering()
 
 
 def temporary_path(final: Path) -> Path:

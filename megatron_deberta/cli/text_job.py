@@ -41,6 +41,7 @@ def open_engine(args: argparse.Namespace, folder: JobFolder, title: str) -> Iter
     """
     executor = executor_options(args)
     with remote_engine(executor) as engine:
+        folder.remove_leftovers()
         folder.refuse_foreign()
         if args.restart:
             restart(folder)

@@ -26,6 +26,7 @@ from megatron_deberta.cli.text_input import (
 )
 from megatron_deberta.cli.text_job import add_estimate_arguments, estimated_input, open_work
 from megatron_deberta.errors import ConfigError
+from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.readers.checks import find_both_sides
 from megatron_deberta.text.sample import sampled_lines
 from megatron_deberta.tokenizer.training import check_settings, refuse_existing, train_sentencepiece
@@ -71,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
         with estimated_input(args, output) as (sources, options, workers):
             print(estimate_train_tokenizer(sources, options, sample_bytes, args.nodes, workers))
         return 0
+    JobFolder(output).remove_leftovers()
     check_settings(args.vocab_size, args.character_coverage)
     refuse_existing(args.output, args.force)
     with open_work(args, output, "train-tokenizer") as (sources, options, run_options):

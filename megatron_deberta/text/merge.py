@@ -48,6 +48,7 @@ def merge_shards(
     if os.path.realpath(idx_path(output)) in [os.path.realpath(idx_path(p)) for p in prefixes]:
         raise ConfigError(f"--output {output}: is one of the inputs; choose another name")
     folder = JobFolder(os.path.abspath(output))
+    folder.remove_leftovers()
     manifests = open_compatible(prefixes)
     parts = [shard_part(*each) for each in zip(prefixes, manifests, strict=True)]
     shard = StagedShards(

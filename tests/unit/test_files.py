@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_deberta import files
 from megatron_deberta.files import (
     FolderInUseError,
     adopt_mode,
@@ -236,3 +237,22 @@ def test_only_regular_files_of_a_bounded_size_are_read(tmp_path: Path) -> None:
     with open_appending(path) as stream:
         stream.write(b"6")
     assert path.read_bytes() == b"123456"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("/proc/self/ns/pid", "pid:[2]"), ("/proc/sys/kernel/random/boot_id", "2")],
+)
+def test_temporary_names_of_processes_with_one_number_differ(
+    name: str, content: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of containers on two nodes, or on one, which write to one shared folder."""
+    here = files._process_numbering()
+    assert files._process_numbering() == here
+    assert here in temporary_name("a").name
+    readlink, read_text = os.readlink, Path.read_text
+    monkeypatch.setattr(os, "readlink", lambda path: content if path == name else readlink(path))
+    monkeypatch.setattr(
+        Path, "read_text", lambda path: content if str(path) == name else read_text(path)
+    )
+    assert files._process_numbering() != here

@@ -8,10 +8,10 @@ Only the process that holds the lock merges and publishes.
 from __future__ import annotations
 
 import contextlib
-import glob
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -28,6 +28,8 @@ from megatron_deberta.text.readers.sources import PLAN, SPOOLED_INPUT
 
 RESTART = "begin again with --restart"
 LOCK = "lock"
+# What ``JobFolder.remove`` renames a folder to.
+_REMOVED = re.compile(r"\..+\.unfinished\.[0-9a-f]{32}\.removed", re.DOTALL)
 # Marks a job that ended with an error: one with another plan replaces it.
 _FAILED = "failed"
 # Workers of a killed driver release the lock with their own end.
@@ -253,9 +255,14 @@ class JobFolder:
         self.remove_leftovers()
 
     def remove_leftovers(self) -> None:
-        """Remove what interrupted removals left."""
-        for gone in self.path.parent.glob(f".{glob.escape(self.path.name)}.*.removed"):
-            shutil.rmtree(gone, ignore_errors=True)
+        """Remove what interrupted removals of any job left beside it, as large as a corpus.
+
+        The job that was removed had ended, so its own command may never run again.
+        """
+        with contextlib.suppress(OSError):
+            for gone in list(self.path.parent.iterdir()):
+                if _REMOVED.fullmatch(gone.name):
+                    shutil.rmtree(gone, ignore_errors=True)
 
 
 def plan_digest(plan: dict[str, Any]) -> str:

@@ -202,8 +202,8 @@ def _read_json(content: bytes, keys: Sequence[str], offset: int) -> tuple[str, .
         if record is NO_JSON:
             return _describe_bad_json(content, str(error), offset)
         # Faults of other keys are no faults of the text.
-        texts = [record.get(key) for key in keys] if type(record) is dict else []
-        if any(type(text) is str and _SURROGATES.search(text) for text in texts):
+        wanted = [record.get(key) for key in keys] if type(record) is dict else []
+        if any(type(text) is str and _SURROGATES.search(text) for text in wanted):
             return _describe_bad_json(content, str(error), offset)
     if type(record) is not dict:
         return f"{NOT_OBJECT}: {kind_of(record)}"

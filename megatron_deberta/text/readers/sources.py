@@ -18,7 +18,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from megatron_deberta.errors import ConfigError, DataError, MissingInputError
-from megatron_deberta.files import did_you_mean
+from megatron_deberta.files import did_you_mean, temporary_name
 from megatron_deberta.parsing import read_json
 from megatron_deberta.text.readers.compression import (
     COMPRESSED_SUFFIXES,
@@ -139,7 +139,7 @@ def _plain_format(text_mode: TextMode, is_found: bool) -> PlainFormat:
 def _spool_standard_input(spool: Path) -> tuple[Path, int]:
     """Keep standard input in a file that is named by its content: another run may read another."""
     digest = hashlib.sha256()
-    mine = spool.with_name(f"{spool.name}.{os.getpid()}")
+    mine = temporary_name(spool)
     try:
         spool.parent.mkdir(parents=True, exist_ok=True)
         with mine.open("wb") as stream:

@@ -28,6 +28,7 @@ from megatron_deberta.cluster.watchdog.supervisor import (
     Supervisor,
 )
 from megatron_deberta.config.schema import ClusterConfig
+from megatron_deberta.files import temporary_name
 from megatron_deberta.observe.progress import Section
 from tests.support.watched_ranks import ATTEMPT, WatchedRanks
 
@@ -272,7 +273,8 @@ def stop_reports(ranks: WatchedRanks, node: int) -> None:
     """Stop a node's report from being replaced, by a folder with its temporary file's name."""
     report = ranks.run_dir / "supervision" / ATTEMPT / f"node_{node}.json"
     wait_for(report.exists)
-    temporary = Path(f"{report}.{ranks.supervisors[node].pid}.tmp")
+    own = str(temporary_name(report))
+    temporary = Path(own.replace(f".{os.getpid()}.", f".{ranks.supervisors[node].pid}."))
     while True:
         try:
             return temporary.mkdir()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_deberta.cli.main import main
 from megatron_deberta.errors import DataError
 from megatron_deberta.files import HashedFile
 from megatron_deberta.text.jobs.folder import LOCK, BusyError, JobFolder
@@ -79,3 +80,22 @@ def test_a_killed_attempt_is_removed(tmp_path: Path) -> None:
         folder.remove_attempts()
     assert list(folder.parts.iterdir()) == []
     assert folder.records() == {"00000000-000000"}
+
+
+def test_interrupted_removals_of_any_job_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command of the job that was removed may never run again."""
+    others = [tmp_path / name for name in (".books.unfinished.removed", "a.unfinished", ".x.tmp")]
+    for other in others:
+        other.mkdir()
+    for name in ("books", "shards", "two\nlines"):
+        folder = JobFolder(tmp_path / name)
+        with folder.locked(), monkeypatch.context() as killed:
+            folder.begin(PLAN)
+            killed.setattr(shutil, "rmtree", lambda *_, **__: None)
+            folder.remove()
+    assert len(list(tmp_path.iterdir())) == 6
+    arguments = ["--input", "nothing", "--tokenizer", "none", "--output", str(tmp_path / "new")]
+    assert main(["preprocess", *arguments]) == 2
+    assert sorted(tmp_path.iterdir()) == sorted(others)
