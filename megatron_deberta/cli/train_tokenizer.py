@@ -68,7 +68,9 @@ def run(args: argparse.Namespace) -> int:
         from megatron_deberta.planning.text_jobs import estimate_train_tokenizer
 
         with estimated_input(args, output) as (sources, options, workers):
-            print(estimate_train_tokenizer(sources, options, sample_bytes, args.nodes, workers))
+            print(
+                estimate_train_tokenizer(sources, options, sample_bytes, args.nodes or 1, workers)
+            )
         return 0
     refuse_existing(args.output, args.force)
     with open_work(args, output, "train-tokenizer") as (sources, options, run_options):
