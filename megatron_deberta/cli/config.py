@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_deberta.cli.arguments import add_run_arguments
+from megatron_deberta.cli.arguments import add_run_arguments, refuse_options
 from megatron_deberta.config import RunConfig, config_to_dict, load_config, schema
 from megatron_deberta.errors import EXIT_DONE, ConfigError
 
@@ -63,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if bool(args.config) == bool(args.section):
         raise ConfigError("give either RUN.yaml, to print what it resolves to, or --list [SECTION]")
     if args.config:
+        refuse_options(args, {"markdown": "--markdown"}, "is for --list")
         config = load_config(args.config, args.overrides)
         values = config_to_dict(config)
         if config.model.vocab_size == schema.AUTO:

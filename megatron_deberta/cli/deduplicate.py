@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megatron_deberta.cli.arguments import refuse_options
 from megatron_deberta.cli.executor_arguments import add_executor_arguments
 from megatron_deberta.cli.text_input import (
     add_bad_fraction_argument,
@@ -50,10 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_input_arguments(parser)
     parser.add_argument("--output", required=True, metavar="DIR", help="folder of the result")
     parser.add_argument(
-        "--threshold", type=float, default=0.7, metavar="J",
-        help="minimum Jaccard similarity of near duplicates",
+        "--threshold", type=float, metavar="J",
+        help="minimum Jaccard similarity of near duplicates (default: 0.7)",
     )  # fmt: skip
-    parser.add_argument("--ngram", type=int, default=5, metavar="N", help="words per n-gram")
+    parser.add_argument("--ngram", type=int, metavar="N", help="words per n-gram (default: 5)")
     parser.add_argument(
         "--exact-only", action="store_true", help="remove exact duplicates only; much faster"
     )
@@ -73,13 +74,20 @@ def add_work_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Deduplicate and print a summary."""
-    settings = Settings(threshold=args.threshold, ngram=args.ngram, exact_only=args.exact_only)
+    if args.exact_only:
+        near = {"threshold": "--threshold", "ngram": "--ngram"}
+        refuse_options(args, near, "is for near duplicates, not for --exact-only")
+    settings = Settings(
+        threshold=0.7 if args.threshold is None else args.threshold,
+        ngram=5 if args.ngram is None else args.ngram,
+        exact_only=args.exact_only,
+    )
     output = Path(args.output)
     if args.estimate:
         from megatron_deberta.planning.text_jobs import estimate_deduplicate
 
         with estimated_input(args, output) as (sources, options, workers):
-            print(estimate_deduplicate(sources, options, settings, args.nodes, workers))
+            print(estimate_deduplicate(sources, options, settings, args.nodes or 1, workers))
         return EXIT_DONE
     with open_work(args, output, "deduplicate") as (sources, options, run_options):
         if sides := find_both_sides(sources):

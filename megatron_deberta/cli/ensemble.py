@@ -14,7 +14,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_deberta.cli.arguments import number
+from megatron_deberta.cli.arguments import number, refuse_options
 from megatron_deberta.errors import EXIT_DONE, ConfigError
 from megatron_deberta.files import write_atomically
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", default="", metavar="DIR", help="folder of the task's files (default: the runs')"
     )
-    parser.add_argument("--split", default="test", metavar="NAME", help="split to predict")
+    parser.add_argument("--split", metavar="NAME", help="split to predict (default: test)")
     parser.add_argument("--output", default="", metavar="FILE", help="predictions to write")
     parser.add_argument(
         "--leaderboard", default="", metavar="DIR", help="folder for the leaderboard's files"
@@ -40,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Select and average the runs; write the predictions."""
+    if not args.output and not args.leaderboard:
+        refuse_options(args, {"split": "--split"}, "needs --output or --leaderboard")
+    args.split = args.split or "test"
     from megatron_deberta.finetune.ensemble import build_ensemble
     from megatron_deberta.finetune.outputs import check_same_task, find_runs
 

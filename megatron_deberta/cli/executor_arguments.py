@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from megatron_deberta.cli.arguments import number
+from megatron_deberta.cli.arguments import number, refuse_options
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.text.jobs.executors import (
@@ -39,8 +39,8 @@ def add_executor_arguments(parser: argparse.ArgumentParser, *, array: bool = Tru
         "dask-jobqueue",
     )  # fmt: skip
     parser.add_argument(
-        "--dask-jobs", type=number(int, 1), default=1, metavar="N",
-        help="SLURM jobs to start with --dask slurm",
+        "--dask-jobs", type=number(int, 1), metavar="N",
+        help="SLURM jobs to start with --dask slurm (default: 1)",
     )  # fmt: skip
     if array:
         parser.add_argument(
@@ -62,8 +62,12 @@ def executor_options(args: argparse.Namespace) -> ExecutorOptions:
             if kind == "dask"
             else f"--dask {args.dask}: only with --executor dask"
         )
+    if args.dask != "slurm":
+        refuse_options(args, {"dask_jobs": "--dask-jobs"}, "is for --dask slurm")
     share = ONLY_TASK
     if hasattr(args, "array_task"):
+        if kind not in (None, "slurm-array"):
+            refuse_options(args, {"array_task": "--array-task"}, f"is not for --executor {kind}")
         share = array_task(args.array_task, os.environ)
     if kind is None:
         kind = "local"
@@ -82,7 +86,7 @@ def executor_options(args: argparse.Namespace) -> ExecutorOptions:
         workers=workers if kind in ("local", "slurm-array") else 0,
         share=share,
         dask=args.dask or "",
-        dask_jobs=args.dask_jobs,
+        dask_jobs=args.dask_jobs or 1,
     )
 
 

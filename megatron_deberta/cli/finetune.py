@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from megatron_deberta.checkpoint.resume import FLAG
-from megatron_deberta.cli.arguments import CONFIG_CHANGE_HELP, number
+from megatron_deberta.cli.arguments import CONFIG_CHANGE_HELP, number, refuse_options
 from megatron_deberta.config import save_config, validate_for_world
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.environment import read_environment
@@ -68,8 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start and supervise this many ranks here, as launch does",
     )  # fmt: skip
     parser.add_argument(
-        "--restarts", type=number(int, 0), default=10, metavar="N", help="restarts after failures"
-    )
+        "--restarts", type=number(int, 0), metavar="N",
+        help="with --ranks: restarts after failures (default: 10)",
+    )  # fmt: skip
     parser.add_argument(
         "--save-config", default="", metavar="RUN.yaml",
         help="write the run for launch, submit and pretrain, and exit",
@@ -80,6 +81,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Fine-tune, start ranks, or describe the run."""
+    if args.dry_run or args.save_config:
+        starting = {"ranks": "--ranks", "allow_config_change": FLAG}
+        option = "--dry-run" if args.dry_run else "--save-config"
+        refuse_options(args, starting, f"starts training, which {option} does not")
+    if args.dry_run:
+        refuse_options(args, {"save_config": "--save-config"}, "writes a file, unlike --dry-run")
+    if not args.ranks:
+        refuse_options(args, {"restarts": "--restarts"}, "needs --ranks")
     from megatron_deberta.cli.pretrain import describe_run, train
     from megatron_deberta.finetune.models import open_source_model
     from megatron_deberta.finetune.settings import describe_settings, finetune_config
@@ -116,4 +125,5 @@ def _launch(config: RunConfig, args: argparse.Namespace) -> int:
     run_file = run_dir / RUN_FILE
     save_config(config, run_file)
     arguments = [str(run_file), *([FLAG] if args.allow_config_change else [])]
-    return run_local_job(config, arguments, args.ranks, args.restarts)
+    restarts = 10 if args.restarts is None else args.restarts
+    return run_local_job(config, arguments, args.ranks, restarts)

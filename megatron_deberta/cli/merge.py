@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         from megatron_deberta.planning.text_jobs import estimate_merge
 
         prefixes = shard_names(args, each_once=False)
-        print(estimate_merge(prefixes, args.nodes, estimated_workers(args)))
+        print(estimate_merge(prefixes, args.nodes or 1, estimated_workers(args)))
         return 0
     with open_engine(args, JobFolder(args.output), "merge") as run_options:
         prefixes = shard_names(args, each_once=False)

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         from megatron_deberta.planning.text_jobs import estimate_preprocess
 
         with estimated_input(args, output, is_folder=False) as (sources, read, workers):
-            print(estimate_preprocess(sources, args.tokenizer, read, args.nodes, workers))
+            print(estimate_preprocess(sources, args.tokenizer, read, args.nodes or 1, workers))
         return EXIT_DONE
     with open_work(args, output, "preprocess", is_folder=False) as (sources, read, options):
         refuse_both_sides(sources, args.output)

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         from megatron_deberta.planning.text_jobs import estimate_split
 
         with estimated_input(args, output) as (sources, options, workers):
-            print(estimate_split(sources, options, args.nodes, workers))
+            print(estimate_split(sources, options, args.nodes or 1, workers))
         return EXIT_DONE
     with open_work(args, output, "split") as (sources, options, run_options):
         summary = split(

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_deberta.cli.arguments import number
+from megatron_deberta.cli.arguments import number, refuse_options
 from megatron_deberta.cli.executor_arguments import executor_options, restart
 from megatron_deberta.cli.text_input import open_input
 from megatron_deberta.errors import ConfigError
@@ -39,6 +39,7 @@ def open_engine(args: argparse.Namespace, folder: JobFolder, title: str) -> Iter
     Yields:
         How the work is done.
     """
+    refuse_options(args, {"nodes": "--nodes"}, "is for --estimate")
     executor = executor_options(args)
     with remote_engine(executor) as engine:
         folder.remove_leftovers()
@@ -88,8 +89,8 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
         help="only print how much time, disk and memory it would take",
     )  # fmt: skip
     parser.add_argument(
-        "--nodes", type=number(int, 1), default=1, metavar="N",
-        help="with --estimate: nodes, each with --workers processes",
+        "--nodes", type=number(int, 1), metavar="N",
+        help="with --estimate: nodes, each with --workers processes (default: 1)",
     )  # fmt: skip
 
 

@@ -70,7 +70,9 @@ def run(args: argparse.Namespace) -> int:
         from megatron_deberta.planning.text_jobs import estimate_train_tokenizer
 
         with estimated_input(args, output) as (sources, options, workers):
-            print(estimate_train_tokenizer(sources, options, sample_bytes, args.nodes, workers))
+            print(
+                estimate_train_tokenizer(sources, options, sample_bytes, args.nodes or 1, workers)
+            )
         return 0
     JobFolder(output).remove_leftovers()
     check_settings(args.vocab_size, args.character_coverage)

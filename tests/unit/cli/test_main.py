@@ -223,3 +223,43 @@ def test_tools_call_the_command(script: str, program: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert f"usage: {program} " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("config runs/base --markdown", "--markdown is for --list"),
+        ("ensemble . --split dev", "--split needs --output or --leaderboard"),
+        ("finetune sst2 --model m --data d --restarts 3", "--restarts needs --ranks"),
+        ("finetune sst2 --model m --data d --dry-run --ranks 2", "--ranks starts training"),
+        (
+            "finetune sst2 --model m --data d --dry-run --save-config r.yaml",
+            "--save-config writes a file, unlike --dry-run",
+        ),
+        (
+            "finetune sst2 --model m --data d --save-config r.yaml --allow-config-change",
+            "--allow-config-change starts training",
+        ),
+        (
+            "deduplicate --input x --output y --exact-only --threshold 0.7",
+            "--threshold is for near duplicates, not for --exact-only",
+        ),
+        ("deduplicate --input x --output y --exact-only --ngram 5", "--ngram is for near"),
+        ("split --input x --output y --nodes 2", "--nodes is for --estimate"),
+        ("split --input x --output y --dask-jobs 1", "--dask-jobs is for --dask slurm"),
+        (
+            "split --input x --output y --executor local --array-task 0/2",
+            "--array-task is not for --executor local",
+        ),
+        ("inspect data x --top 3", "--top is for inspect shards, not for data"),
+        ("inspect shards x --statistics 3", "--statistics is for inspect data, not for shards"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    arguments: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments.split()) == errors.EXIT_USAGE
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.iterdir())
