@@ -173,7 +173,7 @@ def choose_backend(requested: str | None, q: Tensor) -> str:
     source, name = "backend", requested
     if name is None or name == "auto":
         source = "MEGATRON_DEBERTA_ATTENTION"
-        name = os.environ.get(source, "auto")
+        name = os.environ.get(source) or "auto"
     if name == "auto":
         if q.device.type == "cuda":
             return "chunked" if why_not_fused(q) else "triton"
