@@ -16,6 +16,7 @@ import argparse
 import math
 import re
 import signal
+import sys
 from collections import Counter
 from contextlib import ExitStack
 from typing import Any
@@ -31,7 +32,7 @@ from megatron_deberta.config import BatchArithmetic, load_config, validate_for_w
 from megatron_deberta.config.phases import describe_phases, segments
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.environment import read_environment
-from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE
+from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_REQUEUE
 from megatron_deberta.processes import raise_open_file_limit
 
 
@@ -88,6 +89,11 @@ def train(config: RunConfig, allow_config_change: bool = False) -> int:
                     predict_bytes=predict_bytes,
                     **task_functions(config),
                 )
+            except InterruptedError as error:
+                # While it waited for the other ranks: there is nothing to save.
+                print(f"megatron-deberta: {error}", file=sys.stderr)
+                is_interrupt = stop.received is signal.SIGINT
+                code = EXIT_INTERRUPTED if is_interrupt else EXIT_REQUEUE
             finally:
                 launched = environment.launcher != "none"
                 if stop.received or code == EXIT_REQUEUE or (code == EXIT_DONE and launched):

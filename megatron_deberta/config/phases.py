@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ PHASES_KEY = "phases"
 """Top-level key of a run file: a list of phases."""
 
 DURATIONS = ("steps", "tokens")
+_DURATION = re.compile(r"[1-9][0-9]*(_[0-9]+)*")
 
 PHASE_KEYS = frozenset(
     f"{section}.{key}"
@@ -267,7 +269,7 @@ def _phase(config: RunConfig, text: str, number: int) -> tuple[RunConfig, int, i
     for word in words:
         name, _, value = word.partition("=")
         if name in DURATIONS:
-            if not value.replace("_", "").isdigit() or int(value) < 1:
+            if not _DURATION.fullmatch(value):
                 raise ConfigError(f"{source}: {word} is not a number above 0")
             durations[name] = int(value)
         elif name in PHASE_KEYS:

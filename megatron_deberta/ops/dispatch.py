@@ -214,7 +214,7 @@ def _requested_backend(requested: str | None) -> tuple[str, str]:
     if requested is not None and requested != "auto":
         return "backend", requested
     source = "MEGATRON_DEBERTA_ATTENTION"
-    return source, os.environ.get(source, "auto")
+    return source, os.environ.get(source) or "auto"
 
 
 def why_not_fused(q: Tensor) -> str | None:

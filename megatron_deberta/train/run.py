@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -124,17 +123,14 @@ def pretrain(
         The exit code of ``errors``: done, or stopped by a signal.
 
     Raises:
+        InterruptedError: stopped while waiting for the other ranks.
         MegatronDebertaError: see ``errors``.
     """
     began = time.monotonic()
     terminal = Console(file=sys.stdout)
     observer = SectionTimer(observer or ProgressObserver())
     with ExitStack() as stack:
-        try:
-            config, groups = _init_rank(config, terminal, stack, stop)
-        except InterruptedError as error:
-            logger.warning("%s", error)
-            return EXIT_INTERRUPTED if stop.received is signal.SIGINT else EXIT_REQUEUE
+        config, groups = _init_rank(config, terminal, stack, stop)
         # Before the lock, so that a run with unusable data creates no folder.
         with raise_on_all_ranks(groups), refusals():
             config, data = open_data(config, groups)

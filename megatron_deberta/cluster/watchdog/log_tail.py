@@ -13,7 +13,6 @@ _TAIL_BYTES = 1 << 16
 _BLOCK_BYTES = 1 << 16
 _POLL_MILLISECONDS = 100
 _LAST_LINES = 20
-_FINISH_SECONDS = 2.0
 _ERROR = re.compile(
     r"(?:\[rank\d+\]: )?(?:[A-Za-z_][\w.]*(?:Error|Exception)\b|megatron-deberta: )"
 )
@@ -47,11 +46,14 @@ class RankOutput:
         os.close(self.descriptor)
         self._thread.start()
 
-    def finish(self) -> None:
-        """Copy what is left after the end of the rank; processes that it has left do not count."""
+    def finish(self, seconds: float) -> None:
+        """Copy what is left after the end of the rank; processes that it has left do not count.
+
+        Args:
+            seconds: time to wait; a disk that does not answer holds the copy up.
+        """
         self._has_ended = True
-        # A frozen disk may hold the copy up.
-        self._thread.join(_FINISH_SECONDS)
+        self._thread.join(seconds)
 
     def last_error(self) -> str:
         """Return the last line that names an error, or else the last line."""

@@ -70,6 +70,8 @@ DIAGNOSTICS_SECONDS = 2.5
 """Time to wait for other nodes' diagnostics after this node's own."""
 FINAL_REPORT_SECONDS = 10.0
 """Time to wait for the disk at the end."""
+OUTPUT_SECONDS = 2.0
+"""Time to wait for the rest of a rank's output after its end."""
 FROZEN_SECONDS = 5.0
 """If the run folder has not answered for so long, ranks may be waiting for it, too."""
 MIN_NEWS_SECONDS = 3.0
@@ -250,7 +252,8 @@ class Supervisor:
         """Log a rank's end, after its last lines."""
         error = ""
         if rank.output is not None:
-            rank.output.finish()
+            is_frozen = self._exchange.blocked_seconds() > FROZEN_SECONDS
+            rank.output.finish(0.0 if is_frozen else OUTPUT_SECONDS)
             if code not in HARMLESS and not rank.killed:
                 error = rank.output.last_error()
                 self.errors[rank.number] = error

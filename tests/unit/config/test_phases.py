@@ -105,6 +105,8 @@ def test_data_order_continues_where_only_the_batch_changes() -> None:
         (['train.phases=["data.sequence_length=8"]'], ["phases[0]", "steps or tokens"]),
         (['train.phases=["steps=1 tokens=5"]'], ["phases[0]", "steps or tokens"]),
         (['train.phases=["steps=-1"]'], ["phases[0]", "steps=-1"]),
+        (['train.phases=["steps=010"]'], ["phases[0]", "steps=010"]),
+        (['train.phases=["steps=１０"]'], ["phases[0]", "steps=１０"]),
         (['train.phases=["steps=4 model.num_layers=3"]'], ["model.num_layers", "cannot change"]),
         (['train.phases=["steps=4 data.sequence_lenth=3"]'], ["data.sequence_lenth"]),
         (['train.phases=["steps=4 data.sequence_length=x"]'], ["phases[0]", "wrong type"]),
