@@ -25,7 +25,6 @@ from megatron_deberta.cli.arguments import number, refuse_options
 from megatron_deberta.config.objective_rules import trained_forms
 from megatron_deberta.errors import ConfigError, MissingModelError
 from megatron_deberta.files import write_atomically
-from megatron_deberta.parsing import read_json
 
 if TYPE_CHECKING:
     from megatron_deberta.config.schema import ModelConfig, RunConfig
@@ -223,6 +222,8 @@ def _read_revisions(output: Path) -> dict[str, dict[str, Any]]:
     Raises:
         DataError: it is damaged.
     """
+    from megatron_deberta.parsing import read_json
+
     path = output / REVISIONS
     if not path.is_file():
         return {}

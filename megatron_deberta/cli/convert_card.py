@@ -120,7 +120,7 @@ def _rows(
         "initial weights": _model_name(source) if source else "random",
     }
     if task:
-        rows["rows seen"] = f"{metadata.consumed_samples:,}, examples or windows of long ones"
+        # The last batch of an epoch is smaller, so the rows seen are not known.
         rows["sequence length"] = f"up to {run.data.sequence_length:,} tokens"
     else:
         rows |= _text_rows(run, parts, step)
@@ -195,7 +195,10 @@ def _hardware(trained: TrainedModel) -> str:
     text = "not recorded"
     if tensor and data:
         ranks = tensor * data
-        text = f"{ranks} {'rank' if ranks == 1 else 'ranks'} ({tensor} tensor-parallel x {data})"
+        text = (
+            f"{ranks} {'rank' if ranks == 1 else 'ranks'} ({tensor} tensor-parallel x {data} "
+            "data-parallel)"
+        )
     folder = _run_folder(trained)
     devices = read_devices(folder) if folder else []
     return f"{text}, {' and '.join(devices)}" if devices else f"{text}, device not recorded"
@@ -283,9 +286,9 @@ def _evaluation(
         how += f" (the exported weights are rounded to {dtype}, the measured ones were not)"
     if task is not None:
         figures = _task_figures(run, task, found, baselines)
-        baseline = (
-            "the most frequent prediction" if any(f.baseline is not None for f in figures) else ""
-        )
+        has_baseline = any(figure.baseline is not None for figure in figures)
+        constant = "mean score" if task.head == "regression" else "most frequent label"
+        baseline = f"always the {constant}" if has_baseline else ""
         text = f"{how}, on the split `{DEV}` of {task.name}."
         if run.finetune.keep_best:
             text += " The same split has selected the checkpoint, so these are no test results."

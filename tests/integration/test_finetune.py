@@ -300,7 +300,7 @@ def check_texts(
         patch.setattr("sys.stdout", stdout)
         assert main(["predict", "--model", str(exported), "train.device=cpu"]) == EXIT_DONE
     assert json.loads(stdout.buffer.getvalue())["text"] == text  # type: ignore[attr-defined]
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xe9")))
     assert main(["predict", "--model", str(exported), "train.device=cpu"]) == EXIT_USAGE
     assert "standard input is not UTF-8" in capsys.readouterr().err
 

@@ -152,7 +152,7 @@ def check_origin(text: str, rows: dict[str, tuple[str, ...]]) -> None:
     """Check what every card says of the training, and that it names nothing of this machine."""
     assert str(GOLDEN.parents[2]) not in text
     assert "/" not in text[text.index("## Training") : text.index("## Use")]
-    assert rows["hardware"][0] == "1 rank (1 tensor-parallel x 1), CPU"
+    assert rows["hardware"][0] == "1 rank (1 tensor-parallel x 1 data-parallel), CPU"
     assert rows["number format"] == ("fp32",)
     assert "fingerprint" in rows["tokenizer"][0]
     assert "license: unknown" in text
@@ -372,6 +372,9 @@ def test_figures_of_a_fine_tuned_model(
     check_origin(text, rows)
     assert rows["data"] == (f"own_{head}",)
     assert rows["initial weights"] == ("hf",)
+    assert rows["optimizer steps"] == ("3",)
+    constant = "mean score" if head == "regression" else "most frequent label"
+    assert (f"| baseline: always the {constant} |" in text) == (head != "spans")
     assert "on the split `dev` of own_" in text
     with open_predictor(str(task), folder, str(data), ("train.device=cpu",)) as predictor:
         split, outputs, loss = predictor.run("dev")

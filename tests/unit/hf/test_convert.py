@@ -23,7 +23,7 @@ from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.cli.main import main
 from megatron_deberta.config import load_config
-from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.config.schema import DataConfig, ModelConfig, TrainConfig
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import published_folder, sha256_file
 from megatron_deberta.hf.export_model import output_folder
@@ -153,6 +153,51 @@ def test_model_card_has_the_scores_as_metadata(run_dir: Path, tmp_path: Path) ->
     assert result["dataset"] == {"name": "books", "type": "books", "split": "validation"}
     assert result["metrics"] == [{"type": "masked_accuracy", "value": 0.5}]
     assert "| masked accuracy | 0.5000 |" in card
+
+
+def test_model_card_has_every_phase_up_to_the_step(run_dir: Path, tmp_path: Path) -> None:
+    phases = (
+        "steps=2 data.sequence_length=16 objective.mask_probability=0.4 train.global_batch_size=8",
+        "steps=4 data.train=[/home/me/news.idx] optimizer.learning_rate=1e-5",
+        "steps=20000 data.sequence_length=24 data.train=[never]",
+    )
+    train = TrainConfig(steps=20006, phases=phases, global_batch_size=4)
+    data = DataConfig(
+        train=("3", "/data/books", "1", "/data/wiki/"),
+        validation=("/data/heldout",),
+        sequence_length=32,
+    )
+    for step in (3, 6):
+        save_run(V2, tmp_path / "phased", tmp_path / "tokenizer", step, train, data)
+    record = {"step": 6, "kind": "validation", "loss": 2.5, "masked_accuracy": 0.5}
+    (tmp_path / "phased" / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    out = tmp_path / "out"
+    assert main(["convert", "--checkpoint", str(tmp_path / "phased"), "--output", str(out)]) == 0
+    card = (out / "README.md").read_text()
+    for row in (
+        "| data | 0.75 books, 0.25 wiki, then news |",
+        "| optimizer steps | 6 of 20,006 |",
+        f"| tokens | {2 * 8 * 16 + 4 * 4 * 32:,}, padding included |",
+        "| sequence length | 16, then 32 |",
+        "| batch size | 8, then 4 |",
+        "| peak learning rate | 0.0002, then 1e-05 |",
+    ):
+        assert row in card
+    assert "| masking | 0.4 of the tokens, in spans" in card
+    assert ", then 0.15 of the tokens, in spans" in card
+    # The validation at step 6 is that of the phase which ends there.
+    assert "on heldout: rows of 32 tokens, 0.15 of the tokens masked." in card
+    assert "never" not in card
+    assert "/data" not in card
+    # Its metrics are not those of a copy elsewhere.
+    step = tmp_path / "phased" / "checkpoints" / "step_00000006"
+    shutil.copytree(step, tmp_path / "phased" / "copies" / "step_00000006")
+    copied = ["convert", "--checkpoint", str(tmp_path / "phased" / "copies" / "step_00000006")]
+    assert main([*copied, "--output", str(tmp_path / "copied")]) == 0
+    assert (
+        "were not evaluated: the run has no validation"
+        in (tmp_path / "copied" / "README.md").read_text()
+    )
 
 
 def predictions(output: str) -> list[tuple[str, str]]:
