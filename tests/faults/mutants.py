@@ -299,9 +299,9 @@ MUTANTS = (
         "unit/data/test_blend.py::test_decimals_repeat_exactly_and_far_indices_are_found_at_once",
     ),
     Mutant(
-        "a card has the figures of the last validation, of whichever step", "cli/convert.py",
-        'and record["step"] <= step and', 'and',
-        "unit/hf/test_convert.py::test_the_export_says_how_to_load_it",
+        "a card has the figures of the last validation, of whichever step", "cli/convert_card.py",
+        'if _is_validation(record) and record["step"] == step:', "if _is_validation(record):",
+        "integration/test_model_cards.py::test_a_step_without_validation_has_no_figures",
     ),
 )  # fmt: skip
 
