@@ -172,7 +172,7 @@ class _Pairs(NamedTuple):
 
 @functools.lru_cache(maxsize=4)
 def _pairs(charsmap: bytes) -> _Pairs:
-    trie = _Trie(charsmap)
+    trie = _trie(charsmap)
     everything = "".join(map(chr, [*range(0xD800), *range(0xE000, _CODE_POINTS)]))
     others = normalizers.Replace(Regex(f"[{MARKS}]"), "").normalize_str(everything)
     marks = frozenset(everything).difference(others)
@@ -225,7 +225,7 @@ def _composed_otherwise(trie: _Trie, marks: Iterable[str]) -> set[str]:
 @functools.lru_cache(maxsize=4)
 def _patterns(charsmap: bytes) -> tuple[str, str]:
     """Return a pattern of all sequences with a rule, and a class of their further characters."""
-    trie = _Trie(charsmap)
+    trie = _trie(charsmap)
     firsts: dict[int, list[str]] = defaultdict(list)
     for character, state in trie.characters(trie.root):
         firsts[trie.identity(state)].append(character)
@@ -388,6 +388,11 @@ class _Trie:
         pattern = parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})" if parts else ""
         self._known[identity] = pattern
         return pattern
+
+
+@functools.lru_cache(maxsize=1)
+def _trie(charsmap: bytes) -> _Trie:
+    return _Trie(charsmap)
 
 
 def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
