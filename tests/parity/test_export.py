@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -240,10 +240,12 @@ def test_pieces_of_a_token_classifier_have_no_spaces(tmp_path: Path) -> None:
         pieces = [text[start:end] for start, end in found["offset_mapping"]]
         assert pieces == [piece.strip() for piece in pieces]
     lines = loading_lines(config, "deberta-v2", str(tmp_path / "out"))
-    names: dict[str, Any] = {}
-    exec(lines["token-classification"], names)
+    assert lines["token-classification"].endswith(', aggregation_strategy="first")')
+    run = transformers.pipeline(
+        "token-classification", model=str(tmp_path / "out"), aggregation_strategy="first"
+    )
     text = "The quick brown fox jumps over the lazy dog."
-    spans = [(e["start"], e["end"]) for e in names["run"](text)]
+    spans = [(e["start"], e["end"]) for e in run(text)]
     assert spans
     # A span has whole words, but for pieces that hold nothing but the space before a word.
     borders = {m.span()[side] for m in re.finditer(r"\S+", text) for side in (0, 1)}
