@@ -36,6 +36,7 @@ def _keys(**sections: str) -> frozenset[str]:
 FREE = _keys(
     model="conv_init",
     parallel="tensor_parallel_size sequence_parallel recompute fuse attention_backend",
+    optimizer="implementation",
     precision="engine zero_stage offload_optimizer",
     tokenizer="path",
     data="train validation index_cache num_workers sample_log verify_hashes",

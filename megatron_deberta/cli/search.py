@@ -87,16 +87,15 @@ def run(args: argparse.Namespace) -> int:
         return _show(search, list_runs(search, task), task.metrics[0], prunes=args.prune)
     source = open_source_model(Path(search.model), search.tokenizer)
     runs = configure_runs(search, task, source)
-    inputs = fingerprint_inputs(task, search.data, source.tokenizer_path)
-    inputs["model_fingerprint"] = fingerprint_weights(source.path)
-    has_runs = any(run.folder.exists() for run in runs)
-    file, remedy = (
-        Path(search.output) / INPUTS_FILE,
-        "restore it, or give the search another output",
-    )
-    check_inputs(file, inputs, has_runs=has_runs, remedy=remedy)
-    if not args.dry_run:
-        record_inputs(file, inputs)
+    if not args.no_check:
+        inputs = fingerprint_inputs(task, search.data, source.tokenizer_path)
+        inputs["model_fingerprint"] = fingerprint_weights(source.path)
+        has_runs = any(run.folder.exists() for run in runs)
+        file = Path(search.output) / INPUTS_FILE
+        remedy = "restore it, or give the search another output"
+        check_inputs(file, inputs, has_runs=has_runs, remedy=remedy)
+        if not args.dry_run:
+            record_inputs(file, inputs)
     pending = [run for run in runs if read_result(run.folder, task.metrics[0]) is None]
     if args.dry_run:
         print(_describe(search, runs, pending))

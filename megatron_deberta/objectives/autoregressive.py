@@ -86,6 +86,7 @@ class MaskedAndAutoregressiveModelling(MaskedLanguageModelling):
     """Each step's batch is either masked or autoregressive; validation measures both forms."""
 
     loss_unit = "nats per predicted token"
+    validation_loss_name = "masked loss"
     model_class = TwoFormModel
 
     @property

@@ -101,12 +101,16 @@ class Objective(ABC):
             its ``counters``, then its outputs, if any, as a flat tuple of tensors. An objective
             without it overrides ``build_model``.
         loss_unit: unit of the recorded loss.
+        step_loss_name: which loss of a training step is recorded as ``loss``, for people.
+        validation_loss_name: likewise, of a validation.
         counters: names of further numbers that its metrics need, summed over the global batch.
         parts: the losses.
     """
 
     model_class: ClassVar[type[DebertaBackbone]]
     loss_unit: ClassVar[str] = "nats per masked token"
+    step_loss_name: ClassVar[str] = "loss"
+    validation_loss_name: ClassVar[str] = "loss"
     counters: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: RunConfig) -> None:

@@ -181,6 +181,7 @@ class ReplacedTokenDetection(Objective):
     """DeBERTaV3's objective; one update of both models, or one after the other."""
 
     counters = ("replaced", "detected", "true_positives")
+    step_loss_name = validation_loss_name = "generator loss"
 
     @property
     def parts(self) -> tuple[LossPart, ...]:

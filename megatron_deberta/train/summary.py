@@ -115,20 +115,17 @@ def describe_nothing_left(config: RunConfig) -> str:
 def _losses(config: RunConfig) -> list[tuple[str, str]]:
     """Return the last training loss, the last and best validation, and minimal pairs."""
     records = read_metrics(Path(config.train.run_dir) / FILE_NAME)
-    # Which of an objective's losses is recorded as ``loss``.
-    name = {"rtd": "generator loss", "mlm+ar": "masked loss"}.get(config.objective.name, "loss")
+    objective = build_objective(config)
     # A loss that is not finite is recorded as null.
     scored = [record for record in records if record.get("loss") is not None]
     training = [record for record in scored if record["kind"] == "train"]
     validations = [record for record in scored if record["kind"] == "validation"]
     rows = []
     if training:
-        # With two forms, it is that of the step's form.
-        shown = "loss" if config.objective.name == "mlm+ar" else name
-        rows.append(("training", f"{shown} {training[-1]['loss']:.4f}"))
+        rows.append(("training", f"{objective.step_loss_name} {training[-1]['loss']:.4f}"))
     if validations:
         last, best = validations[-1], min(validations, key=lambda record: record["loss"])
-        text = f"{name} {last['loss']:.4f} at step {last['step']:,}"
+        text = f"{objective.validation_loss_name} {last['loss']:.4f} at step {last['step']:,}"
         if best is not last:
             text += f", best {best['loss']:.4f} at step {best['step']:,}"
         unigram = [record[UNIGRAM_METRIC] for record in records if UNIGRAM_METRIC in record]

@@ -174,6 +174,4 @@ def check_sizes(path: Path) -> None:
             # Docstrings are not counted.
             first = node.body[1 if ast.get_docstring(node) and len(node.body) > 1 else 0]
             lines = node.end_lineno - first.lineno + 1
-            # Helpers of a kernel would need many tiles and pointers as arguments.
-            most = 100 if "jit" in {dotted(d).split(".")[-1] for d in node.decorator_list} else 60
-            assert lines <= most, f"{path.name}:{node.lineno}: {node.name} has {lines} lines"
+            assert lines <= 100, f"{path.name}:{node.lineno}: {node.name} has {lines} lines"

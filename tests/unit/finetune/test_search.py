@@ -352,7 +352,7 @@ def test_the_data_of_a_search_are_checked_before_it_is_submitted(
     empty.write_text("text\tlabel\n")
     command = ["search", str(search_file), "--cluster", "local", "--dry-run"]
     assert main(command) == EXIT_USAGE
-    assert "# error: " in capsys.readouterr().out
+    assert "train.tsv: no examples" in capsys.readouterr().err
     assert main([*command, "--no-check"]) == EXIT_DONE
 
 

@@ -92,7 +92,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe\x00")
     damaged.write_bytes(gzip.compress(b"some words " * 50)[:30])
     for path, message in (
-        (tmp_path / "absent", "absent cannot be read: No such file"),
+        (tmp_path / "absent", "absent: cannot be read: No such file"),
         (tmp_path, "cannot be read: Is a directory"),
         (blank, "has no words"),
         (binary, "not in UTF-8"),
