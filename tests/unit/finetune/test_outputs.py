@@ -168,7 +168,7 @@ def test_damaged_outputs_are_computed_again(
         return
     damage(path)
     assert np.array_equal(read_outputs(run, "dev").outputs, first)
-    assert np.array_equal(np.load(path), first)
+    assert np.array_equal(np.load(path, allow_pickle=False), first)
 
 
 @pytest.mark.parametrize("shape", [(3, 2), (11,), (11, 3)])

@@ -93,7 +93,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     damaged.write_bytes(gzip.compress(b"some words " * 50)[:30])
     for path, message in (
         (tmp_path / "absent", "absent: cannot be read: No such file"),
-        (tmp_path, "cannot be read: Is a directory"),
+        (tmp_path, "not a regular file"),
         (blank, "has no words"),
         (binary, "not in UTF-8"),
         (damaged, "cannot be read"),
