@@ -77,7 +77,7 @@ _FLOATS32 = (
     "ENDS SUMS"
 ).split()
 _INTEGERS = "POSITIONS KEY_BEGIN KEY_END QUERY_BEGIN QUERY_END ROWS".split()
-_SCALARS = "scale log2_scale pack_scale".split()
+_SCALARS = "scale log2_scale unpack_scale".split()
 _HEAD_TENSORS = "Q K V X OUT D_OUT D_Q D_K D_V".split()
 # Arguments that are plain pointers in these kernels and ``HeadTensor`` in other kernels.
 _POINTERS = {"fold": ("OUT",), "end_products": ("OUT",), "end_gradient": ("OUT",)} | {

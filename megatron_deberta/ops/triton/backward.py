@@ -37,7 +37,6 @@ from megatron_deberta.ops.triton.tiles import (
     position_bias,
     program_tile,
     rotate_halves,
-    scaled,
     select_terms,
     store_rows,
     table_product,
@@ -80,7 +79,7 @@ def merged_block(
 @triton.jit
 def key_kernel(
     Q, K, V, D_OUT, KEY_TABLE, QUERY_TABLE, QUERY_BEGIN, QUERY_END, LSE2, DELTA, D_V, BAND, D_V_FAR,
-    DROPOUT, heads, length, near, width, log2_scale, pack_scale,
+    DROPOUT, heads, length, near, width, log2_scale, unpack_scale,
     BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, C2P: tl.constexpr, P2C: tl.constexpr,
     HALF: tl.constexpr, FAR: tl.constexpr, RANGES: tl.constexpr, EVEN: tl.constexpr,
     DROP: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr,
@@ -95,7 +94,6 @@ def key_kernel(
         QUERY_END: int32 ``[batch, length]``, one past the last; only with RANGES.
         LSE2, DELTA: float32 ``[batch, heads, length]``.
         BAND: as in the module docstring.
-        KEY_TABLE: times pack_scale; QUERY_TABLE is not.
         D_V_FAR: float32 ``[batch, heads, length, HEAD_DIM]``, from far queries; only with FAR.
         width: query tiles in a key tile's band.
         SCORES: compute the probabilities; otherwise read them from the band.
@@ -117,7 +115,6 @@ def key_kernel(
     k = load_rows(
         head_pointer(K, batch, head), K.row_stride, first, length, EVEN, BLOCK, HEAD_DIM
     )  # fmt: skip
-    k = scaled(k, pack_scale, HALF)
     v = load_rows(
         head_pointer(V, batch, head), V.row_stride, first, length, EVEN, BLOCK, HEAD_DIM
     )  # fmt: skip
@@ -153,7 +150,7 @@ def key_kernel(
                 k_low = table_product(k, QUERY_TABLE, k_row, BLOCK, HEAD_DIM).to(k_high.dtype)
                 k_terms = select_terms(k_high, k_low, zero, HALF, BLOCK)
                 k_high = k_low
-            bias = position_bias(k_terms, q_terms, zero, P2C, C2P, HALF, BLOCK)
+            bias = position_bias(k_terms, q_terms, zero, unpack_scale, P2C, C2P, HALF, BLOCK)
             # Loaded where it is used: earlier, it would take registers from the products above.
             lse2 = load_vector(LSE2 + pair * length, first_query + zero, length, EVEN, BLOCK)
             scores = dot(k, tl.trans(q), bias)

@@ -31,7 +31,7 @@ from megatron_deberta.ops.triton.tiles import (
 
 @triton.jit
 def end_products_kernel(
-    X, TABLE, OUT, heads, length, last, scale, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr
+    X, TABLE, OUT, heads, length, last, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
     """Multiply every vector by the first and the last row of a table.
 
@@ -40,7 +40,6 @@ def end_products_kernel(
         TABLE: ``[heads, last + 1, HEAD_DIM]``.
         OUT: float32 ``[batch, heads, 2, length]``.
         last: index of the table's last row.
-        scale: factor on the products.
     """
     tile, pair, batch, head = program_tile(length, heads, BLOCK)
     pointer = head_pointer(X, batch, head)
@@ -50,7 +49,6 @@ def end_products_kernel(
     for side in tl.static_range(2):
         row = TABLE + (head * (last + 1) + side * last) * HEAD_DIM + tl.arange(0, HEAD_DIM)
         products = tl.sum(x * tl.load(row).to(tl.float32)[None, :], 1)
-        products *= scale
         tl.store(OUT + (2 * pair + side) * length + position, products, mask=position < length)
 
 
