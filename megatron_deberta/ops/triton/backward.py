@@ -20,9 +20,10 @@ import triton
 import triton.language as tl
 
 from megatron_deberta.ops.triton.scores import (
-    dropout_row_key,
+    dropout_state,
     score_gradient,
     signed_probabilities,
+    tile_pairs,
     visible_range,
 )
 from megatron_deberta.ops.triton.tiles import (
@@ -118,6 +119,7 @@ def key_kernel(
     v = load_rows(
         head_pointer(V, batch, head), V.row_stride, first, length, EVEN, BLOCK, HEAD_DIM
     )  # fmt: skip
+    state = dropout_state(DROPOUT, batch, head, DROP)
     query_begin, query_end = visible_range(QUERY_BEGIN, QUERY_END, first + offsets, length, RANGES)
     _, _, near_begin, near_end = visible_tiles(
         QUERY_BEGIN, QUERY_END, tile, length, near, RANGES, BLOCK
@@ -156,9 +158,9 @@ def key_kernel(
             scores = dot(k, tl.trans(q), bias)
             visible = offsets[None, :] >= (query_begin - first_query)[:, None]
             visible = visible & (offsets[None, :] < (query_end - first_query)[:, None])
-            row_key = dropout_row_key(DROPOUT, first_query + offsets, batch, head, DROP)
             signed = signed_probabilities(
-                scores, lse2, visible, row_key, first, log2_scale, DROPOUT,
+                scores, lse2, visible, state, tile_pairs(first_query, BLOCK), first, log2_scale,
+                DROPOUT,
                 True, MASKED, DROP, BLOCK,
             )  # fmt: skip
         else:
@@ -285,7 +287,8 @@ def query_gradient_kernel(
         v_pointer = head_pointer(V, batch, head)
         lse2 = load_vector(LSE2 + pair * length, first_query, length, EVEN, BLOCK)
         delta = load_vector(DELTA + pair * length, first_query, length, EVEN, BLOCK)
-        row_key = dropout_row_key(DROPOUT, query, batch, head, DROP)
+        state = dropout_state(DROPOUT, batch, head, DROP)
+        query_pairs = tile_pairs(first_query, BLOCK)
         key_begin, key_end = visible_range(KEY_BEGIN, KEY_END, query, length, RANGES)
         for side in tl.static_range(2):
             q_side = (2 * pair + 1 - side) * length
@@ -306,7 +309,7 @@ def query_gradient_kernel(
                 key = first + tl.arange(0, BLOCK)
                 visible = (key[None, :] >= key_begin[:, None]) & (key[None, :] < key_end[:, None])
                 signed = signed_probabilities(
-                    scores, lse2, visible, row_key, first, log2_scale, DROPOUT,
+                    scores, lse2, visible, state, query_pairs, first, log2_scale, DROPOUT,
                     False, MASKED, DROP, BLOCK,
                 )  # fmt: skip
                 d_scores = score_gradient(

@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 
 from megatron_deberta.ops.triton.scores import (
-    dropout_row_key,
+    dropout_state,
     softmax_result,
     softmax_step,
+    tile_pairs,
     visible_range,
 )
 from megatron_deberta.ops.triton.tiles import (
@@ -76,7 +77,8 @@ def forward_kernel(
     q_pointer = head_pointer(Q, batch, head)
     q = load_rows(q_pointer, Q.row_stride, tile * BLOCK, length, EVEN, BLOCK, HEAD_DIM)
     key_begin, key_end = visible_range(KEY_BEGIN, KEY_END, query, length, RANGES)
-    row_key = dropout_row_key(DROPOUT, query, batch, head, DROP)
+    state = dropout_state(DROPOUT, batch, head, DROP)
+    query_pairs = tile_pairs(tile * BLOCK, BLOCK)
     begin, end, near_begin, near_end = visible_tiles(
         KEY_BEGIN, KEY_END, tile, length, near, RANGES, BLOCK
     )
@@ -100,8 +102,8 @@ def forward_kernel(
                     pointer = K_ENDS + ends + side * length
                     scores += load_vector(pointer, first, length, EVEN, BLOCK)[None, :]
                 row_max, row_sum, accumulator = softmax_step(
-                    scores, v, row_max, row_sum, accumulator, first, key_begin, key_end, row_key,
-                    log2_scale, DROPOUT, MASKED, DROP, BLOCK,
+                    scores, v, row_max, row_sum, accumulator, first, key_begin, key_end, state,
+                    query_pairs, log2_scale, DROPOUT, MASKED, DROP, BLOCK,
                 )  # fmt: skip
 
     # Each step needs one new block of the tables; the other one's products are kept from the last
@@ -130,7 +132,7 @@ def forward_kernel(
         bias = position_bias(q_terms, k_terms, zero, unpack_scale, C2P, P2C, HALF, BLOCK)
         row_max, row_sum, accumulator = softmax_step(
             dot(q, tl.trans(k), bias), v, row_max, row_sum, accumulator, first, key_begin, key_end,
-            row_key, log2_scale, DROPOUT, MASKED, DROP, BLOCK,
+            state, query_pairs, log2_scale, DROPOUT, MASKED, DROP, BLOCK,
         )  # fmt: skip
 
     factor, lse2 = softmax_result(row_max, row_sum, DROPOUT.keep_scale)
