@@ -7,7 +7,7 @@ benchmarks/results/offline/kernels.json`` adds the installed Triton's results to
 
 ``--slots FILE --label NAME`` instead counts the issue slots per tile of the main kernels, which is
 what bounds them, and adds them to FILE under NAME
-(``benchmarks/results/offline/attention_slots.json``).
+(``benchmarks/results/offline/attention_slots.json``). Exits with 1 if there are too many.
 """
 
 from __future__ import annotations
@@ -77,12 +77,15 @@ _FLOATS32 = (
     "ENDS SUMS"
 ).split()
 _INTEGERS = "POSITIONS KEY_BEGIN KEY_END QUERY_BEGIN QUERY_END ROWS".split()
-_SCALARS = "scale log2_scale pack_scale".split()
+_SCALARS = "scale log2_scale unpack_scale".split()
 _HEAD_TENSORS = "Q K V X OUT D_OUT D_Q D_K D_V".split()
 # Arguments that are plain pointers in these kernels and ``HeadTensor`` in other kernels.
 _POINTERS = {"fold": ("OUT",), "end_products": ("OUT",), "end_gradient": ("OUT",)} | {
     "gathered_query": ("D_Q",), "gathered_key": ("D_K",)
 }  # fmt: skip
+SLOTS = {"dropout": 4900, "plain": 4300}
+"""Maximum issue slots per tile of all main kernels together."""
+
 SCHEDULERS = 4
 """Of a multiprocessor; each issues one instruction of a warp per cycle."""
 
@@ -291,7 +294,7 @@ def main() -> int:
         for flags, count in counts.items():
             by_kernel = {name: kernel["slots"] for name, kernel in count["kernels"].items()}
             print(flags, count["slots"], by_kernel)
-        return 0
+        return int(any(count["slots"] > SLOTS[flags] for flags, count in counts.items()))
     results, wrong = {}, []
     for variant in variants(arguments.quick):
         if not re.search(arguments.only, variant.name):

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from megatron_deberta.ops.arguments import AttentionArguments, score_dtype
-from megatron_deberta.ops.dropout_bits import drop_threshold, keep_scale, random_bytes, row_keys
+from megatron_deberta.ops.dropout_bits import (
+    consecutive_bytes,
+    drop_threshold,
+    gathered_bytes,
+    keep_scale,
+    pairs,
+    pairs_of,
+    row_keys,
+)
 from megatron_deberta.ops.position_terms import STRIP, Scratch, Table, diagonals
 from megatron_deberta.ops.visibility import hides_keys, query_positions, visible_keys
 
@@ -132,8 +140,12 @@ class _Block:
             self.fully_masked = self.hidden.all(-1, keepdim=True)
         self.keep: Tensor | None = None
         if call.row_keys is not None:
-            keys = call.row_keys[rows, :, queries].transpose(0, 1).flatten(0, 1)
-            self.keep = random_bytes(keys, self.length) >= drop_threshold(a.dropout_p)
+            by_head = call.row_keys[rows].transpose(0, 1)
+            if a.q_positions is None:
+                random = consecutive_bytes(by_head[:, :, pairs_of(queries)], queries, self.length)
+            else:
+                random = gathered_bytes(by_head[:, :, queries], at, self.length)
+            self.keep = random.flatten(0, 1) >= drop_threshold(a.dropout_p)
         # Padding queries (-1) are masked elsewhere; any position is valid for them.
         self.at = None if a.q_positions is None else at.clamp(min=0)
         self.heads, self.dtype = call.heads, a.q.dtype
@@ -196,7 +208,11 @@ class _Call:
         self.at = query_positions(a)
         self.row_keys: Tensor | None = None
         if a.seed is not None:
-            self.row_keys = row_keys(a.seed, self.at, self.heads, a.head_offset)
+            # Of the pairs of consecutive queries, or of each gathered query.
+            at = pairs(self.at)
+            if a.q_positions is None:
+                at = torch.arange(pairs_of(slice(0, a.q.shape[2])).stop, device=a.q.device)
+            self.row_keys = row_keys(a.seed, at, self.heads, a.head_offset)
         self.scratch = Scratch(a.q, a.q.dtype)
         rising = torch.arange(1 - self.length, self.length, device=a.q.device)
         # Distances decrease along a score row and increase along a score column.

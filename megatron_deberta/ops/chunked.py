@@ -23,7 +23,15 @@ from torch.autograd.function import once_differentiable
 
 from megatron_deberta.ops import batched
 from megatron_deberta.ops.arguments import AttentionArguments, score_dtype
-from megatron_deberta.ops.dropout_bits import drop_threshold, keep_scale, random_bytes, row_keys
+from megatron_deberta.ops.dropout_bits import (
+    consecutive_bytes,
+    drop_threshold,
+    gathered_bytes,
+    keep_scale,
+    pairs,
+    pairs_of,
+    row_keys,
+)
 from megatron_deberta.ops.head_threads import for_heads
 from megatron_deberta.ops.position_terms import (
     ConsecutiveTerms,
@@ -100,7 +108,11 @@ class Blocks:
             self.terms = GatheredTerms(a, self.dtype, self.scratch, self.at)
         self.rows = None
         if a.seed is not None:
-            self.rows = row_keys(a.seed, self.at, self.heads, a.head_offset)
+            # Of the pairs of consecutive queries, or of each gathered query.
+            at = pairs(self.at)
+            if a.q_positions is None:
+                at = torch.arange(pairs_of(slice(0, self.q_len)).stop, device=a.q.device)
+            self.rows = row_keys(a.seed, at, self.heads, a.head_offset)
         self.bias: Tensor | None = None
         self.fully_masked: Tensor | None = None
 
@@ -151,9 +163,15 @@ class Blocks:
         """Return the dropout mask in the dtype of the scores: 1 = keep, 0 = drop."""
         if self.rows is None:
             return None
-        rows = self.rows[block.rows, block.head, block.queries]
+        rows = self.rows[block.rows, block.head]
+        if self.a.q_positions is None:
+            pairs_at = pairs_of(block.queries)
+            random = consecutive_bytes(rows[:, pairs_at], block.queries, self.k_len)
+        else:
+            at = self.at[block.rows] if self.at.shape[0] > 1 else self.at
+            random = gathered_bytes(rows[:, block.queries], at[:, block.queries], self.k_len)
         threshold = drop_threshold(self.a.dropout_p)
-        return torch.ge(random_bytes(rows, self.k_len), threshold, out=self.buffer("keep", block))
+        return torch.ge(random, threshold, out=self.buffer("keep", block))
 
     def zero_masked(self, x: Tensor) -> Tensor:
         """Return ``x`` with zeros for queries that see no key."""

@@ -3,14 +3,25 @@
 All backends and parallel layouts use the same integer function, so tensor parallelism,
 recomputation and resume drop the same elements. All arithmetic is modulo 2**32::
 
-    mix(x):   x ^= x >> 16;  x *= 0x7feb352d;  x ^= x >> 15;  x *= 0x846ca68b;  x ^= x >> 16
-    row     = mix(mix(mix(mix(low ^ 0x9e3779b9) ^ high) ^ head) ^ query)
-    word    = mix(row ^ (0x9e3779b9 * (key // 4)))
-    byte    = (word >> (8 * (key % 4))) & 255
-    dropped = byte < round(256 * p)
+    mix(x):           x ^= x >> 16;  x *= 0x7feb352d;  x ^= x >> 15;  x *= 0x846ca68b;  x ^= x >> 16
+    row(head, x)    = mix(mix(mix(mix(low ^ 0x9e3779b9) ^ high) ^ head) ^ x)
+    word(head, x, y)= mix(row(head, x) ^ (0x9e3779b9 * y))
+    dropped         = byte < round(256 * p)
 
-``low`` and ``high`` are the halves of the row's 64-bit seed, ``head`` the global head, ``query``
-and ``key`` positions in the row; shifts are logical. ``mix`` is the finaliser "lowbias32" of
+Hidden states, at a position and a feature::
+
+    byte = (word(0, position, feature // 4) >> (8 * (feature % 4))) & 255
+
+Attention probabilities, at a query and a key, which are positions in the row::
+
+    pair(x)   = 8 * (x // 16) + x % 8          second(x) = x // 8 % 2
+    byte = (word(head, pair(query), pair(key)) >> (16 * second(query) + 8 * second(key))) & 255
+
+so a word serves the queries q and q + 8 and the keys k and k + 8. One thread of a tensor-core
+product has these four elements, with queries and with keys as rows.
+
+``low`` and ``high`` are the halves of the row's 64-bit seed, ``head`` the global head; shifts are
+logical, divisions round down. ``mix`` is the finaliser "lowbias32" of
 https://github.com/skeeto/hash-prospector. Eight bits per element make p a multiple of 1/256: the
 rate is round(256 p) / 256 and the scale is computed from that rate, so the expectation is exact.
 """
@@ -46,11 +57,11 @@ def keep_scale(dropout_p: float) -> float:
 
 
 def row_keys(seed: Tensor, q_positions: Tensor, num_heads: int, head_offset: int) -> Tensor:
-    """Return the part of the hash that does not depend on the key.
+    """Return ``row`` of the module docstring.
 
     Args:
         seed: int64 ``[batch]``.
-        q_positions: integers ``[batch, q_len]`` or ``[q_len]``.
+        q_positions: positions, or pairs of queries, ``[batch, q_len]`` or ``[q_len]``.
         num_heads: local heads.
         head_offset: global index of the first local head.
 
@@ -83,31 +94,107 @@ def random_words(rows: Tensor, num_words: int, first: int = 0) -> Tensor:
     return _mix32_(rows.unsqueeze(-1) ^ columns)
 
 
-def random_bytes(rows: Tensor, num_keys: int, key_offset: int = 0) -> Tensor:
-    """Return the uniform byte of each (row, key).
+def random_bytes(rows: Tensor, num_features: int) -> Tensor:
+    """Return the uniform byte of each (row, feature) of hidden states.
 
     Args:
         rows: row keys, int32, any shape.
-        num_keys: keys, counted from ``key_offset``.
-        key_offset: position of the first key.
+        num_features: features.
 
     Returns:
-        uint8 ``[*rows.shape, num_keys]``; int32 under ``torch.compile``.
+        uint8 ``[*rows.shape, num_features]``; int32 under ``torch.compile``.
     """
-    first = key_offset // 4
-    last = -(-(key_offset + num_keys) // 4)
-    words = random_words(rows, last - first, first)
+    words = random_words(rows, -(-num_features // 4))
     # Byte k % 4 of a word, least significant first: the memory order of little-endian machines.
-    start = key_offset - 4 * first
     if torch.compiler.is_compiling():
         # The view would split a fused kernel in two; eager shifts would take four passes.
         shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=words.device)
         split = ((words.unsqueeze(-1) >> shifts) & 0xFF).flatten(-2)
-        return split[..., start : start + num_keys]
-    return words.view(torch.uint8)[..., start : start + num_keys]
+        return split[..., :num_features]
+    return words.view(torch.uint8)[..., :num_features]
 
 
-def keep_mask(
+def keep_mask(seed: Tensor, positions: Tensor, num_features: int, dropout_p: float) -> Tensor:
+    """Return the dropout mask of hidden states.
+
+    Args:
+        seed: int64 ``[batch]``, one per row.
+        positions: integers ``[batch, length]`` or ``[length]`` (the same in every row).
+        num_features: features.
+        dropout_p: dropout probability, rounded to a multiple of 1/256.
+
+    Returns:
+        bool ``[batch, 1, length, num_features]``, True = keep, on the seed's device.
+
+    Raises:
+        ValueError: the probability is below 0 or rounds to 1.
+    """
+    threshold = drop_threshold(dropout_p)
+    return random_bytes(row_keys(seed, positions, 1, 0), num_features) >= threshold
+
+
+def pairs(positions: Tensor) -> Tensor:
+    """Return ``pair`` of the module docstring."""
+    return (positions >> 4) * 8 + (positions & 7)
+
+
+def pairs_of(queries: slice) -> slice:
+    """Return the pairs of the blocks of 16 that consecutive queries are in."""
+    return slice(queries.start // 16 * 8, -(-queries.stop // 16) * 8)
+
+
+def consecutive_bytes(rows: Tensor, queries: slice, num_keys: int) -> Tensor:
+    """Return the uniform byte of each query and key of attention, for consecutive queries.
+
+    Args:
+        rows: ``row_keys`` of the pairs ``pairs_of(queries)``, any shape before.
+        queries: positions of the queries.
+        num_keys: keys, counted from 0.
+
+    Returns:
+        uint8 ``[..., queries, num_keys]``.
+    """
+    blocks = -(-num_keys // 16)
+    words = random_words(rows, 8 * blocks).unflatten(-2, (-1, 8))
+    # Eight bytes of consecutive keys are moved at once, as an integer.
+    out = rows.new_empty((*words.shape[:-2], 2, 8, blocks, 2), dtype=torch.int64)
+    for query in range(2):
+        for key in range(2):
+            out[..., query, :, :, key] = _eight_bytes(words)
+            words >>= 8
+    start = queries.start - 2 * pairs_of(queries).start
+    by_query = out.view(torch.uint8).flatten(-2).flatten(-4, -2)
+    return by_query[..., start : start + queries.stop - queries.start, :num_keys]
+
+
+def gathered_bytes(rows: Tensor, q_positions: Tensor, num_keys: int) -> Tensor:
+    """Return the uniform byte of each query and key of attention, for queries anywhere.
+
+    Args:
+        rows: ``row_keys`` of ``pairs(q_positions)``, ``[..., q_len]``.
+        q_positions: integers that broadcast to it.
+        num_keys: keys, counted from 0.
+
+    Returns:
+        uint8 ``[..., q_len, num_keys]``.
+    """
+    blocks = -(-num_keys // 16)
+    words = random_words(rows, 8 * blocks)
+    words >>= ((q_positions & 8) << 1).to(torch.int32).unsqueeze(-1)
+    out = rows.new_empty((*rows.shape, blocks, 2), dtype=torch.int64)
+    for key in range(2):
+        out[..., key] = _eight_bytes(words)
+        words >>= 8
+    return out.view(torch.uint8).flatten(-2)[..., :num_keys]
+
+
+def _eight_bytes(words: Tensor) -> Tensor:
+    """Return the lowest bytes of eight consecutive words as an integer."""
+    lowest = words.to(torch.uint8, memory_format=torch.contiguous_format)
+    return lowest.view(*words.shape[:-1], words.shape[-1] // 8, 8).view(torch.int64).squeeze(-1)
+
+
+def attention_keep_mask(
     seed: Tensor,
     q_positions: Tensor,
     num_keys: int,
@@ -115,18 +202,16 @@ def keep_mask(
     *,
     num_heads: int = 1,
     head_offset: int = 0,
-    key_offset: int = 0,
 ) -> Tensor:
-    """Return the dropout mask. Hidden dropout uses one head and features as keys.
+    """Return the dropout mask of attention probabilities.
 
     Args:
         seed: int64 ``[batch]``, one per row.
         q_positions: integers ``[batch, q_len]`` or ``[q_len]`` (the same in every row).
-        num_keys: keys, counted from ``key_offset``.
+        num_keys: keys, counted from 0.
         dropout_p: dropout probability, rounded to a multiple of 1/256.
         num_heads: local heads.
         head_offset: global index of the first local head.
-        key_offset: position of the first key.
 
     Returns:
         bool ``[batch, num_heads, q_len, num_keys]``, True = keep, on the seed's device.
@@ -135,8 +220,9 @@ def keep_mask(
         ValueError: the probability is below 0 or rounds to 1.
     """
     threshold = drop_threshold(dropout_p)
-    rows = row_keys(seed, q_positions, num_heads, head_offset)
-    return random_bytes(rows, num_keys, key_offset) >= threshold
+    at = torch.atleast_2d(q_positions)
+    rows = row_keys(seed, pairs(at), num_heads, head_offset)
+    return gathered_bytes(rows, at[:, None], num_keys) >= threshold
 
 
 def mix_seed(*parts: int | Tensor, state: int | Tensor = 0) -> Tensor:

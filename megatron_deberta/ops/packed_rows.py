@@ -25,7 +25,7 @@ from megatron_deberta.ops.chunked import (
     select_heads,
 )
 from megatron_deberta.ops.dispatch import choose_backend, disentangled_attention
-from megatron_deberta.ops.dropout_bits import drop_threshold, row_keys
+from megatron_deberta.ops.dropout_bits import drop_threshold, pairs, row_keys
 from megatron_deberta.ops.head_threads import for_heads
 from megatron_deberta.ops.native import backend as native
 from megatron_deberta.ops.position_terms import ConsecutiveTerms, Scratch
@@ -201,7 +201,8 @@ def _native_attention(
     longest = max(rows.lengths)
     keys = None
     if seed is not None:
-        keys = row_keys(seed, torch.arange(longest, device="cpu")[None], q.shape[1], 0)
+        at = pairs(torch.arange(longest, device="cpu"))
+        keys = row_keys(seed, at, q.shape[1], 0)
     starts, lengths = (torch.tensor(x, device="cpu") for x in (rows.starts[:-1], rows.lengths))
     native_rows = native.Rows(starts, lengths, longest)
     options = native.Options(positions, "released", scale, dropout_p, keys)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_deberta.ops.arguments import AttentionArguments
-from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale
+from megatron_deberta.ops.dropout_bits import attention_keep_mask, keep_scale
 from megatron_deberta.ops.visibility import query_positions, visible_keys
 
 
@@ -31,7 +31,7 @@ def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
     visible = visible_keys(a, at, slice(None))[:, None]
     probabilities = visible_softmax(scores, visible)
     if a.seed is not None:
-        keep = keep_mask(
+        keep = attention_keep_mask(
             a.seed,
             at,
             a.k.shape[2],

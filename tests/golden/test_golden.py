@@ -1,4 +1,4 @@
-"""Results equal those of commit c6955b0; see ``freeze.py``."""
+"""Results equal the frozen ones; see ``freeze.py``."""
 
 from __future__ import annotations
 

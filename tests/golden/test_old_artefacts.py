@@ -1,7 +1,8 @@
 """Files of commit c6955b0 can be read: its run, run file, shard, tokenizer and export.
 
 ``c6955b0/`` is a run of two tensor-parallel ranks, stopped at step 5 of 12. ``continued.json`` has
-the metrics of its continuation on one rank by the same commit.
+the metrics of its continuation on one rank, frozen when attention's dropout bits changed; without
+that dropout they were the same before.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron_deberta.ops.arguments import AttentionArguments
-from megatron_deberta.ops.dropout_bits import drop_threshold, keep_scale, row_keys
+from megatron_deberta.ops.dropout_bits import drop_threshold, keep_scale, pairs, row_keys
 from megatron_deberta.ops.head_threads import for_heads
 from megatron_deberta.ops.native.build import SOURCE, library
 from megatron_deberta.ops.relative_positions import RelativePositions
@@ -80,7 +80,7 @@ class Options:
         p2c_index: see ``disentangled_attention``.
         scale: factor on scores.
         dropout_p: dropout probability.
-        row_keys: int32 ``[rows, heads, queries]``; None: no dropout.
+        row_keys: int32 ``[rows, heads, queries]``, of each query's pair; None: no dropout.
     """
 
     positions: RelativePositions
@@ -103,7 +103,7 @@ def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
     batch, heads, queries, _ = a.q.shape
     keys = None
     if a.seed is not None:
-        keys = row_keys(a.seed, query_positions(a), heads, a.head_offset)
+        keys = row_keys(a.seed, pairs(query_positions(a)), heads, a.head_offset)
     options = Options(a.positions, a.p2c_index, a.scale, a.dropout_p, keys)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (a.q, a.k, a.v))
     output, lse = attend_rows(q, k, v, a.pos_key, a.pos_query, _rows(a), options)

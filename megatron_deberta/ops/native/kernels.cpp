@@ -42,7 +42,7 @@ struct Call {
   const int32_t* positions;               // [rows, queries], of gathered queries; null: all, in order
   const int32_t* first_key;               // [all queries], first visible key; null: all are visible
   const int32_t* last_key;                // [all queries], end of the visible keys
-  const int32_t* row_keys;                // [rows, all_heads, queries], see dropout_bits; null: none
+  const int32_t* row_keys;                // [rows, all_heads, queries], of pairs; null: no dropout
   int32_t threshold;                      // bytes below are dropped
   float scale, keep_scale;
   Tokens q, k, v, out;
@@ -111,6 +111,13 @@ struct Block {
   int64_t first, queries;    // queries first ... first + queries - 1 of the row
   int64_t key, keys_end;     // keys that any of them sees
   int64_t keys() const { return keys_end - key; }
+};
+
+// Random words of a pair of queries.
+struct Words {
+  uint32_t state = 0;
+  int64_t first = 0, count = -1;
+  Buffer buffer;
 };
 
 class Worker {
@@ -304,10 +311,18 @@ class Worker {
     if (!call_.row_keys) return nullptr;
     const uint32_t state = static_cast<uint32_t>(
         call_.row_keys[(row * call_.all_heads + head) * call_.queries + b.first + i]);
-    const int64_t first = b.key / 4, count = (b.keys_end + 3) / 4 - first;
-    auto* words = reinterpret_cast<uint32_t*>(word_buffer_.get(count + kLanes));
-    fill_words(state, first, count, words);
-    return reinterpret_cast<const uint8_t*>(words) + b.key % 4;
+    const int64_t first = b.key / 16 * 8, count = (b.keys_end + 15) / 16 * 8 - first;
+    // The query eight rows later has the same words.
+    const int64_t at = call_.positions ? position(row, b, i) : b.first + i;
+    Words& words = words_[at % 8];
+    if (words.state != state || words.first != first || words.count != count) {
+      words = {state, first, count, std::move(words.buffer)};
+      fill_words(state, first, count, reinterpret_cast<uint32_t*>(words.buffer.get(count)));
+    }
+    // Two bytes for each word.
+    auto* bytes = reinterpret_cast<uint8_t*>(byte_buffer_.get(count / 2 + kLanes));
+    pair_bytes(reinterpret_cast<const uint32_t*>(words.buffer.get(count)), count, at / 8 % 2, bytes);
+    return bytes + b.key % 16;
   }
 
   Ints kept(const uint8_t* bytes, int64_t j) const {
@@ -534,7 +549,8 @@ class Worker {
   const int64_t dim_;
   HeadTable c2p_, p2c_;
   Buffer q_rows_, k_rows_, v_rows_, d_o_rows_, k_columns_, v_columns_, s_buffer_, t_buffer_,
-      g_buffer_, out_buffer_, d_k_buffer_, d_v_buffer_, word_buffer_;
+      g_buffer_, out_buffer_, d_k_buffer_, d_v_buffer_, byte_buffer_;
+  Words words_[8];  // of the last queries with each remainder modulo 8
   float *q_ = nullptr, *k_ = nullptr, *v_ = nullptr, *s_ = nullptr, *t_ = nullptr, *g_ = nullptr,
         *d_k_ = nullptr, *d_v_ = nullptr;
   int64_t k_width_ = 0, v_width_ = 0, s_width_ = 0, t_width_ = 0;

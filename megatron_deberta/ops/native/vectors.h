@@ -171,10 +171,23 @@ inline uint32_t mix(uint32_t x) {
   return x ^ (x >> 16);
 }
 
-// Random words of a row, see dropout_bits; their bytes in memory order belong to four columns.
+// Random words of a row, see dropout_bits. Of hidden states, their bytes in memory order belong to
+// four features; of attention, to two queries and two keys.
 inline void fill_words(uint32_t row, int64_t first, int64_t count, uint32_t* words) {
   for (int64_t w = 0; w < count; ++w)
     words[w] = mix(row ^ (0x9e3779b9u * static_cast<uint32_t>(first + w)));
+}
+
+// Bytes of the first or the second query of a pair, for blocks of 16 keys: each word has those of
+// keys k and k + 8.
+inline void pair_bytes(const uint32_t* words, int64_t count, int second, uint8_t* bytes) {
+  typedef uint32_t Words8 __attribute__((vector_size(32), aligned(4), may_alias));
+  typedef uint8_t Bytes8 __attribute__((vector_size(8), aligned(1), may_alias));
+  for (int64_t w = 0; w < count; w += 8) {
+    const Words8 x = *reinterpret_cast<const Words8*>(words + w) >> (16 * second);
+    *reinterpret_cast<Bytes8*>(bytes + 2 * w) = __builtin_convertvector(x, Bytes8);
+    *reinterpret_cast<Bytes8*>(bytes + 2 * w + 8) = __builtin_convertvector(x >> 8, Bytes8);
+  }
 }
 
 // Zeroed buffer with kPad more elements on each side.

@@ -20,9 +20,10 @@ import triton
 import triton.language as tl
 
 from megatron_deberta.ops.triton.scores import (
-    dropout_row_key,
+    dropout_state,
     score_gradient,
     signed_probabilities,
+    tile_pairs,
     visible_range,
 )
 from megatron_deberta.ops.triton.tiles import (
@@ -37,7 +38,6 @@ from megatron_deberta.ops.triton.tiles import (
     position_bias,
     program_tile,
     rotate_halves,
-    scaled,
     select_terms,
     store_rows,
     table_product,
@@ -80,7 +80,7 @@ def merged_block(
 @triton.jit
 def key_kernel(
     Q, K, V, D_OUT, KEY_TABLE, QUERY_TABLE, QUERY_BEGIN, QUERY_END, LSE2, DELTA, D_V, BAND, D_V_FAR,
-    DROPOUT, heads, length, near, width, log2_scale, pack_scale,
+    DROPOUT, heads, length, near, width, log2_scale, unpack_scale,
     BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, C2P: tl.constexpr, P2C: tl.constexpr,
     HALF: tl.constexpr, FAR: tl.constexpr, RANGES: tl.constexpr, EVEN: tl.constexpr,
     DROP: tl.constexpr, SCORES: tl.constexpr, VALUES: tl.constexpr,
@@ -95,7 +95,6 @@ def key_kernel(
         QUERY_END: int32 ``[batch, length]``, one past the last; only with RANGES.
         LSE2, DELTA: float32 ``[batch, heads, length]``.
         BAND: as in the module docstring.
-        KEY_TABLE: times pack_scale; QUERY_TABLE is not.
         D_V_FAR: float32 ``[batch, heads, length, HEAD_DIM]``, from far queries; only with FAR.
         width: query tiles in a key tile's band.
         SCORES: compute the probabilities; otherwise read them from the band.
@@ -117,10 +116,10 @@ def key_kernel(
     k = load_rows(
         head_pointer(K, batch, head), K.row_stride, first, length, EVEN, BLOCK, HEAD_DIM
     )  # fmt: skip
-    k = scaled(k, pack_scale, HALF)
     v = load_rows(
         head_pointer(V, batch, head), V.row_stride, first, length, EVEN, BLOCK, HEAD_DIM
     )  # fmt: skip
+    state = dropout_state(DROPOUT, batch, head, DROP)
     query_begin, query_end = visible_range(QUERY_BEGIN, QUERY_END, first + offsets, length, RANGES)
     _, _, near_begin, near_end = visible_tiles(
         QUERY_BEGIN, QUERY_END, tile, length, near, RANGES, BLOCK
@@ -153,15 +152,15 @@ def key_kernel(
                 k_low = table_product(k, QUERY_TABLE, k_row, BLOCK, HEAD_DIM).to(k_high.dtype)
                 k_terms = select_terms(k_high, k_low, zero, HALF, BLOCK)
                 k_high = k_low
-            bias = position_bias(k_terms, q_terms, zero, P2C, C2P, HALF, BLOCK)
+            bias = position_bias(k_terms, q_terms, zero, unpack_scale, P2C, C2P, HALF, BLOCK)
             # Loaded where it is used: earlier, it would take registers from the products above.
             lse2 = load_vector(LSE2 + pair * length, first_query + zero, length, EVEN, BLOCK)
             scores = dot(k, tl.trans(q), bias)
             visible = offsets[None, :] >= (query_begin - first_query)[:, None]
             visible = visible & (offsets[None, :] < (query_end - first_query)[:, None])
-            row_key = dropout_row_key(DROPOUT, first_query + offsets, batch, head, DROP)
             signed = signed_probabilities(
-                scores, lse2, visible, row_key, first, log2_scale, DROPOUT,
+                scores, lse2, visible, state, tile_pairs(first_query, BLOCK), first, log2_scale,
+                DROPOUT,
                 True, MASKED, DROP, BLOCK,
             )  # fmt: skip
         else:
@@ -288,7 +287,8 @@ def query_gradient_kernel(
         v_pointer = head_pointer(V, batch, head)
         lse2 = load_vector(LSE2 + pair * length, first_query, length, EVEN, BLOCK)
         delta = load_vector(DELTA + pair * length, first_query, length, EVEN, BLOCK)
-        row_key = dropout_row_key(DROPOUT, query, batch, head, DROP)
+        state = dropout_state(DROPOUT, batch, head, DROP)
+        query_pairs = tile_pairs(first_query, BLOCK)
         key_begin, key_end = visible_range(KEY_BEGIN, KEY_END, query, length, RANGES)
         for side in tl.static_range(2):
             q_side = (2 * pair + 1 - side) * length
@@ -309,7 +309,7 @@ def query_gradient_kernel(
                 key = first + tl.arange(0, BLOCK)
                 visible = (key[None, :] >= key_begin[:, None]) & (key[None, :] < key_end[:, None])
                 signed = signed_probabilities(
-                    scores, lse2, visible, row_key, first, log2_scale, DROPOUT,
+                    scores, lse2, visible, state, query_pairs, first, log2_scale, DROPOUT,
                     False, MASKED, DROP, BLOCK,
                 )  # fmt: skip
                 d_scores = score_gradient(

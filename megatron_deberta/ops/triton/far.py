@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 
 from megatron_deberta.ops.triton.scores import (
-    dropout_row_key,
+    dropout_state,
     score_gradient,
     signed_probabilities,
+    tile_pairs,
     visible_range,
 )
 from megatron_deberta.ops.triton.tiles import (
@@ -31,7 +32,7 @@ from megatron_deberta.ops.triton.tiles import (
 
 @triton.jit
 def end_products_kernel(
-    X, TABLE, OUT, heads, length, last, scale, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr
+    X, TABLE, OUT, heads, length, last, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
     """Multiply every vector by the first and the last row of a table.
 
@@ -40,7 +41,6 @@ def end_products_kernel(
         TABLE: ``[heads, last + 1, HEAD_DIM]``.
         OUT: float32 ``[batch, heads, 2, length]``.
         last: index of the table's last row.
-        scale: factor on the products.
     """
     tile, pair, batch, head = program_tile(length, heads, BLOCK)
     pointer = head_pointer(X, batch, head)
@@ -50,7 +50,6 @@ def end_products_kernel(
     for side in tl.static_range(2):
         row = TABLE + (head * (last + 1) + side * last) * HEAD_DIM + tl.arange(0, HEAD_DIM)
         products = tl.sum(x * tl.load(row).to(tl.float32)[None, :], 1)
-        products *= scale
         tl.store(OUT + (2 * pair + side) * length + position, products, mask=position < length)
 
 
@@ -91,6 +90,7 @@ def far_key_kernel(
     v = load_rows(
         head_pointer(V, batch, head), V.row_stride, first, length, EVEN, BLOCK, HEAD_DIM
     )  # fmt: skip
+    state = dropout_state(DROPOUT, batch, head, DROP)
     query_begin, query_end = visible_range(QUERY_BEGIN, QUERY_END, key, length, RANGES)
     begin, end, near_begin, near_end = visible_tiles(
         QUERY_BEGIN, QUERY_END, tile, length, near, RANGES, BLOCK
@@ -120,11 +120,11 @@ def far_key_kernel(
                 scores += q_end[None, :]
             visible = query[None, :] >= query_begin[:, None]
             visible = visible & (query[None, :] < query_end[:, None])
-            row_key = dropout_row_key(DROPOUT, query, batch, head, DROP)
             # Loaded where they are used: earlier, they would take registers from the products.
             lse2 = load_vector(LSE2 + pair * length, first_query + zero, length, EVEN, BLOCK)
             signed = signed_probabilities(
-                scores, lse2, visible, row_key, first, log2_scale, DROPOUT,
+                scores, lse2, visible, state, tile_pairs(first_query, BLOCK), first, log2_scale,
+                DROPOUT,
                 True, MASKED, DROP, BLOCK,
             )  # fmt: skip
             if VALUES:

@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 
 from megatron_deberta.ops.triton.scores import (
-    dropout_row_key,
+    dropout_state,
     softmax_result,
     softmax_step,
+    tile_pairs,
     visible_range,
 )
 from megatron_deberta.ops.triton.tiles import (
@@ -24,7 +25,6 @@ from megatron_deberta.ops.triton.tiles import (
     opaque_zero,
     position_bias,
     program_tile,
-    scaled,
     select_terms,
     store_rows,
     table_product,
@@ -36,7 +36,7 @@ from megatron_deberta.ops.triton.tiles import (
 @triton.jit
 def forward_kernel(
     Q, K, V, KEY_TABLE, QUERY_TABLE, Q_ENDS, K_ENDS, KEY_BEGIN, KEY_END, OUT, LSE2, DROPOUT,
-    heads, length, near, log2_scale, pack_scale,
+    heads, length, near, log2_scale, unpack_scale,
     BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, C2P: tl.constexpr, P2C: tl.constexpr,
     HALF: tl.constexpr, FAR: tl.constexpr, RANGES: tl.constexpr, EVEN: tl.constexpr,
     DROP: tl.constexpr,
@@ -45,19 +45,17 @@ def forward_kernel(
 
     Args:
         Q, K, V, OUT: ``HeadTensor`` of ``[batch, heads, length, HEAD_DIM]``.
-        KEY_TABLE: ``[heads, 2 * near * BLOCK, HEAD_DIM]``, a row per distance.
-        QUERY_TABLE: the same for negated distances, times pack_scale.
-        Q_ENDS: float32 ``[batch, heads, 2, length]``, Q times first and last row of KEY_TABLE,
-            times pack_scale.
+        KEY_TABLE: ``[heads, 2 * near * BLOCK, HEAD_DIM]``, a row per distance, over unpack_scale.
+        QUERY_TABLE: the same for negated distances.
+        Q_ENDS: float32 ``[batch, heads, 2, length]``, Q times first and last row of KEY_TABLE.
         K_ENDS: float32, K times the ends of QUERY_TABLE. Both are read only with FAR.
         KEY_BEGIN: int32 ``[batch, length]``, first visible key of each query; only with RANGES.
         KEY_END: int32 ``[batch, length]``, one past the last; only with RANGES.
         LSE2: float32 ``[batch, heads, length]``, log2 of the sum of 2**(score / ln 2).
         DROPOUT: ``DropoutArguments``.
         near: tiles fewer than this apart use the tables.
-        log2_scale: scale of the scores / ln 2 / pack_scale.
-        pack_scale: power of two; products with the tables times it fit float16. All terms of the
-            scores are computed times it, so that no score needs a factor of its own.
+        log2_scale: scale of the scores / ln 2.
+        unpack_scale: factor on products with the tables; read only with HALF.
         C2P, P2C: which position terms there are.
         HALF: products with the tables fit float16.
         FAR: whether some tiles lie beyond the tables.
@@ -78,9 +76,9 @@ def forward_kernel(
     query = tile * BLOCK + tl.arange(0, BLOCK)
     q_pointer = head_pointer(Q, batch, head)
     q = load_rows(q_pointer, Q.row_stride, tile * BLOCK, length, EVEN, BLOCK, HEAD_DIM)
-    q = scaled(q, pack_scale, HALF)
     key_begin, key_end = visible_range(KEY_BEGIN, KEY_END, query, length, RANGES)
-    row_key = dropout_row_key(DROPOUT, query, batch, head, DROP)
+    state = dropout_state(DROPOUT, batch, head, DROP)
+    query_pairs = tile_pairs(tile * BLOCK, BLOCK)
     begin, end, near_begin, near_end = visible_tiles(
         KEY_BEGIN, KEY_END, tile, length, near, RANGES, BLOCK
     )
@@ -104,8 +102,8 @@ def forward_kernel(
                     pointer = K_ENDS + ends + side * length
                     scores += load_vector(pointer, first, length, EVEN, BLOCK)[None, :]
                 row_max, row_sum, accumulator = softmax_step(
-                    scores, v, row_max, row_sum, accumulator, first, key_begin, key_end, row_key,
-                    log2_scale, DROPOUT, MASKED, DROP, BLOCK,
+                    scores, v, row_max, row_sum, accumulator, first, key_begin, key_end, state,
+                    query_pairs, log2_scale, DROPOUT, MASKED, DROP, BLOCK,
                 )  # fmt: skip
 
     # Each step needs one new block of the tables; the other one's products are kept from the last
@@ -131,10 +129,10 @@ def forward_kernel(
             k_terms = tile_terms(k, QUERY_TABLE, k_row, zero, HALF, BLOCK, HEAD_DIM)
         # As the product's initial value the bias takes the product's layout, in which each row
         # belongs to one warp; otherwise the row maximum would cross warps.
-        bias = position_bias(q_terms, k_terms, zero, C2P, P2C, HALF, BLOCK)
+        bias = position_bias(q_terms, k_terms, zero, unpack_scale, C2P, P2C, HALF, BLOCK)
         row_max, row_sum, accumulator = softmax_step(
             dot(q, tl.trans(k), bias), v, row_max, row_sum, accumulator, first, key_begin, key_end,
-            row_key, log2_scale, DROPOUT, MASKED, DROP, BLOCK,
+            state, query_pairs, log2_scale, DROPOUT, MASKED, DROP, BLOCK,
         )  # fmt: skip
 
     factor, lse2 = softmax_result(row_max, row_sum, DROPOUT.keep_scale)

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 
 from megatron_deberta.ops.triton.scores import (
-    dropout_row_key,
+    dropout_state,
+    pairs,
     score_gradient,
     signed_probabilities,
     softmax_result,
@@ -146,7 +147,7 @@ def gathered_forward_kernel(
     position, key_begin, key_end = gathered_positions(
         POSITIONS, KEY_BEGIN, KEY_END, batch, first_query, queries, BLOCK
     )
-    row_key = dropout_row_key(DROPOUT, position, batch, head, DROP)
+    state = dropout_state(DROPOUT, batch, head, DROP)
 
     row_max = tl.full([BLOCK], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK], tl.float32)
@@ -161,7 +162,7 @@ def gathered_forward_kernel(
         )
         row_max, row_sum, accumulator = softmax_step(
             dot(q, tl.trans(k), bias), v, row_max, row_sum, accumulator, first, key_begin, key_end,
-            row_key, log2_scale, DROPOUT, True, DROP, BLOCK,
+            state, pairs(position), log2_scale, DROPOUT, True, DROP, BLOCK,
         )  # fmt: skip
     factor, lse2 = softmax_result(row_max, row_sum, DROPOUT.keep_scale)
     query = first_query + tl.arange(0, BLOCK)
@@ -204,7 +205,7 @@ def gathered_query_kernel(
     )
     query = first_query + tl.arange(0, BLOCK)
     lse2 = tl.load(LSE2 + row + query, mask=query < queries, other=0.0)
-    row_key = dropout_row_key(DROPOUT, position, batch, head, DROP)
+    state = dropout_state(DROPOUT, batch, head, DROP)
     by_row = BY_ROW + (row + first_query) * table_rows
     row_offset = tl.arange(0, BLOCK)[:, None] * table_rows
 
@@ -223,11 +224,14 @@ def gathered_query_kernel(
         scores = dot(q, tl.trans(k), bias)
         products = dot(d_out, tl.trans(v))
         visible = (key[None, :] >= key_begin[:, None]) & (key[None, :] < key_end[:, None])
+        zero = opaque_zero(length, key_tile)
         signed = signed_probabilities(
-            scores, lse2, visible, row_key, first, log2_scale, DROPOUT, False, True, DROP, BLOCK
-        )
-        # Loaded where it is used: earlier, it would take registers from the products above.
-        at = query + opaque_zero(length, key_tile)
+            scores, lse2, visible, state, pairs(position | zero), first, log2_scale, DROPOUT,
+            False, True, DROP, BLOCK,
+        )  # fmt: skip
+        # Loaded where it is used: earlier, it would take registers from the products above. So
+        # would the queries' hashes, if they were computed once.
+        at = query + zero
         delta = tl.load(DELTA + row + at, mask=at < queries, other=0.0)
         d_scores = score_gradient(signed, products, delta[:, None], DROPOUT.keep_scale, DROP)
         d_q = dot(d_scores.to(k.dtype), k, d_q)
@@ -287,6 +291,7 @@ def gathered_key_kernel(
     d_k = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
     after = tl.zeros([BLOCK], tl.float32)
     before = tl.zeros([BLOCK], tl.float32)
+    state = dropout_state(DROPOUT, batch, head, DROP)
     for query_tile in range(0, tl.cdiv(queries, BLOCK)):
         first_query = query_tile * BLOCK
         q = load_rows(q_pointer, Q.row_stride, first_query, queries, False, BLOCK, HEAD_DIM)
@@ -299,15 +304,15 @@ def gathered_key_kernel(
         query = first_query + tl.arange(0, BLOCK)
         lse2 = tl.load(LSE2 + pair * queries + query, mask=query < queries, other=0.0)
         delta = tl.load(DELTA + pair * queries + query, mask=query < queries, other=0.0)
-        row_key = dropout_row_key(DROPOUT, position, batch, head, DROP)
         bias = gathered_bias(
             q, k, position, tile, KEY_TABLE, QUERY_TABLE, near, C2P, P2C, BLOCK, HEAD_DIM
         )
         scores = dot(k, tl.trans(q), tl.trans(bias))
         visible = (key[:, None] >= key_begin[None, :]) & (key[:, None] < key_end[None, :])
         signed = signed_probabilities(
-            scores, lse2, visible, row_key, first, log2_scale, DROPOUT, True, True, DROP, BLOCK
-        )
+            scores, lse2, visible, state, pairs(position), first, log2_scale, DROPOUT,
+            True, True, DROP, BLOCK,
+        )  # fmt: skip
         d_v = dot(tl.maximum(signed, 0.0).to(dtype), d_out, d_v)
         products = dot(v, tl.trans(d_out))
         d_scores = score_gradient(signed, products, delta[None, :], DROPOUT.keep_scale, DROP)

@@ -124,7 +124,7 @@ class LaunchPlan:
             raise ValueError(f"scale: got {call.scale}, expected above 0")
         self.half = q.dtype != torch.float32
         # The largest power of two within the scale. Multiplying by it changes no rounding, except
-        # of float16 entries below 2**-14 / this, whose terms are negligible.
+        # of float16 table entries below 2**-14 / this, whose terms are negligible.
         exponent = min(math.frexp(call.scale)[1] - 1, 0) if self.half else 0
         self.pack_scale = 2.0**exponent
 
@@ -160,22 +160,19 @@ class LaunchPlan:
         shape = {"BLOCK": self.tile, "HEAD_DIM": self.head_dim}
         return {**shape, **{name: flags[name] for name in names}, **launch}
 
-    def packed(self, table: Tensor) -> Tensor:
-        """Return a table times ``pack_scale``, so that products with it fit float16.
-
-        The other factor of a product with the other table is multiplied by it in the kernel.
-        """
-        return table if self.pack_scale == 1 or table is self.call.q else table * self.pack_scale
+    def packed_tables(self) -> tuple[Tensor, ...]:
+        """Return the tables times ``pack_scale``, so that scaled products fit float16."""
+        scale, tables = self.pack_scale, (self.key_table, self.query_table)
+        return tuple(x if scale == 1 or x is self.call.q else x * scale for x in tables)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate a buffer on the call's device."""
         return torch.empty(shape, dtype=dtype, device=self.call.q.device)
 
-    def end_products(self, scale: float) -> list[Tensor]:
+    def end_products(self) -> list[Tensor]:
         """Return the products of queries and of keys with the ends of their tables, for far tiles.
 
-        float32 ``[batch, heads, 2, length]`` each, times ``scale``; a placeholder where it is not
-        needed.
+        float32 ``[batch, heads, 2, length]`` each; a placeholder where it is not needed.
         """
         products = []
         for x, table, form in (
@@ -187,7 +184,7 @@ class LaunchPlan:
                 out = self.empty(self.batch, self.heads, 2, self.length)
                 far_kernels.end_products_kernel[self.grid](
                     head_tensor(x), table, out, self.heads, self.length,
-                    2 * self.near * self.tile - 1, scale, **self.flags("products"),
+                    2 * self.near * self.tile - 1, **self.flags("products"),
                 )  # fmt: skip
             products.append(out)
         return products
@@ -217,10 +214,9 @@ def forward(call: KernelCall) -> tuple[Tensor, Tensor]:
     output = torch.empty_like(call.q)
     lse2 = plan.empty(plan.batch, plan.heads, plan.length)
     forward_kernels.forward_kernel[plan.grid](
-        *map(head_tensor, (call.q, call.k, call.v)), plan.key_table,
-        plan.packed(plan.query_table), *plan.end_products(plan.pack_scale),
+        *map(head_tensor, (call.q, call.k, call.v)), *plan.packed_tables(), *plan.end_products(),
         *plan.ranges()[:2], head_tensor(output), lse2, plan.dropout, plan.heads, plan.length,
-        plan.near, call.scale * LOG2_E / plan.pack_scale, plan.pack_scale,
+        plan.near, call.scale * LOG2_E, 1 / plan.pack_scale,
         **plan.flags("forward", "C2P", "P2C", "HALF", "FAR", "RANGES", "EVEN", "DROP"),
     )  # fmt: skip
     return output, lse2
@@ -250,7 +246,7 @@ def backward(call: KernelCall, output: Tensor, lse2: Tensor, d_output: Tensor) -
     sums_shape = (plan.batch, plan.heads, 2, plan.length) if plan.far else (0,)
     q_sums, k_sums = plan.empty(*sums_shape), plan.empty(*sums_shape)
     key_begin, key_end, query_begin, query_end = plan.ranges()
-    ends = plan.end_products(1.0)
+    ends = plan.end_products()
     inputs = [head_tensor(x) for x in (q, k, v, d_output)]
     shape = (plan.heads, plan.length, plan.near)
     log2_scale = call.scale * LOG2_E
@@ -267,9 +263,8 @@ def backward(call: KernelCall, output: Tensor, lse2: Tensor, d_output: Tensor) -
             )  # fmt: skip
     for scores, values in parts:
         backward_kernels.key_kernel[plan.grid](
-            *inputs, plan.packed(plan.key_table), plan.query_table, query_begin, query_end, lse2,
-            delta, head_tensor(d_v), band, d_v_far, plan.dropout, *shape, plan.width,
-            log2_scale / plan.pack_scale, plan.pack_scale,
+            *inputs, *plan.packed_tables(), query_begin, query_end, lse2, delta, head_tensor(d_v),
+            band, d_v_far, plan.dropout, *shape, plan.width, log2_scale, 1 / plan.pack_scale,
             SCORES=scores, VALUES=values,
             **plan.flags("key", "C2P", "P2C", "HALF", *masks, "DROP"),
         )  # fmt: skip

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_deberta.ops.dropout_bits import drop_threshold, keep_scale
-from megatron_deberta.ops.triton.scores import dropout_row_key, mix32
+from megatron_deberta.ops.triton.scores import dropout_state, mix32
 from megatron_deberta.ops.triton.tiles import DropoutArguments
 
 MAX_PARTS = 528
@@ -49,7 +49,7 @@ def kept_features(POSITIONS, sample, row, batch_stride, row_stride, dropout, GRO
         GROUPS: groups of four features.
     """
     position = tl.load(POSITIONS + sample * batch_stride + row * row_stride)
-    key = dropout_row_key(dropout, position, sample, sample * 0, True)
+    key = mix32(dropout_state(dropout, sample, sample * 0, True) ^ position.to(tl.uint32))
     word = mix32(key ^ (tl.arange(0, GROUPS).to(tl.uint32) * 0x9E3779B9))
     byte = (word[:, None] >> (8 * tl.arange(0, 4)).to(tl.uint32)[None, :]) & 255
     return byte >= tl.cast(dropout.threshold, tl.uint32)

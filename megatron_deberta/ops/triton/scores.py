@@ -30,53 +30,74 @@ def mix32(x):
 
 
 @triton.jit
-def dropout_row_key(dropout, position, batch, head, DROP: tl.constexpr):
-    """Return the dropout hash of queries of one local head, uint32 like ``position``."""
-    row_key = position.to(tl.uint32)
+def dropout_state(dropout, batch, head, DROP: tl.constexpr):
+    """Return the dropout hash of a row of the batch and a local head, uint32."""
+    state = head.to(tl.uint32)
     if DROP:
         seed = tl.load(dropout.seeds + batch)
         low = (seed & 0xFFFFFFFF).to(tl.uint32)
         high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
         global_head = (head + dropout.head_offset).to(tl.uint32)
-        row_key = mix32(mix32(mix32(mix32(low ^ 0x9E3779B9) ^ high) ^ global_head) ^ row_key)
-    return row_key
+        state = mix32(mix32(mix32(low ^ 0x9E3779B9) ^ high) ^ global_head)
+    return state
 
 
 @triton.jit
-def keep_mask(row_key, first_key, dropout, BLOCK: tl.constexpr):
-    """Return the dropout mask of a tile of queries by keys, ``[BLOCK, BLOCK]``, True = keep.
+def tile_pairs(first, BLOCK: tl.constexpr):
+    """Return the pair of each position of a tile and whether it is the pair's second.
 
-    Four keys share one word of the hash, which is computed once for the four.
+    As ``pairs`` in a form that shows the compiler which positions of a thread share a pair: one
+    pair's hash is then computed once.
 
     Args:
-        row_key: hash of the queries, uint32 ``[BLOCK]``.
-        first_key: position of the tile's first key, a multiple of 4.
-        dropout: ``DropoutArguments``.
+        first: first position of the tile, a multiple of 16.
         BLOCK: tile size.
     """
-    group = (first_key // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32) * 0x9E3779B9
-    shift = (8 * tl.arange(0, 4)).to(tl.uint32)
-    word = mix32(row_key[:, None] ^ group[None, :])
-    byte = (word[:, :, None] >> shift[None, None, :]) & 255
-    keep = (byte >= tl.cast(dropout.threshold, tl.uint32)).to(tl.int8)
-    return tl.reshape(keep, [BLOCK, BLOCK]) != 0
+    shape: tl.constexpr = [BLOCK // 16, 2, 8]
+    pair = first // 2 + 8 * tl.arange(0, BLOCK // 16)[:, None] + tl.arange(0, 8)[None, :]
+    pair = tl.reshape(tl.broadcast_to(pair[:, None, :], shape), [BLOCK])
+    second = tl.reshape(tl.broadcast_to(tl.arange(0, 2)[None, :, None], shape), [BLOCK])
+    return pair, second
 
 
 @triton.jit
-def keep_mask_by_key(row_key, first_key, dropout, BLOCK: tl.constexpr):
-    """As ``keep_mask`` for a tile of keys by queries, where no thread has four keys of a query."""
-    key = first_key + tl.arange(0, BLOCK)
-    group = (key >> 2).to(tl.uint32) * 0x9E3779B9
-    word = mix32(row_key[None, :] ^ group[:, None])
-    # With the byte shifted to the top of the word the comparison needs no mask.
-    top_byte = word << (24 - 8 * (key & 3)).to(tl.uint32)[:, None]
+def pairs(position):
+    """Return ``pair`` and ``second`` of ``dropout_bits`` of each position."""
+    return (position >> 4) * 8 + (position & 7), (position >> 3) & 1
+
+
+@triton.jit
+def keep_mask(state, query_pairs, first_key, dropout, BY_KEY: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the dropout mask of a tile, ``[BLOCK, BLOCK]``, True = keep.
+
+    Args:
+        state: ``dropout_state``.
+        query_pairs: ``tile_pairs`` or ``pairs`` of the queries.
+        first_key: position of the tile's first key.
+        dropout: ``DropoutArguments``.
+        BY_KEY: the tile's rows are keys; otherwise queries.
+        BLOCK: tile size.
+    """
+    query_pair, second_query = query_pairs
+    key_pair, second_key = tile_pairs(first_key, BLOCK)
+    row_key = mix32(state ^ query_pair.to(tl.uint32))
+    column_key = key_pair.to(tl.uint32) * 0x9E3779B9
+    # A byte is shifted to the top of the word, where the comparison needs no mask.
+    row_shift = (24 - 16 * second_query).to(tl.uint32)
+    column_shift = (8 * second_key).to(tl.uint32)
+    if BY_KEY:
+        word = mix32(row_key[None, :] ^ column_key[:, None])
+        top_byte = word << (row_shift[None, :] - column_shift[:, None])
+    else:
+        word = mix32(row_key[:, None] ^ column_key[None, :])
+        top_byte = word << (row_shift[:, None] - column_shift[None, :])
     return top_byte >= (tl.cast(dropout.threshold, tl.uint32) << 24)
 
 
 @triton.jit
 def softmax_step(
-    scores, v, row_max, row_sum, accumulator, first_key, key_begin, key_end, row_key, log2_scale,
-    dropout, MASKED: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
+    scores, v, row_max, row_sum, accumulator, first_key, key_begin, key_end, state, query_pairs,
+    log2_scale, dropout, MASKED: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add one tile of keys to the online softmax, in base 2.
 
@@ -89,7 +110,8 @@ def softmax_step(
         first_key: position of the tile's first key.
         key_begin: first visible key of each query; read only with MASKED.
         key_end: one past the last; read only with MASKED.
-        row_key: ``dropout_row_key``.
+        state: ``dropout_state``.
+        query_pairs: ``tile_pairs`` or ``pairs`` of the queries.
         log2_scale: scale of the scores / ln 2.
         dropout: ``DropoutArguments``.
         MASKED: whether any key is hidden.
@@ -112,7 +134,7 @@ def softmax_step(
     rescale = tl.math.exp2(row_max - base)
     row_sum = row_sum * rescale + tl.sum(p, 1)
     if DROP:
-        p = tl.where(keep_mask(row_key, first_key, dropout, BLOCK), p, 0.0)
+        p = tl.where(keep_mask(state, query_pairs, first_key, dropout, False, BLOCK), p, 0.0)
     accumulator = dot(p.to(v.dtype), v, accumulator * rescale[:, None])
     return new_max, row_sum, accumulator
 
@@ -134,7 +156,7 @@ def softmax_result(row_max, row_sum, keep_scale):
 
 @triton.jit
 def signed_probabilities(
-    scores, lse2, visible, row_key, first_key, log2_scale, dropout,
+    scores, lse2, visible, state, query_pairs, first_key, log2_scale, dropout,
     BY_KEY: tl.constexpr, MASKED: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return probabilities, negated where dropout drops: one register per element for both.
@@ -143,7 +165,8 @@ def signed_probabilities(
         scores: unscaled, float32 ``[BLOCK, BLOCK]``.
         lse2: log2-sum-exp2 of the queries ``[BLOCK]``.
         visible: mask like ``scores``; read only with MASKED.
-        row_key: ``dropout_row_key`` of the queries.
+        state: ``dropout_state``.
+        query_pairs: ``tile_pairs`` or ``pairs`` of the queries.
         first_key: position of the tile's first key.
         log2_scale: scale of the scores / ln 2.
         dropout: ``DropoutArguments``.
@@ -157,10 +180,7 @@ def signed_probabilities(
     if MASKED:
         p = tl.where(visible, p, 0.0)
     if DROP:
-        if BY_KEY:
-            keep = keep_mask_by_key(row_key, first_key, dropout, BLOCK)
-        else:
-            keep = keep_mask(row_key, first_key, dropout, BLOCK)
+        keep = keep_mask(state, query_pairs, first_key, dropout, BY_KEY, BLOCK)
         p = tl.where(keep, p, -p)
     return p
 

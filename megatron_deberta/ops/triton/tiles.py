@@ -103,14 +103,6 @@ def load_rows(
 
 
 @triton.jit
-def scaled(x, factor, HALF: tl.constexpr):
-    """Multiply by a power of two, which changes no rounding; without HALF, it is 1."""
-    if HALF:
-        x = (x.to(tl.float32) * factor).to(x.dtype)
-    return x
-
-
-@triton.jit
 def store_rows(pointer, stride, row, length, value, COLUMNS: tl.constexpr):
     """Store a ``[BLOCK, COLUMNS]`` tile to the rows ``row`` of a ``[length, COLUMNS]`` matrix."""
     pointers = pointer + row[:, None] * stride + tl.arange(0, COLUMNS)[None, :]
@@ -264,7 +256,7 @@ def tile_terms(
 
 @triton.jit
 def position_bias(
-    rows, columns, zero,
+    rows, columns, zero, unpack_scale,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return the position terms of a tile, float32 ``[BLOCK, BLOCK]``.
@@ -273,6 +265,7 @@ def position_bias(
         rows: ``select_terms`` of the tile's rows.
         columns: ``select_terms`` of the tile's columns, one row per column.
         zero: ``opaque_zero``.
+        unpack_scale: factor on terms; read only with HALF.
         ROWS: whether the rows have a term.
         COLUMNS: whether the columns have a term.
         HALF: terms are float16; both are rotated at once.
@@ -288,4 +281,6 @@ def position_bias(
             bias += rotate_halves(rows, zero, BLOCK).to(tl.float32)
         if COLUMNS:
             bias += tl.trans(rotate_halves(columns, zero, BLOCK)).to(tl.float32)
+    if HALF:
+        bias *= unpack_scale
     return bias

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_deberta.ops import RelativePositions, disentangled_attention
-from megatron_deberta.ops.dropout_bits import random_bytes, row_keys
+from megatron_deberta.ops.dropout_bits import gathered_bytes, pairs, row_keys
 from tests.support.tolerances import FP64
 
 LENGTH, SIZE, K = 9, 3, 4
@@ -44,9 +44,10 @@ def elementwise(
         weights[j] = math.exp(float(score) / math.sqrt(3 * SIZE))
     total = sum(weights.values())
     output = torch.zeros(SIZE, dtype=torch.float64)
-    rows = row_keys(torch.tensor([40 + row]), torch.tensor([at]), 1, 5 + head)
+    query = torch.tensor([at])
+    rows = row_keys(torch.tensor([40 + row]), pairs(query), 1, 5 + head)
     for j, weight in weights.items():
-        if random_bytes(rows, LENGTH)[0, 0, 0, j] >= 64:  # a quarter is dropped
+        if gathered_bytes(rows, query, LENGTH)[0, 0, 0, j] >= 64:  # a quarter is dropped
             output += weight / total / 0.75 * x["v"][row, head, j]
     return output, math.log(total) if weights else -math.inf
 
