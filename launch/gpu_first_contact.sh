@@ -12,11 +12,14 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3}"
-site="${TMPDIR:-/tmp}/megatron_deberta_first_contact_site"
-if compgen -G ".first_contact/wheels/*.whl" >/dev/null && [[ ! -e "$site" ]]; then
-  "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir \
-    --target "$site.tmp" .first_contact/wheels/*.whl
-  mv "$site.tmp" "$site"
+if compgen -G ".first_contact/wheels/*.whl" >/dev/null; then
+  carried="$(cat .first_contact/wheels/*.whl | sha256sum | cut -c1-12)"
+  site="${TMPDIR:-/tmp}/megatron_deberta_first_contact_$carried"
+  if [[ ! -e "$site" ]]; then
+    "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir \
+      --target "$site.tmp" .first_contact/wheels/*.whl
+    mv "$site.tmp" "$site"
+  fi
+  export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
 fi
-[[ ! -e "$site" ]] || export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
 exec "$python" -m benchmarks.gpu.first_contact "$@"

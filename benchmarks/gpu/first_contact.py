@@ -421,8 +421,11 @@ def summary(lines: list[dict[str, Any]]) -> str:
         text += [f"      {wrong}" for wrong in line["wrong"]]
         if line["state"] == "failed" and line["error"]:
             text.append(f"      {line['error']}")
-    text += ["", "goals"]
-    text += ["  " + "  ".join(filter(None, goal)) for goal in goals(lines)]
+    try:
+        found = goals(lines)
+    except Exception as failure:  # such as a package that is missing: the stages go on
+        found = [(f"cannot be computed: {type(failure).__name__}: {failure}", "", "")]
+    text += ["", "goals", *("  " + "  ".join(filter(None, goal)) for goal in found)]
     return "\n".join(text)
 
 

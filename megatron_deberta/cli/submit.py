@@ -123,6 +123,8 @@ def run(args: argparse.Namespace) -> int:
         exported=exported_variables(args.export, os.environ),
         allow_config_change=args.allow_config_change,
     )
+    if not args.dry_run:
+        refuse_queued(JobHistory(run_dir))
     problem = submission_problem(config, profile, args)
     if args.dry_run:
         command = sbatch_command(spec, profile, submission / "job.json")
@@ -207,6 +209,20 @@ def queue(
         lock.release()
 
 
+def refuse_queued(history: JobHistory) -> None:
+    """Check that a run has no jobs in the queue.
+
+    Raises:
+        ConfigError: it has.
+    """
+    state, queued = queue_state(history.submitted_jobs())
+    if queued:
+        raise ConfigError(
+            f"train.run_dir={history.run_dir} has job {', '.join(queued)} in the queue ({state}); "
+            "cancel it first (megatron-deberta cancel), or set another train.run_dir"
+        )
+
+
 def _queue(
     history: JobHistory,
     spec: JobSpec,
@@ -215,12 +231,7 @@ def _queue(
     config: RunConfig,
     num_jobs: int,
 ) -> list[str]:
-    state, queued = queue_state(history.submitted_jobs())
-    if queued:
-        raise ConfigError(
-            f"train.run_dir={spec.run_dir} has job {', '.join(queued)} in the queue ({state}); "
-            "cancel it first (megatron-deberta cancel), or set another train.run_dir"
-        )
+    refuse_queued(history)
     submission.mkdir()
     (history.run_dir / LOGS).mkdir(exist_ok=True)
     save_config(config, submission / "run.yaml")

@@ -59,6 +59,8 @@ def pretrain(run_yaml: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
         short = ("precision.engine=plain", "train.exit_step=2", "train.eval_every=0")
         quiet = ("data.num_workers=0", "log.level=warning", "data.sample_log=false")
         code = main(["pretrain", str(run_yaml), folder, *short, *quiet, *arguments])
-        return code, capfd.readouterr().err
+        # The corpus is so small that 5 % of its documents are another share of its tokens.
+        lines = capfd.readouterr().err.splitlines(keepends=True)
+        return code, "".join(line for line in lines if "validation_fraction=0.05 holds" not in line)
 
     return run

@@ -73,7 +73,8 @@ def test_both_forms_are_trained_and_resumed(
     assert main(["convert", "--checkpoint", str(run_dir), *options]) == EXIT_DONE
     assert 'pipeline("text-generation"' in capfd.readouterr().out
     card = (tmp_path / "exported/README.md").read_text()
-    assert f"{measured['autoregressive_loss']:.4f} nats per predicted token" in card
+    loss = f"{measured['autoregressive_loss']:.4f}"
+    assert f"| loss, nats per predicted token | {loss} |" in card
     assert main(["fill-mask", exported, "The [MASK] man"]) != EXIT_DONE
     assert "its head is autoregressive" in capfd.readouterr().err
 

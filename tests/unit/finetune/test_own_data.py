@@ -132,7 +132,11 @@ def test_published_warmup_shrinks_with_the_run(
         published("train.steps=60", "optimizer.warmup_steps=70")
 
 
-def test_dry_run_has_the_steps_of_the_epochs(published: Callable[..., RunConfig]) -> None:
+def test_dry_run_has_the_steps_of_the_epochs(
+    published: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its run folder is relative.
+    monkeypatch.chdir(tmp_path)
     config = published("train.device=cpu")
     assert config.train.steps == RunConfig().train.steps
     text = describe_run(config)
