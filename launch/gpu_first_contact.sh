@@ -8,16 +8,18 @@
 # Results go to $OUT, or to --out. Options: python -m benchmarks.gpu.first_contact --help
 #
 # Environment:
-#   PYTHON   interpreter that has torch (default: python3)
+#   PYTHON    interpreter that has torch (default: python3)
+#   CARRIED   folder of launch/gpu_carry.sh (default: .first_contact)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3}"
-if compgen -G ".first_contact/wheels/*.whl" >/dev/null; then
-  carried="$(cat .first_contact/wheels/*.whl | sha256sum | cut -c1-12)"
-  site="${TMPDIR:-/tmp}/megatron_deberta_first_contact_$carried"
+export CARRIED="${CARRIED:-$PWD/.first_contact}"
+if compgen -G "$CARRIED/wheels/*.whl" >/dev/null; then
+  wheels="$(cat "$CARRIED"/wheels/*.whl | sha256sum | cut -c1-12)"
+  site="${TMPDIR:-/tmp}/megatron_deberta_first_contact_$wheels"
   if [[ ! -e "$site" ]]; then
     "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir \
-      --target "$site.tmp" .first_contact/wheels/*.whl
+      --target "$site.tmp" "$CARRIED"/wheels/*.whl
     mv "$site.tmp" "$site"
   fi
   export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"

@@ -48,7 +48,7 @@ from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
 from megatron_deberta.files import write_atomically
 
 TOTAL_SECONDS = 540.0
-CARRIED = ROOT / ".first_contact"
+CARRIED = Path(os.environ.get("CARRIED", ROOT / ".first_contact"))
 """Folder that ``launch/gpu_carry.sh`` makes."""
 ONE_STAGE = "FIRST_CONTACT_ONE_STAGE"
 """Environment variable: ``1`` runs all attention kernels with one pipeline stage."""

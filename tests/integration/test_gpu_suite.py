@@ -100,7 +100,7 @@ def test_first_contact_runs_on_a_cpu(tmp_path: Path) -> None:
     """The script, every stage in a process of its own, with small sizes; then nothing is left."""
     command = [ROOT / "launch" / "gpu_first_contact.sh", "--device", "cpu", "--small"]
     command += ["--out", tmp_path / "out", "--work", tmp_path / "work", "--total-seconds", "3600"]
-    environment = {**os.environ, "PYTHON": sys.executable}
+    environment = {**os.environ, "PYTHON": sys.executable, "CARRIED": str(tmp_path / "none")}
     for kept in (False, True):
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
