@@ -159,7 +159,9 @@ def _instruction(found: re.Match[str]) -> _Instruction:
     wide = 1 if has_result else _width(name)
     reads: set[int] = set()
     for register in registers:
-        reads |= _range(register[0], 2 if register[2] else wide)
+        before = operands[: register.start()]
+        is_address = before.count("[") > before.count("]")
+        reads |= _range(register[0], 2 if register[2] else 1 if is_address else wide)
     return _Instruction(
         name, text, frozenset(reads), writes, target=target[0] if target else "", ends=ends
     )
