@@ -1,6 +1,8 @@
 """Settings of all tests: CPU, few threads, Triton's interpreter."""
 
 import os
+import signal
+from collections.abc import Iterator
 from typing import Any
 
 # Before the first import of torch or DeepSpeed.
@@ -32,3 +34,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return next((start for start in TOGETHER if path.startswith(start)), path)
 
     return Scheduling(config, log)
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """Restore the stop signals' handlers: a rank that has ended leaves them ignored (its exit code
+    must not change), and processes that later tests start would inherit that."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)
