@@ -28,6 +28,7 @@ rate is round(256 p) / 256 and the scale is computed from that rate, so the expe
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,6 +38,8 @@ _GOLDEN_32 = 0x9E3779B9 - (1 << 32)
 _SIGNED_GAMMA = GOLDEN_GAMMA - (1 << 64)
 _MULTIPLY_1 = 0x7FEB352D
 _MULTIPLY_2 = 0x846CA68B - (1 << 32)
+_ONE_THREAD = 1 << 15
+"""Elements below which an operation of torch runs on one thread of a CPU."""
 
 
 def drop_threshold(dropout_p: float) -> int:
@@ -256,6 +259,17 @@ def _signed(number: int) -> int:
 
 def _mix32_(x: Tensor) -> Tensor:
     """Apply ``mix`` of the module docstring in place to an int32 tensor."""
+    # A subclass, such as that of FakeTensorMode, may have no memory.
+    is_plain = type(x) is Tensor and not torch.compiler.is_compiling()
+    if is_plain and x.device.type == "cpu" and x.numel() < _ONE_THREAD:
+        # For few elements a call costs more than the arithmetic, and NumPy's calls are cheaper.
+        words = x.numpy().view(np.uint32)
+        words ^= words >> 16
+        words *= _MULTIPLY_1
+        words ^= words >> 15
+        words *= _MULTIPLY_2 + (1 << 32)
+        words ^= words >> 16
+        return x
     # torch shifts int32 arithmetically; the masks make the shifts logical.
     x ^= (x >> 16).bitwise_and_(0xFFFF)
     x *= _MULTIPLY_1

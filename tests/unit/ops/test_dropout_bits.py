@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_deberta.ops import dropout_bits
 from megatron_deberta.ops.dropout_bits import (
     attention_keep_mask,
     consecutive_bytes,
@@ -20,6 +21,7 @@ from megatron_deberta.ops.dropout_bits import (
     pairs,
     pairs_of,
     random_bytes,
+    random_words,
     row_keys,
 )
 
@@ -142,6 +144,15 @@ def test_a_block_of_attention_bytes_equals_the_restatement() -> None:
                 for query in at.tolist()
             ]
             assert block[row, head].tolist() == expected
+
+
+def test_many_elements_have_the_bits_of_few() -> None:
+    """Few elements are mixed by NumPy, many by torch."""
+    rows = row_keys(torch.tensor([5, -7]), torch.arange(600), 2, 0)
+    at_once = random_words(rows, 30)
+    assert at_once.numel() > 2 * dropout_bits._ONE_THREAD
+    by_row = [random_words(row, 30) for row in rows.flatten()]
+    assert torch.equal(at_once.flatten(0, -2), torch.stack(by_row))
 
 
 def test_keep_mask_depends_on_global_places_only() -> None:
