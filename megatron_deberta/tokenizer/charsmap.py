@@ -170,12 +170,20 @@ class _Pairs(NamedTuple):
     is_pair: npt.NDArray[np.bool_]
 
 
+@functools.cache
+def _marks() -> frozenset[str]:
+    """Return all characters of ``MARKS``, of the Unicode version of ``tokenizers``."""
+    is_mark = np.ones(_CODE_POINTS, np.bool_)
+    is_mark[0xD800:0xE000] = False  # Surrogates are no characters.
+    everything = np.flatnonzero(is_mark).astype("<u4").tobytes().decode("utf-32-le")
+    others = normalizers.Replace(Regex(f"[{MARKS}]"), "").normalize_str(everything)
+    is_mark[np.frombuffer(others.encode("utf-32-le"), np.uint32)] = False
+    return frozenset(map(chr, np.flatnonzero(is_mark)))
+
+
 @functools.lru_cache(maxsize=4)
 def _pairs(charsmap: bytes) -> _Pairs:
-    trie = _trie(charsmap)
-    everything = "".join(map(chr, [*range(0xD800), *range(0xE000, _CODE_POINTS)]))
-    others = normalizers.Replace(Regex(f"[{MARKS}]"), "").normalize_str(everything)
-    marks = frozenset(everything).difference(others)
+    trie, marks = _trie(charsmap), _marks()
     firsts: dict[tuple[int, bool], list[int]] = defaultdict(list)
     followers: dict[tuple[int, bool], frozenset[str]] = {}
     for character, state in trie.characters(trie.root):

@@ -93,7 +93,6 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = tuple(sorted(id_ for id_, token in added.items() if token.special))
         self._plain_backend = self._without_separators()
-        self._words = self._word_cache()
 
     def _without_separators(self) -> Backend | None:
         """Build the faster pipeline for plain texts around the same model, which is not copied."""
@@ -114,7 +113,9 @@ class Tokenizer:
         plain.encode_special_tokens = True
         return plain if plain.get_added_tokens_decoder() == added else None
 
-    def _word_cache(self) -> WordCache | None:
+    @cached_property
+    def _words(self) -> WordCache | None:
+        """Encoder by words, made for the first text: training needs only ids of special tokens."""
         if self.spec["model"]["type"] != "Unigram":
             return None
         # Imported here: it imports pyarrow, which byte-level BPE does not need.

@@ -108,7 +108,9 @@ class Job:
 @lru_cache(maxsize=1)
 def load_once(path: str) -> Tokenizer:
     """Load a tokenizer that this process, and those forked from it, may need again."""
-    return load_tokenizer(path)
+    tokenizer = load_tokenizer(path)
+    _ = tokenizer.caches_words  # Makes the encoder by words before processes are forked.
+    return tokenizer
 
 
 @lru_cache(maxsize=16)
