@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,10 +29,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep a file's tests, and those of files that share fixtures, on one pytest-xdist worker."""
     from xdist.scheduler import LoadScopeScheduling
 
+    from tests.durations import seconds_of_files
+
+    def scope_of(path: str) -> str:
+        return next((start for start in TOGETHER if path.startswith(start)), path)
+
+    seconds: Counter[str] = Counter()
+    for file, needed in seconds_of_files().items():
+        seconds[scope_of(file)] += needed
+
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            path = nodeid.split("::", 1)[0]
-            return next((start for start in TOGETHER if path.startswith(start)), path)
+            return scope_of(nodeid.split("::", 1)[0])
+
+        def _assign_work_unit(self, node: Any) -> None:
+            # The longest part first, so that no worker is left with it at the end; a new file may
+            # be long, too.
+            scope = max(self.workqueue, key=lambda name: seconds.get(name, float("inf")))
+            self.workqueue.move_to_end(scope, last=False)
+            super()._assign_work_unit(node)
 
     return Scheduling(config, log)
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Style, types and tests; makes .venv where it is missing.
 #
-#   tests/run.sh                   everything but the tests marked slow
-#   tests/run.sh --all             everything, as continuous integration runs it
+#   tests/run.sh                   every feature: the tests that are not marked slow or nightly
+#   tests/run.sh --all             what continuous integration runs: the tests not marked nightly
+#   tests/run.sh --nightly         everything, with longer runs, more layouts and more faults
 #   tests/run.sh tests/unit -k x   the checks, and pytest with these arguments
 set -euo pipefail
 
@@ -10,10 +11,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Half of a test's time is waiting for processes to start and end, so three pytest workers for two cores.
 # nproc would answer with OMP_NUM_THREADS where that is set.
 workers="$(($(env -u OMP_NUM_THREADS nproc) < 2 ? 1 : 3))"
-parallel=(-n "$workers" --dist loadfile --no-loadscope-reorder)
+parallel=(-n "$workers" --dist loadfile --junitxml=.pytest_cache/junit.xml)
 case "${1:-}" in
-  "") set -- "${parallel[@]}" -m "not slow" ;;
-  --all) set -- "${parallel[@]}" "${@:2}" ;;
+  "") set -- "${parallel[@]}" -m "not slow and not nightly" ;;
+  --all) set -- "${parallel[@]}" -m "not nightly" "${@:2}" ;;
+  --nightly) set -- "${parallel[@]}" "${@:2}" ;;
 esac
 launch/setup_venv.sh --dev
 export PATH="$PWD/.venv/bin:$PATH"
@@ -27,7 +29,16 @@ export TOKENIZERS_PARALLELISM=false
 export HF_HUB_OFFLINE=1
 
 SECONDS=0
-trap 'printf "tests/run.sh: %d min %d s after installation\n" $((SECONDS / 60)) $((SECONDS % 60))' EXIT
+finish() {
+  [[ -z "${memory:-}" ]] || rm -rf "$memory"
+  printf "tests/run.sh: %d min %d s after installation\n" $((SECONDS / 60)) $((SECONDS % 60))
+}
+trap finish EXIT
+# The tests flush thousands of small files to disk; in memory that takes no time.
+if [[ -z "${TMPDIR:-}" && "$(df --output=avail -BG /dev/shm 2>/dev/null | tail -n 1 | tr -dc 0-9)" -ge 6 ]]; then
+  memory="$(mktemp -d /dev/shm/tests.XXXXXX)"
+  export TMPDIR="$memory"
+fi
 ruff format --check .
 ruff check .
 mypy

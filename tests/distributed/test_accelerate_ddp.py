@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -28,6 +29,7 @@ def run_rank(rank: int) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 def test_gradients_of_two_ranks_are_those_of_stock(two_ranks: RankPool) -> None:
     for differences in two_ranks.run(run_rank):
         assert max(differences.values()) <= 1e-5

@@ -26,13 +26,15 @@ def check(ranks: RankPool, layout: Layout, steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [case for case in CASES if case.zero_stage < 3], ids=lambda layout: layout.name
+    "layout",
+    [pytest.param(case, marks=pytest.mark.slow if case.zero_stage == 3 else ()) for case in CASES],
+    ids=lambda layout: layout.name,
 )
 def test_layouts_agree(four_ranks: RankPool, layout: Layout) -> None:
     check(four_ranks, layout, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", [*CASES, *MORE], ids=lambda layout: layout.name)
 def test_layouts_agree_over_twenty_steps(four_ranks: RankPool, layout: Layout) -> None:
     check(four_ranks, layout, 20)

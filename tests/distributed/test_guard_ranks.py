@@ -163,7 +163,7 @@ def single_process() -> dict[str, Any]:
     "layout",
     [
         pytest.param(Layout(1, 1, False, "none"), marks=pytest.mark.slow),
-        Layout(2, 2, True, "none"),
+        pytest.param(Layout(2, 2, True, "none"), marks=pytest.mark.slow),
         pytest.param(Layout(4, 3, False, "none"), marks=pytest.mark.slow),
     ],
     ids=lambda layout: layout.name,
@@ -183,6 +183,7 @@ def test_all_layouts_skip_the_same_steps(
         assert rank["adam_step"] == single_process["adam_step"]
 
 
+@pytest.mark.slow
 def test_run_resumed_between_skips_is_bit_identical(two_ranks: RankPool) -> None:
     uninterrupted = two_ranks.run(train_with_faults, RESUMED_LAYOUT)
     resume_at = (LOSS_SPIKE + 1, GRADIENT_SPIKE, NOT_A_NUMBER + 1)

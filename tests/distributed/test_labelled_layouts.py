@@ -20,9 +20,10 @@ CASES: list[tuple[Head, Layout, float]] = [
     ("choices", Layout(2, 2, False, "selective"), 0.0),
     ("regression", Layout(2, 1, True, "none"), SIFT),
 ]
+ZERO3: tuple[Head, Layout, float] = ("classification", Layout(2, 3, True, "full"), SIFT)
 MORE: list[tuple[Head, Layout, float]] = [
     ("classification", Layout(2, 1, False, "none"), SIFT),
-    ("classification", Layout(2, 3, True, "full"), SIFT),
+    ZERO3,
     ("spans", Layout(2, 2, True, "full"), 0.0),
     ("spans", Layout(2, 3, False, "none"), SIFT),
     ("tokens", Layout(1, 3, False, "none"), SIFT),
@@ -44,7 +45,9 @@ def check(ranks: RankPool, head: Head, layout: Layout, sift: float, steps: int) 
 
 
 @pytest.mark.parametrize(
-    ("head", "layout", "sift"), CASES, ids=lambda case: getattr(case, "name", case)
+    ("head", "layout", "sift"),
+    [*CASES, pytest.param(*ZERO3, marks=pytest.mark.slow)],
+    ids=lambda case: getattr(case, "name", case),
 )
 def test_layouts_agree(four_ranks: RankPool, head: Head, layout: Layout, sift: float) -> None:
     check(four_ranks, head, layout, sift, 3)
@@ -71,7 +74,7 @@ def test_deepspeed_in_fp16(two_ranks: RankPool, head: Head, stage: int) -> None:
         assert losses == pytest.approx(expected, rel=1e-2, abs=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("head", "layout", "sift"), MORE, ids=lambda case: getattr(case, "name", case)
 )

@@ -34,8 +34,8 @@ FEW = {
 }
 """Layouts that contain every setting."""
 CASES = [
-    *(pytest.param(layout, 10, marks=pytest.mark.slow) for layout in PAIRS),
-    *(pytest.param(layout, 4) for layout in PAIRS if layout in FEW),
+    *(pytest.param(layout, 10, marks=pytest.mark.nightly) for layout in PAIRS),
+    *(pytest.param(layout, 4, marks=() if layout in FEW else pytest.mark.slow) for layout in PAIRS),
 ]
 
 

@@ -116,8 +116,9 @@ def check_ranks(results: list[dict[str, Any]], kind: str, ranks: list[int]) -> N
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(layout, marks=pytest.mark.slow if layout.zero_stage > 1 else ())
-        for layout in LAYOUTS
+        LAYOUTS[0],
+        *(pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS[1:4]),
+        pytest.param(LAYOUTS[4], marks=pytest.mark.nightly),
     ],
     ids=lambda layout: layout.name,
 )
@@ -153,7 +154,14 @@ def test_gradients_of_16_bits(four_ranks: RankPool) -> None:
     check_ranks(found, "reproducible", [])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[1:3], ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(LAYOUTS[1], marks=pytest.mark.nightly),
+        pytest.param(LAYOUTS[2], marks=pytest.mark.slow),
+    ],
+    ids=lambda layout: layout.name,
+)
 def test_overflow_at_the_smallest_loss_scale(four_ranks: RankPool, layout: Layout) -> None:
     """An overflow is no fault while the scale can be lower; at its minimum it is examined."""
     higher = {"dtype": "fp16", "initial_loss_scale_power": 3}

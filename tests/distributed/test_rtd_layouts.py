@@ -15,15 +15,17 @@ from tests.support.rtd_layouts import ALTERNATING, JOINT, RTD, run_rtd
 
 ES = replace(RTD, embedding_sharing="es")
 NONE = replace(RTD, embedding_sharing="none", generator_layers=2)
+TP4 = Layout(4, 1, True, "selective")
 CASES = [
     (Layout(2, 1, False, "none"), RTD),
     (Layout(2, 3, True, "full"), RTD),
     (Layout(1, 2, False, "selective"), ES),
 ]
+SLOW = {TP4, Layout(2, 3, True, "full")}
 MORE = [
     (Layout(2, 2, False, "full"), RTD),
     (Layout(2, 3, False, "none"), ES),
-    (Layout(4, 1, True, "selective"), RTD),
+    (TP4, RTD),
     (Layout(1, 3, False, "full"), NONE),
     (Layout(2, 2, True, "none"), NONE),
 ]
@@ -58,7 +60,12 @@ def name(case: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("layout", "model"), [case for case in CASES if case[0].zero_stage < 3], ids=name
+    ("layout", "model"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if case[0] in SLOW else ())
+        for case in [*CASES, (TP4, RTD)]
+    ],
+    ids=name,
 )
 def test_layouts_agree(four_ranks: RankPool, layout: Layout, model: ModelConfig) -> None:
     check(four_ranks, layout, model, 3)
@@ -78,7 +85,7 @@ def test_layouts_agree_with_alternating_updates(
     check(four_ranks, layout, model, 4, ALTERNATING)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("layout", "model"), ALTERNATING_CASES, ids=name)
 def test_layouts_agree_with_alternating_updates_over_twenty_steps(
     four_ranks: RankPool, layout: Layout, model: ModelConfig
@@ -86,7 +93,7 @@ def test_layouts_agree_with_alternating_updates_over_twenty_steps(
     check(four_ranks, layout, model, 20, ALTERNATING)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("layout", "model"), [*CASES, *MORE], ids=name)
 def test_layouts_agree_over_more_steps(
     four_ranks: RankPool, layout: Layout, model: ModelConfig

@@ -29,6 +29,7 @@ CAMPAIGNS = {
     "frozen_disks": "--cases 30",
     "hostile_files": "",
     "mutants": "",
+    "random_mutants": "",
 }
 """Arguments by campaign, in the order in which they run."""
 TIMED = ("lost_nodes", "chaos", "hangs", "slurm_campaign", "frozen_disks")

@@ -61,13 +61,13 @@ def run_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shared_folder(tmp_path_factory, "corpus", prepare) / "run.yaml"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_second_start_without_flock_is_refused(run_yaml: Path, tmp_path: Path) -> None:
     outcome = StartCases(tmp_path, run_yaml).double(0)
     assert outcome["ok"], outcome
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_four_ranks_resume_after_a_kill_and_a_signal(run_yaml: Path, tmp_path: Path) -> None:
     training = TrainingCases(tmp_path, run_yaml, steps=15)
     killed, stopped = training.kill_one(2), training.preempt(0)

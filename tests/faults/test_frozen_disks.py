@@ -25,7 +25,7 @@ def test_thirty_cases_have_every_kind_and_exceed_the_time_outs() -> None:
         assert max(plan["fault_seconds"] for plan in plans if plan["kind"] == kind) > 30
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_frozen_and_full_disk(tmp_path: Path) -> None:
     can_mount = os.geteuid() == 0 and Path("/dev/loop-control").exists()
     if not can_mount or not all(map(shutil.which, PROGRAMS)):

@@ -12,7 +12,7 @@ import pytest
 from tests.support.jobs import ROOT
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_stopped_rank_blocked_read_clean_run_and_slow_rank(tmp_path: Path) -> None:
     output = tmp_path / "hangs.jsonl"
     # Numbers of cases with a fault in the first steps.

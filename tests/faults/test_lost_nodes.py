@@ -18,8 +18,13 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> LostNodes:
     return LostNodes(tmp_path_factory.mktemp("lost"), run_yaml, steps=20)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", LOST_NODES_COUNTS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow if case == "node" else pytest.mark.nightly)
+        for case in LOST_NODES_COUNTS
+    ],
+)
 def test_resumed_run_is_identical(campaign: LostNodes, case: str) -> None:
     outcome = campaign.run(case, 0)
     assert outcome["ok"], outcome

@@ -25,7 +25,10 @@ def test_a_campaign_kills_at_least_five_times_in_each_phase() -> None:
 # node and the scheduler.
 @pytest.mark.parametrize(
     "number",
-    [0, 1, 2, *(pytest.param(number, marks=pytest.mark.slow) for number in range(3, 10))],
+    [
+        *(pytest.param(number, marks=pytest.mark.slow) for number in (0, 1)),
+        *(pytest.param(number, marks=pytest.mark.nightly) for number in range(2, 10)),
+    ],
 )
 def test_killed_and_resumed_run_writes_the_same_bytes(fixture: Fixture, number: int) -> None:
     case = run_case(fixture, number)

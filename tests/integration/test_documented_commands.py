@@ -261,7 +261,10 @@ def check_command(arguments: list[str]) -> None:
     assert main(arguments) == 0, " ".join(arguments)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=() if page == "README.md" else pytest.mark.slow) for page in PAGES],
+)
 def test_commands_run_as_printed(
     page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

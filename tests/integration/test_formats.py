@@ -12,7 +12,7 @@ from tests.faults.formats import run_format
 from tests.support.jobs import prepare
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_segment_pairs_learn_and_resume(tmp_path: Path) -> None:
     run = prepare(tmp_path, sentences=True)
     kill_at = random.randint(8, 50)

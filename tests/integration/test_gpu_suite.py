@@ -37,7 +37,7 @@ def assert_passed(content: dict[str, Any]) -> None:
         assert "error" not in item, item
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_parts_run_in_processes_and_pass(tmp_path: Path) -> None:
     parts = ("attention", "parity")
     done = run(tmp_path, "--device", "cpu", "--small", "--minutes", "20", "--part", *parts)
@@ -74,7 +74,7 @@ def measure_one_step(arguments: list[str]) -> None:
     one_step.main()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", [smoke, train, step, peers, learn])
 def test_part_runs_and_passes(
     part: Any, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -95,7 +95,7 @@ def test_part_runs_and_passes(
     assert part.table(content["items"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_first_contact_runs_on_a_cpu(tmp_path: Path) -> None:
     """The script, every stage in a process of its own, with small sizes; then nothing is left."""
     command = [ROOT / "launch" / "gpu_first_contact.sh", "--device", "cpu", "--small"]

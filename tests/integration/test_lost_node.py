@@ -47,7 +47,7 @@ def test_lost_node_is_replaced_by_its_replicas(
     assert losses(run_dir) == losses(uninterrupted)[:24]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_hung_disk_neither_blocks_nor_ends_a_run(
     run_yaml: Path, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,7 +59,12 @@ def test_hung_disk_neither_blocks_nor_ends_a_run(
 
 
 @pytest.mark.parametrize(
-    "failure", [pytest.param("slow", marks=pytest.mark.slow), "full", "read-only"]
+    "failure",
+    [
+        pytest.param("slow", marks=pytest.mark.nightly),
+        pytest.param("full", marks=pytest.mark.slow),
+        pytest.param("read-only", marks=pytest.mark.slow),
+    ],
 )
 def test_failing_disk_does_not_end_a_run(
     run_yaml: Path, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from megatron_deberta.checkpoint.layout import committed_steps, step_dir
 from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE
@@ -19,6 +21,7 @@ def attempt(history: JobHistory, pretrain: Run, number: int, last_step: int) -> 
     return decision.continues
 
 
+@pytest.mark.slow
 def test_run_goes_on_below_damaged_newest_checkpoints(pretrain: Run, tmp_path: Path) -> None:
     history = JobHistory(tmp_path / "run")
     history.append("submit")

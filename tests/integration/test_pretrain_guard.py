@@ -79,6 +79,7 @@ def test_bad_batch_skips_one_update(
     assert_same_checkpoints(tmp_path / "broken", tmp_path / "run", 12)
 
 
+@pytest.mark.slow
 def test_repeated_skips_roll_back_and_exclude_the_data(
     pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,7 @@ def phased(run_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[st
     return (phases, *COMMON, validation, "data.sample_log=true")
 
 
-@pytest.mark.parametrize("objective", ["mlm", "rtd"])
+@pytest.mark.parametrize("objective", ["mlm", pytest.param("rtd", marks=pytest.mark.slow)])
 def test_a_stopped_run_equals_the_uninterrupted_one(
     pretrain: Run, phased: tuple[str, ...], tmp_path: Path, objective: str
 ) -> None:
@@ -122,7 +122,7 @@ def test_best_fit_and_a_warning_of_the_released_masking(
     assert code == 2  # Another masking than that of the checkpoint.
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_kills_and_moves_between_layouts(tmp_path: Path) -> None:
     result = compare(tmp_path, kills=2)
     assert len(result["kills"]["moved"]) == 2

@@ -72,6 +72,7 @@ def test_started_by_mpirun(run_yaml: Path, uninterrupted: Path, tmp_path: Path) 
     assert_two_ranks_trained(run_dir, uninterrupted)
 
 
+@pytest.mark.slow
 def test_started_by_srun(run_yaml: Path, uninterrupted: Path, tmp_path: Path) -> None:
     port = free_port()
     run_dir = tmp_path / "run"

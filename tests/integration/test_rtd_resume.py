@@ -33,7 +33,8 @@ def numbers(run_dir: Path, kind: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    "engine", ["plain", "ZeRO-2", pytest.param("ZeRO-3", marks=pytest.mark.slow)]
+    "engine",
+    ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ZeRO-2", "ZeRO-3"))],
 )
 @pytest.mark.parametrize("mode", MODES)
 def test_resumed_run_is_bit_identical(

@@ -237,6 +237,7 @@ def test_bfloat16_and_autocast() -> None:
         torch.testing.assert_close(states.float(), exact, atol=0.2, rtol=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["v1", "v3"])
 @pytest.mark.parametrize("remove_padding", [True, False])
 def test_dropout_has_the_statistics_of_transformers(kind: str, remove_padding: bool) -> None:
@@ -310,6 +311,7 @@ def test_peft_lora() -> None:
     compare(model, inputs(3, 9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["v1", "v2"])
 def test_compiled_model_trains(kind: str) -> None:
     model = build(kind, "ForSequenceClassification", num_hidden_layers=1)

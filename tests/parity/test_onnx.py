@@ -244,7 +244,7 @@ def test_nothing_is_published_if_the_graph_is_wrong(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_timing_against_transformers(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="extra [onnx] is not installed")
     config, output = with_head(V2, "classification"), tmp_path / "out"

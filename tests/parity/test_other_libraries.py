@@ -63,6 +63,7 @@ def test_sentence_transformers_encodes_with_mean_pooling(encoder: Path) -> None:
     assert model.get_max_seq_length() == V2.max_position_embeddings
 
 
+@pytest.mark.slow
 def test_sentence_transformers_opens_our_own_architecture(tmp_path: Path) -> None:
     pytest.importorskip("sentence_transformers")
     config = replace(V2, p2c_index="paper")

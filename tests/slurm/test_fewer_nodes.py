@@ -20,7 +20,7 @@ RUN = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_run_continues_on_the_remaining_node(
     cluster: VirtualCluster, run_yaml: Path, tmp_path: Path
 ) -> None:

@@ -34,7 +34,7 @@ def rank_on(run_dir: Path, node: str) -> psutil.Process:
     raise AssertionError(f"no rank on {node}")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_hang_moves_the_job_to_other_nodes(
     cluster: VirtualCluster, run_yaml: Path, tmp_path: Path
 ) -> None:

@@ -145,6 +145,7 @@ def test_environment_values_are_passed_verbatim(place: Path) -> None:
         assert not set(environment) & {"PYTEST_CURRENT_TEST", "VIRTUAL_ENV", "SLURM_EXPORT_ENV"}
 
 
+@pytest.mark.slow
 def test_run_folders_are_rejected_or_passed_verbatim(place: Path) -> None:
     accepted: dict[str, Path] = {}
     with no_canary(place) as canary:
@@ -172,6 +173,7 @@ def assert_exact_arguments(place: Path, run_dir: Path, record: str) -> Path:
     return config
 
 
+@pytest.mark.slow
 def test_data_paths_are_passed_in_the_config_file(place: Path) -> None:
     with no_canary(place) as canary:
         texts = [text.replace("CANARY", str(canary)) for text in HOSTILE]

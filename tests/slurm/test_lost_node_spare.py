@@ -21,7 +21,7 @@ RUN = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_spare_node_resumes_from_replicas(
     cluster: VirtualCluster, run_yaml: Path, tmp_path: Path
 ) -> None:

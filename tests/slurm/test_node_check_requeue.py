@@ -34,7 +34,7 @@ def small_disk(cluster: VirtualCluster, tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_node_with_a_full_disk_is_excluded(
     cluster: VirtualCluster, run_yaml: Path, tmp_path: Path, small_disk: Path
 ) -> None:

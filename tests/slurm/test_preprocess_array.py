@@ -75,7 +75,7 @@ def test_deduplicate_as_an_array(cluster: VirtualCluster, tmp_path: Path) -> Non
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_dask_workers_on_two_nodes(
     cluster: VirtualCluster, make: list[str], tmp_path: Path
 ) -> None:

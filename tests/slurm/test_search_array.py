@@ -25,7 +25,7 @@ def steps(folder: Path) -> list[int]:
     return [record["step"] for record in records if record["kind"] == "train"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_elements_of_an_array_requeue_alone(cluster: VirtualCluster, tmp_path: Path) -> None:
     data, output = write_task(tmp_path / "data"), tmp_path / "out"
     grid = {

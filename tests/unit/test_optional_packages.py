@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 # Kernels and the programs that compile them, which are the only ones to import Triton
 COMPILED = {
@@ -126,6 +128,7 @@ def test_without_optional_packages_everything_but_the_kernels_is_imported(tmp_pa
     assert failures(OPTIONAL, names, tmp_path) == {}
 
 
+@pytest.mark.slow
 def test_with_the_peers_everything_is_imported(tmp_path: Path) -> None:
     """No module fails where the packages are found.
 
@@ -139,6 +142,7 @@ def test_with_the_peers_everything_is_imported(tmp_path: Path) -> None:
     assert failures((), modules(), tmp_path, (packages,)) == {}
 
 
+@pytest.mark.slow
 def test_only_the_kernels_need_triton(tmp_path: Path) -> None:
     names = sorted(COMPILED)
     assert failures((), names, tmp_path) == {}

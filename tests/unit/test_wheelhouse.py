@@ -76,6 +76,7 @@ def wheels(output):
     return sorted(path.name.split("-")[0] for path in output.glob("*.whl"))
 
 
+@pytest.mark.slow
 def test_build_tools_come_from_the_index(index, tmp_path):
     done = wheelhouse(index, tmp_path / "a", ["delta"], "--python", "3.12")
     assert done.returncode == 0, done.stderr
@@ -123,6 +124,7 @@ def test_torch_build_is_chosen(index, tmp_path):
     assert "torch==2.13.0+cu126" in (tmp_path / "a" / "requirements.txt").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lines", "options", "code", "words"),
     [

@@ -82,6 +82,7 @@ def results() -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_every_program_has_help(results: Any) -> None:
     helps, _ = results
     assert len(helps) > 15

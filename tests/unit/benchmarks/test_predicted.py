@@ -82,7 +82,7 @@ def test_attention_at_full_size_is_compared_by_head(monkeypatch: pytest.MonkeyPa
     assert kernel_checks.relative_error(wrong, right, by_head=False) < 0.012
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_smoke_part_launches_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long rows have tiles beyond the reach of the position table."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
@@ -139,6 +139,7 @@ shift 4
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "wrong"),
     [

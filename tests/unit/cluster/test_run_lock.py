@@ -138,6 +138,7 @@ def test_killed_holder_releases_the_lock_while_its_loader_lives(tmp_path: Path) 
             pass
 
 
+@pytest.mark.slow
 def test_one_of_many_processes_takes_over_from_a_dead_holder(tmp_path: Path) -> None:
     for _ in range(4):
         with started(tmp_path, 60) as dead:

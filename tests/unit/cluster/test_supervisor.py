@@ -207,6 +207,7 @@ def test_ranks_do_not_outlive_their_supervisor(ranks_of: Any) -> None:
     wait_for(lambda: ranks.processes() == [], 5)
 
 
+@pytest.mark.slow
 def test_silent_node_is_named(ranks_of: Any) -> None:
     ranks = ranks_of(nodes=2, steps=100_000, startup=8)
     ranks.start()
@@ -222,6 +223,7 @@ def test_silent_node_is_named(ranks_of: Any) -> None:
     assert bad_nodes.current() == {}
 
 
+@pytest.mark.slow
 def test_suspended_job_continues(ranks_of: Any) -> None:
     ranks = ranks_of(steps=400)
     ranks.start()
@@ -282,6 +284,7 @@ def stop_reports(ranks: WatchedRanks, node: int) -> None:
             time.sleep(0.001)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("node", [0, 1])
 def test_frozen_report_of_a_healthy_node_ends_nothing(ranks_of: Any, node: int) -> None:
     ranks = ranks_of(nodes=2, steps=500)
@@ -293,6 +296,7 @@ def test_frozen_report_of_a_healthy_node_ends_nothing(ranks_of: Any, node: int) 
     assert ranks.diagnosis() is None
 
 
+@pytest.mark.slow
 def test_hang_is_named_although_another_node_is_silent(ranks_of: Any) -> None:
     fault = {"rank": 0, "place": "step", "step": 100, "how": "stop"}
     ranks = ranks_of(nodes=2, steps=100_000, startup=8, **fault)

@@ -53,6 +53,7 @@ print("done", *slow & set(sys.modules))
 """
 
 
+@pytest.mark.slow
 def test_it_runs_with_nothing_in_its_environment_and_says_nothing(tmp_path: Path) -> None:
     # Nor does it import the compiler or transformers' models, each of which takes seconds.
     bare = {"PYTHONPATH": str(ROOT), "PATH": str(tmp_path), "HOME": str(tmp_path)}

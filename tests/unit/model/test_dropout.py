@@ -66,6 +66,7 @@ def test_recomputed_masks_are_the_same(dtype: torch.dtype, shape: tuple[int, ...
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 def test_compiled_dropout_drops_the_same_elements() -> None:
     eager, compiled = (
         dropped(EXECUTIONS[name], torch.float32, (2, 5, 16)) for name in ("saved", "compiled")
@@ -90,6 +91,7 @@ print(code)
 """
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_compiled_dropout_is_one_kernel() -> None:
     """A view of the random words as bytes would be a call between two kernels.

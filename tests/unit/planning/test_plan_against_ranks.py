@@ -34,13 +34,13 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES["tiny"])
 def test_ranks_are_what_was_planned(result: dict[str, Any], case: str) -> None:
     check_case(result, case)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_last_rank_of_a_layer_has_fewer_tokens(result: dict[str, Any]) -> None:
     rows = {(row["case"], row["rank"]): row["vocabulary_rows"] for row in result["ranks"]}
     assert rows["tensor parallel", 0] == 256
@@ -48,7 +48,7 @@ def test_the_last_rank_of_a_layer_has_fewer_tokens(result: dict[str, Any]) -> No
     assert rows["no vocabulary left", 255] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", ENGINES)
 def test_deepspeed_sends_what_was_planned(result: dict[str, Any], case: str) -> None:
     (row,) = [row for row in result["engines"] if row["case"] == case]

@@ -122,6 +122,7 @@ def pass_through(module: Any, config: RunConfig, batch: Batch) -> None:
         outputs = sums.outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_a_run_stays_below_every_limit(path: Path, shapes: Shapes) -> None:
     """In training, for all segments, short steps and forms."""

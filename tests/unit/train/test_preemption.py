@@ -132,6 +132,7 @@ def test_handlers_come_back_after_an_error() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.slow
 def test_loader_processes_outlive_a_signal_to_the_group() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LOADER_UNDER_FIRE],

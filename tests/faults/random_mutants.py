@@ -1,0 +1,206 @@
+"""Thirty one-line mutants of the package, drawn with a committed seed, against the suite.
+
+A mutant changes one operator, condition, constant or call. The tests of the mutated folder run
+first, then those of ``tests/run.sh --all``, then those that only ``--nightly`` runs. A line per
+mutant records the first test that failed and the part of the suite it belongs to; mutants whose
+line is there are skipped, unless their file has changed.
+
+  python -m tests.faults.random_mutants
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib.campaigns import RESULTS, append_line, code_digest, read_lines
+from benchmarks.lib.provenance import ROOT, provenance
+from tests.faults.mutants import copy_checkout
+
+OUTPUT = RESULTS / "random_mutants.jsonl"
+SEED, COUNT = 39, 30
+PACKAGE = "megatron_deberta"
+TIMEOUT_SECONDS = 3600
+SUITE = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
+PARTS = (("all", "not nightly"), ("nightly", "nightly"))
+"""Name and marks of the parts of the suite, in the order in which they run."""
+SWAPPED: dict[type[ast.AST], str] = {
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
+    ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
+    ast.Add: "-", ast.Sub: "+", ast.Mult: "//", ast.FloorDiv: "*", ast.Div: "*", ast.Mod: "//",
+    ast.And: "or", ast.Or: "and",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RandomMutant:
+    """A change of a stretch of one line.
+
+    Attributes:
+        file: from the root of the checkout.
+        line: number, from 1.
+        start: first column (bytes) of what is replaced.
+        end: column after it.
+        new: the replacement.
+    """
+
+    file: str
+    line: int
+    start: int
+    end: int
+    new: str
+
+    def mutated(self, text: str) -> str:
+        """Return the file's text with the change."""
+        lines = text.encode().split(b"\n")
+        old = lines[self.line - 1]
+        lines[self.line - 1] = old[: self.start] + self.new.encode() + old[self.end :]
+        return b"\n".join(lines).decode()
+
+
+def mutants_of(file: str, text: str) -> Iterator[RandomMutant]:
+    """Yield all mutants of a file, in the order of the syntax tree.
+
+    Annotations are left out, because no test can see a change of them.
+    """
+    lines = [line.encode() for line in text.split("\n")]
+    for node in _executed(ast.parse(text)):
+        for line, start, end, new in _changes(node, lines):
+            yield RandomMutant(file, line, start, end, new)
+
+
+def _changes(node: ast.AST, lines: list[bytes]) -> Iterator[tuple[int, int, int, str]]:
+    """Yield changes of a node as line, first column, column after it, and new text."""
+    match node:
+        case ast.Compare(left=left, ops=[operator], comparators=[right]):
+            yield from _swap(operator, left, right, lines)
+        case ast.BinOp(left=left, op=operator, right=right):
+            yield from _swap(operator, left, right, lines)
+        case ast.BoolOp(op=operator, values=[left, right]):
+            yield from _swap(operator, left, right, lines)
+        case ast.UnaryOp(op=ast.Not(), operand=operand) if operand.lineno == operand.end_lineno:
+            yield from _replace(node, f"({_source(operand, lines)})")
+        case ast.Constant(value=bool(value)):
+            yield from _replace(node, str(not value))
+        case ast.Constant(value=int(value)):
+            yield from _replace(node, str(value + 1))
+        case ast.If(test=test) | ast.IfExp(test=test) if test.lineno == test.end_lineno:
+            yield from _replace(test, f"(not ({_source(test, lines)}))")
+        case ast.Expr(value=ast.Call()):
+            yield from _replace(node, "pass")
+
+
+def _swap(
+    operator: ast.AST, first: ast.expr, second: ast.expr, lines: list[bytes]
+) -> Iterator[tuple[int, int, int, str]]:
+    """Swap the operator between two operands of one line."""
+    start = first.end_col_offset or 0
+    if type(operator) in SWAPPED and first.end_lineno == second.lineno:
+        between = lines[second.lineno - 1][start : second.col_offset].decode()
+        if found := re.search(r"[^\s()]+(?: not| in)?", between):
+            new = SWAPPED[type(operator)]
+            yield second.lineno, start + found.start(), start + found.end(), new
+
+
+def _replace(node: ast.expr | ast.stmt, new: str) -> Iterator[tuple[int, int, int, str]]:
+    """Replace a node of one line."""
+    if node.lineno == node.end_lineno and node.end_col_offset is not None:
+        yield node.lineno, node.col_offset, node.end_col_offset, new
+
+
+def _source(node: ast.expr, lines: list[bytes]) -> str:
+    return lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode()
+
+
+def _executed(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and those below it, without annotations."""
+    yield node
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield from _executed(child)
+
+
+def draw(count: int = COUNT, seed: int = SEED) -> list[RandomMutant]:
+    """Return mutants of the package, each line of code with a mutant equally likely."""
+    by_line: dict[tuple[str, int], list[RandomMutant]] = {}
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        file = str(path.relative_to(ROOT))
+        for mutant in mutants_of(file, path.read_text(encoding="utf-8")):
+            by_line.setdefault((file, mutant.line), []).append(mutant)
+    generator = random.Random(seed)
+    places = generator.sample(sorted(by_line), count)
+    return [generator.choice(by_line[place]) for place in places]
+
+
+def first_failure(root: Path, *arguments: str) -> str:
+    """Return the first test that fails in a checkout, or an empty string."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments],
+        cwd=root, capture_output=True, text=True, timeout=TIMEOUT_SECONDS,
+        env={**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"},
+    )  # fmt: skip
+    if done.returncode in (0, 5):
+        return ""
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    # A package that cannot be imported is a killed mutant, too.
+    return found[1] if found else "collection"
+
+
+def run_mutant(mutant: RandomMutant) -> dict[str, Any]:
+    """Return the first test that fails with a mutant, and its part of the suite."""
+    text = (ROOT / mutant.file).read_text(encoding="utf-8")
+    line: dict[str, Any] = {
+        "file": mutant.file, "line": mutant.line,
+        "old": text.split("\n")[mutant.line - 1].strip(),
+        "new": mutant.mutated(text).split("\n")[mutant.line - 1].strip(),
+        "part": "", "killed_by": "",
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        copy_checkout(root)
+        (root / mutant.file).write_text(mutant.mutated(text), encoding="utf-8")
+        near = "tests/unit/" + "/".join(mutant.file.split("/")[1:-1])
+        for part, marks in PARTS:
+            killed_by = ""
+            if part == "all" and (root / near).is_dir():
+                killed_by = first_failure(root, "-m", marks, near)
+            killed_by = killed_by or first_failure(root, *SUITE, "-m", marks)
+            if killed_by:
+                return line | {"part": part, "killed_by": killed_by}
+    return line
+
+
+def main() -> int:
+    """Run the missing mutants; return 1 if a part that ``--all`` leaves out was needed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    args = parser.parse_args()
+    lines = read_lines(args.output)
+    known = {(line["file"], line["line"], line["new"], line["code_digest"]) for line in lines}
+    for mutant in draw():
+        code = code_digest([mutant.file], imports=False)
+        text = (ROOT / mutant.file).read_text(encoding="utf-8")
+        new = mutant.mutated(text).split("\n")[mutant.line - 1].strip()
+        if (mutant.file, mutant.line, new, code) in known:
+            continue
+        line = run_mutant(mutant)
+        append_line(args.output, line | {"code_digest": code} | provenance())
+        print(f"{mutant.file}:{mutant.line}: {line['killed_by'] or 'SURVIVED'}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
