@@ -63,6 +63,41 @@ def all_reduce_sum(x: Tensor, group: ProcessGroup) -> Tensor:
     return out
 
 
+def start_all_reduce_sum(x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
+    """Start to sum a contiguous ``x`` over ``group`` in place; not differentiable.
+
+    Returns:
+        A function that waits and returns ``x``, which must not be read before.
+    """
+    work = dist.all_reduce(x, group=group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return x
+
+    return wait
+
+
+def start_reduce_scatter_sequence(x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
+    """Start to sum ``x`` over ``group`` and to scatter its tokens; not differentiable.
+
+    Returns:
+        A function that waits and returns this rank's tokens, ``[B, N, ...] -> [B, N/tp, ...]``.
+
+    Raises:
+        TopologyError: N is not divisible by the number of ranks.
+    """
+    blocks = _split_sequence(x, group)
+    out = torch.empty_like(blocks[0])
+    work = _reduce_scatter_single(out.view(-1), blocks.view(-1), group=group, async_op=True)
+
+    def wait(read: Tensor = blocks) -> Tensor:  # Which must live until then.
+        work.wait()
+        return out
+
+    return wait
+
+
 def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     """Stack ``x`` of all ranks: ``[...] -> [tp, ...]``; not differentiable."""
     out = x.new_empty((group.size(), *x.shape))
@@ -114,7 +149,7 @@ def scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup | None) -
     Raises:
         TopologyError: N is not divisible by the number of ranks.
     """
-    return _exchange(x, group, _slice_sequence, _all_gather_sequence)
+    return _exchange(x, group, _slice_sequence, all_gather_sequence)
 
 
 def gather_from_sequence_parallel_region(
@@ -130,7 +165,7 @@ def gather_from_sequence_parallel_region(
             each rank keeps its slice of the gradient.
     """
     backward = _reduce_scatter_sequence if tensor_parallel_output_grad else _slice_sequence
-    return _exchange(x, group, _all_gather_sequence, backward)
+    return _exchange(x, group, all_gather_sequence, backward)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -139,7 +174,7 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup | 
     Raises:
         TopologyError: N is not divisible by the number of ranks.
     """
-    return _exchange(x, group, _reduce_scatter_sequence, _all_gather_sequence)
+    return _exchange(x, group, _reduce_scatter_sequence, all_gather_sequence)
 
 
 def all_to_all_hp2sp(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -198,15 +233,13 @@ def _join_sequence(blocks: Tensor) -> Tensor:
     return blocks.movedim(0, _SEQUENCE_DIM).flatten(_SEQUENCE_DIM, _SEQUENCE_DIM + 1)
 
 
-def _all_gather_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
+def all_gather_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Gather tokens: ``[B, N/tp, ...] -> [B, N, ...]``; not differentiable."""
     return _join_sequence(all_gather(x, group))
 
 
 def _reduce_scatter_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
-    blocks = _split_sequence(x, group)
-    out = torch.empty_like(blocks[0])
-    _reduce_scatter_single(out.view(-1), blocks.view(-1), group=group)
-    return out
+    return start_reduce_scatter_sequence(x, group)()
 
 
 def _slice_sequence(x: Tensor, group: ProcessGroup) -> Tensor:

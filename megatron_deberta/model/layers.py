@@ -35,9 +35,8 @@ class FeedForward(nn.Module):
 
     def forward(self, hidden: Tensor, layout: TokenLayout, context: AttentionContext) -> Tensor:
         """Map ``[B, R, D]`` to ``[B, R, D]``."""
-        block_input = self.input(hidden, layout)
         # With fusion the bias is added together with GELU.
-        inner = F.linear(block_input, self.up.weight) if self._fuses else self.up(block_input)
+        (inner,) = self.input.project(hidden, layout, (self.up,), with_bias=not self._fuses)
         if context.recompute_cheap:
             # Recomputation stops at the last missing tensor, GELU's output, so the down projection
             # and its communication are not repeated.

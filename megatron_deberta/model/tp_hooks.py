@@ -6,6 +6,7 @@ last layer processes the token sequence in the encoder and selected tokens in th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_deberta.model.fused import PendingResidual, layer_norm
+from megatron_deberta.model.projections import project_together
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,17 @@ class BlockInput(nn.Module):
     def forward(self, hidden: Tensor, layout: TokenLayout) -> Tensor:
         """Gather all N tokens if ``layout.sequence``; otherwise return ``hidden``."""
         return hidden
+
+    def project(
+        self,
+        hidden: Tensor,
+        layout: TokenLayout,
+        layers: Sequence[nn.Linear],
+        *,
+        with_bias: bool = True,
+    ) -> tuple[Tensor, ...]:
+        """Apply column-parallel layers to what ``forward`` returns; see `project_together`."""
+        return project_together(hidden, layers, with_bias=with_bias)
 
 
 class SharedInput(nn.Module):

@@ -6,6 +6,7 @@ hook               tensor parallel                     with sequence parallelism
 SequenceEntry      identity                            local slice of tokens
 SequenceExit       identity                            all-gather; backward: local slice
 BlockInput         identity; backward: all-reduce      all-gather; backward: reduce-scatter
+... .project       the same, during the gradients of the weights
 BlockOutput        all-reduce                          reduce-scatter; bias gradient summed
 LayerNorm          identity                            parameter gradients summed
 PositionEmbedding  identity                            table gradient summed
@@ -22,7 +23,9 @@ ranks and use the middle column in either mode.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +33,15 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from megatron_deberta.distributed.collectives import (
+    all_gather_sequence,
     all_to_all_hp2sp,
     copy_to_tensor_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_parallel_region,
+    group_size,
     scatter_to_sequence_parallel_region,
+    start_all_reduce_sum,
+    start_reduce_scatter_sequence,
 )
 from megatron_deberta.distributed.linear import row_parallel
 from megatron_deberta.distributed.topology import ProcessGroups
@@ -47,6 +54,7 @@ from megatron_deberta.distributed.vocab import (
 from megatron_deberta.model import tp_hooks
 from megatron_deberta.model.attention import DisentangledSelfAttention
 from megatron_deberta.model.fused import PendingResidual, layer_norm
+from megatron_deberta.model.projections import InputExchange, project_together
 from megatron_deberta.model.sampling import GumbelMax
 from megatron_deberta.model.tp_hooks import TokenLayout
 from megatron_deberta.objectives.mlm import Reduction, TokenLoss
@@ -119,6 +127,28 @@ class _BlockInput(_ParallelHook):
         if self.sequence and layout.sequence:
             return gather_from_sequence_parallel_region(hidden, self.group)
         return copy_to_tensor_parallel_region(hidden, self.group)
+
+    def project(
+        self,
+        hidden: Tensor,
+        layout: TokenLayout,
+        layers: Sequence[nn.Linear],
+        *,
+        with_bias: bool = True,
+    ) -> tuple[Tensor, ...]:
+        exchange = None
+        if self.group is not None and group_size(self.group) > 1:
+            exchange = self._exchange(self.group, layout)
+        return project_together(hidden, layers, with_bias=with_bias, exchange=exchange)
+
+    def _exchange(self, group: ProcessGroup, layout: TokenLayout) -> InputExchange:
+        """Return the collectives of ``forward`` and of its gradient."""
+        if self.sequence and layout.sequence:
+            return InputExchange(
+                partial(all_gather_sequence, group=group),
+                partial(start_reduce_scatter_sequence, group=group),
+            )
+        return InputExchange(lambda x: x, partial(start_all_reduce_sum, group=group))
 
 
 class _SharedInput(_ParallelHook):

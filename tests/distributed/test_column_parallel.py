@@ -1,0 +1,174 @@
+"""Column-parallel projections of a block: bits, and what runs while the gradient is reduced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_deberta.config.schema import ParallelConfig, RunConfig, TrainConfig
+from megatron_deberta.distributed import collectives
+from megatron_deberta.distributed.parallelize import build_model
+from megatron_deberta.model.layers import Layer
+from megatron_deberta.model.projections import project_together
+from megatron_deberta.model.tp_hooks import BlockInput, TokenLayout
+from tests.support.ranks import RankPool, grid
+from tests.support.tiny_models import V2
+
+B, N = 3, 8
+
+
+def build_layer(sequence: bool) -> Layer:
+    """Return the first layer of this rank's model, two ranks wide."""
+    config = RunConfig(
+        model=V2,
+        train=TrainConfig(seed=3),
+        parallel=ParallelConfig(tensor_parallel_size=2, sequence_parallel=sequence),
+    )
+    layer: Layer = build_model(config, grid(2)).module.encoder.layers[0]  # type: ignore[index,union-attr,assignment]
+    return layer
+
+
+def hidden_states(sequence: bool) -> Tensor:
+    """Return a layer's input, of this rank's tokens under sequence parallelism."""
+    whole = torch.randn(B, N, V2.hidden_size, generator=torch.Generator().manual_seed(5))
+    local = whole.chunk(2, dim=1)[grid(2).tp_rank] if sequence else whole
+    return local.clone().requires_grad_()
+
+
+def token_layout() -> TokenLayout:
+    return TokenLayout.of_sequence(torch.ones(B, N, dtype=torch.bool))
+
+
+def one_by_one(
+    block: BlockInput, x: Tensor, layout: TokenLayout, layers: list[nn.Linear], with_bias: bool
+) -> tuple[Tensor, ...]:
+    """Communicate first, then project: what ``BlockInput.project`` must equal."""
+    value = block(x, layout)
+    if len(layers) > 1:
+        return project_together(value, layers)
+    return (functional.linear(value, layers[0].weight, layers[0].bias if with_bias else None),)
+
+
+def run_both_ways(rank: int, sequence: bool) -> list[bool]:
+    layer, layout, equal = build_layer(sequence), token_layout(), []
+    attention, ffn = layer.attention, layer.ffn
+    for block, layers, with_bias, tokens in (
+        (attention.input, [attention.query, attention.key, attention.value], True, layout),
+        (attention.input, [attention.query], True, layout.replicated()),
+        (ffn.input, [ffn.up], True, layout),
+        (ffn.input, [ffn.up], False, layout),
+    ):
+        found = []
+        for overlapped in (True, False):
+            x = hidden_states(sequence and tokens.sequence)
+            outs = (
+                block.project(x, tokens, layers, with_bias=with_bias)
+                if overlapped
+                else one_by_one(block, x, tokens, layers, with_bias)
+            )
+            leaves = [x, *(one.weight for one in layers)]
+            leaves += [one.bias for one in layers if with_bias]
+            # Different on every rank, so that the sum over ranks matters.
+            loss = sum((out * out * (rank + 1)).sum() for out in outs)
+            assert isinstance(loss, Tensor)
+            found.append([*outs, *torch.autograd.grad(loss, leaves)])
+        equal += [torch.equal(one, other) for one, other in zip(*found, strict=True)]
+    return equal
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_bits_are_those_of_communication_before_the_projection(
+    two_ranks: RankPool, sequence: bool
+) -> None:
+    for equal in two_ranks.run(run_both_ways, sequence):
+        assert len(equal) == 10 + 4 + 4 + 3
+        assert all(equal)
+
+
+class Events(TorchDispatchMode):
+    """Records matrix products by the shape of their result, and starts and ends of collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default:
+            self.events.append(f"mm {'x'.join(map(str, out.shape))}")
+        return out
+
+    def recorded(self, collective: Any, name: str) -> Any:
+        """Return ``collective`` with its start, and its end if asynchronous, among the events."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not kwargs.get("async_op"):
+                self.events.append(f"blocking {name}")
+                return collective(*args, **kwargs)
+            self.events.append(f"start {name}")
+            work = collective(*args, **kwargs)
+            return _Work(work, lambda: self.events.append(f"wait {name}"))
+
+        return call
+
+
+class _Work:
+    def __init__(self, work: Any, on_wait: Any) -> None:
+        self._work, self._on_wait = work, on_wait
+
+    def wait(self) -> None:
+        self._on_wait()
+        self._work.wait()
+
+
+def run_recorded(rank: int, sequence: bool, monkeypatch_target: str) -> dict[str, list[str]]:
+    layer, layout, found = build_layer(sequence), token_layout(), {}
+    attention, ffn = layer.attention, layer.ffn
+    for name, block, layers in (
+        ("attention", attention.input, [attention.query, attention.key, attention.value]),
+        ("feed-forward", ffn.input, [ffn.up]),
+    ):
+        outs = block.project(hidden_states(sequence), layout, layers)
+        events = Events()
+        owner = collectives if sequence else dist
+        original = getattr(owner, monkeypatch_target)
+        short = "reduce-scatter" if sequence else "all-reduce"
+        setattr(owner, monkeypatch_target, events.recorded(original, short))
+        try:
+            with events:
+                torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
+        finally:
+            setattr(owner, monkeypatch_target, original)
+        found[name] = events.events
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sequence", "function", "name"),
+    [
+        (False, "all_reduce", "all-reduce"),
+        (True, "_reduce_scatter_single", "reduce-scatter"),
+    ],
+)
+def test_weight_gradients_are_computed_while_the_input_gradient_is_reduced(
+    two_ranks: RankPool, sequence: bool, function: str, name: str
+) -> None:
+    """The order of the input's gradient, the collective's start, the weights' gradient, its end."""
+    width, rows = V2.hidden_size, B * N
+    for found in two_ranks.run(run_recorded, sequence, function):
+        for block, outputs in (
+            ("attention", 3 * width // 2),
+            ("feed-forward", V2.ffn_hidden_size // 2),
+        ):
+            assert found[block] == [
+                f"mm {rows}x{width}",
+                f"start {name}",
+                f"mm {outputs}x{width}",
+                f"wait {name}",
+            ]
