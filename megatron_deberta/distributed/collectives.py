@@ -4,6 +4,9 @@ Tensors are ``[B, N, C]``: batch, tokens, channels. Every function is **collecti
 all its ranks call it in the same order, in forward and in backward. A ``group`` of None or of one
 rank makes it the identity. Names follow Megatron-LM's ``tensor_parallel/mappings.py``.
 
+Collectives concatenate ranks along the first dimension. Over tokens, which are the second, tensors
+of more than one row are therefore copied once more; functions named ``first`` do not.
+
 ==========================================  ======================  =======================
 function                                    forward                 backward
 ==========================================  ======================  =======================
@@ -78,16 +81,16 @@ def start_all_reduce_sum(x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]
     return wait
 
 
-def start_reduce_scatter_sequence(x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
-    """Start to sum ``x`` over ``group`` and to scatter its tokens; not differentiable.
+def start_reduce_scatter(x: Tensor, group: ProcessGroup, dim: int = 0) -> Callable[[], Tensor]:
+    """Start to sum ``x`` over ``group`` and to scatter dimension ``dim``; not differentiable.
 
     Returns:
-        A function that waits and returns this rank's tokens, ``[B, N, ...] -> [B, N/tp, ...]``.
+        A function that waits and returns this rank's part.
 
     Raises:
-        TopologyError: N is not divisible by the number of ranks.
+        TopologyError: the dimension is not divisible by the number of ranks.
     """
-    blocks = _split_sequence(x, group)
+    blocks = _split(x, group, dim)
     out = torch.empty_like(blocks[0])
     work = _reduce_scatter_single(out.view(-1), blocks.view(-1), group=group, async_op=True)
 
@@ -104,6 +107,11 @@ def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     # Flat, because gloo supports only the concatenated form.
     _all_gather_single(out.view(-1), x.contiguous().view(-1), group=group)
     return out
+
+
+def all_gather_first(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Gather the first dimension: ``[M, ...] -> [tp * M, ...]``; not differentiable."""
+    return all_gather(x, group).flatten(0, 1)
 
 
 def copy_to_tensor_parallel_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -149,7 +157,7 @@ def scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup | None) -
     Raises:
         TopologyError: N is not divisible by the number of ranks.
     """
-    return _exchange(x, group, _slice_sequence, all_gather_sequence)
+    return _exchange(x, group, _slice_sequence, _all_gather_sequence)
 
 
 def gather_from_sequence_parallel_region(
@@ -165,7 +173,7 @@ def gather_from_sequence_parallel_region(
             each rank keeps its slice of the gradient.
     """
     backward = _reduce_scatter_sequence if tensor_parallel_output_grad else _slice_sequence
-    return _exchange(x, group, all_gather_sequence, backward)
+    return _exchange(x, group, _all_gather_sequence, backward)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -174,7 +182,16 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup | 
     Raises:
         TopologyError: N is not divisible by the number of ranks.
     """
-    return _exchange(x, group, _reduce_scatter_sequence, all_gather_sequence)
+    return _exchange(x, group, _reduce_scatter_sequence, _all_gather_sequence)
+
+
+def reduce_scatter_first(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Sum partial results and keep this rank's part of the first dimension, differentiably.
+
+    Raises:
+        TopologyError: the dimension is not divisible by the number of ranks.
+    """
+    return _exchange(x, group, _reduce_scatter_first, all_gather_first)
 
 
 def all_to_all_hp2sp(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -214,18 +231,16 @@ def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
     return x
 
 
-def _check_divides(x: Tensor, parts: int) -> None:
-    check_tensor_parallel_divides(
-        parts, {"sequence_length": x.shape[_SEQUENCE_DIM]}, error=TopologyError
-    )
+def _check_divides(x: Tensor, parts: int, dim: int) -> None:
+    check_tensor_parallel_divides(parts, {"sequence_length": x.shape[dim]}, error=TopologyError)
 
 
-def _split_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
-    """``[B, N, ...] -> [tp, B, N/tp, ...]``, contiguous, one block per rank."""
+def _split(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """Return one block of ``dim`` per rank, contiguous; of tokens ``[tp, B, N/tp, ...]``."""
     parts = group.size()
-    _check_divides(x, parts)
-    blocks: Tensor = x.unflatten(_SEQUENCE_DIM, (parts, x.shape[_SEQUENCE_DIM] // parts))
-    return blocks.movedim(_SEQUENCE_DIM, 0).contiguous()
+    _check_divides(x, parts, dim)
+    blocks: Tensor = x.unflatten(dim, (parts, x.shape[dim] // parts))
+    return blocks.movedim(dim, 0).contiguous()
 
 
 def _join_sequence(blocks: Tensor) -> Tensor:
@@ -233,17 +248,20 @@ def _join_sequence(blocks: Tensor) -> Tensor:
     return blocks.movedim(0, _SEQUENCE_DIM).flatten(_SEQUENCE_DIM, _SEQUENCE_DIM + 1)
 
 
-def all_gather_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Gather tokens: ``[B, N/tp, ...] -> [B, N, ...]``; not differentiable."""
+def _all_gather_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
     return _join_sequence(all_gather(x, group))
 
 
 def _reduce_scatter_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
-    return start_reduce_scatter_sequence(x, group)()
+    return start_reduce_scatter(x, group, _SEQUENCE_DIM)()
+
+
+def _reduce_scatter_first(x: Tensor, group: ProcessGroup) -> Tensor:
+    return start_reduce_scatter(x, group)()
 
 
 def _slice_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
-    _check_divides(x, group.size())
+    _check_divides(x, group.size(), _SEQUENCE_DIM)
     local = x.chunk(group.size(), dim=_SEQUENCE_DIM)[group.rank()]
     # Always a copy: a view would keep the whole sequence in memory.
     return local.clone(memory_format=torch.contiguous_format)
@@ -258,7 +276,7 @@ def _slice_channels(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _channels_to_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
-    blocks = _all_to_all(_split_sequence(x, group), group)  # [tp (channels), B, N/tp, C/tp]
+    blocks = _all_to_all(_split(x, group, _SEQUENCE_DIM), group)  # [tp (channels), B, N/tp, C/tp]
     return blocks.movedim(0, -2).flatten(-2)
 
 

@@ -14,7 +14,7 @@ from megatron_deberta.distributed.collectives import (
     copy_to_tensor_parallel_region,
     group_size,
     reduce_from_tensor_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
+    reduce_scatter_first,
 )
 
 
@@ -25,6 +25,7 @@ def row_parallel(
     group: ProcessGroup | None,
     *,
     sequence: bool,
+    per_token: bool = False,
 ) -> Tensor:
     """Apply a linear layer whose input features are split over ranks. Collective over ``group``.
 
@@ -33,10 +34,13 @@ def row_parallel(
         weight: ``[out, in/tp]``, local.
         bias: ``[out]``, replicated, or None.
         group: the tensor-parallel ranks.
-        sequence: scatter the output tokens over ranks (sequence parallelism).
+        sequence: scatter the output tokens over ranks (sequence parallelism). Without a copy of
+            ``x`` if it is a view of ``[N, B, in/tp]``.
+        per_token: with ``sequence``, ``x`` is ``[tp * B, N/tp, in/tp]``, each rank's tokens after
+            those of the ranks before.
 
     Returns:
-        ``[B, N, out]``, replicated, or with ``sequence`` ``[B, N/tp, out]``.
+        ``[B, N, out]``, replicated, or with ``sequence`` ``[B, N/tp, out]``, contiguous.
 
     Raises:
         TopologyError: ``sequence``, and N is not divisible by the number of ranks.
@@ -45,11 +49,13 @@ def row_parallel(
         # The bias is added inside the product. On CPU, where that is no faster, results keep
         # their rounding.
         return functional.linear(x, weight, bias)
-    partial = functional.linear(x, weight)
-    if sequence:
-        out = reduce_scatter_to_sequence_parallel_region(partial, group)
+    if sequence and group_size(group) > 1:
+        # Scattered along the first dimension, because blocks of another are copied first.
+        by_rank = x if per_token else x.transpose(0, 1)
+        out = reduce_scatter_first(functional.linear(by_rank, weight), group)
+        out = out if per_token else out.transpose(0, 1).contiguous()
         # Each rank adds the bias to its own tokens only, so the gradient must be summed.
         bias = None if bias is None else copy_to_tensor_parallel_region(bias, group)
     else:
-        out = reduce_from_tensor_parallel_region(partial, group)
+        out = reduce_from_tensor_parallel_region(functional.linear(x, weight), group)
     return out if bias is None else out + bias

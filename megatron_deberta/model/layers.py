@@ -27,9 +27,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
-        self.input = BlockInput()
+        self.input = BlockInput(per_token=True)
         self.up = nn.Linear(config.hidden_size, config.ffn_hidden_size)
-        self.down = BlockOutput(config.ffn_hidden_size, config.hidden_size)
+        self.down = BlockOutput(config.ffn_hidden_size, config.hidden_size, per_token=True)
         self.norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = Dropout(config.hidden_dropout, f"encoder.layers.{index}.ffn")
 

@@ -24,10 +24,12 @@ class InputExchange(NamedTuple):
         start_reduction: starts to reduce the gradient of what ``gather`` returned, in backward,
             and returns a function that waits for the gradient of the input. It may overwrite its
             argument.
+        sequence_first: ``gather`` returns ``[N, B, D]``; outputs are views of such tensors.
     """
 
     gather: Callable[[Tensor], Tensor]
     start_reduction: Callable[[Tensor], Callable[[], Tensor]]
+    sequence_first: bool = False
 
 
 def project_together(
@@ -76,12 +78,17 @@ class _ProjectTogether(torch.autograd.Function):
             pairs = zip(biases, weights, strict=True)
             bias = torch.cat([w.new_zeros(len(w)) if b is None else b for b, w in pairs])
         out = nn.functional.linear(x, _joined(weights), bias)
+        ctx.sequence_first = exchange is not None and exchange.sequence_first
+        if ctx.sequence_first:
+            out = out.transpose(0, 1)
         return tuple(out.split(ctx.widths, dim=-1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
+        if ctx.sequence_first:
+            grads = tuple(grad.transpose(0, 1) for grad in grads)
         d_out = _side_by_side(grads).flatten(0, -2)
         d_x = (d_out @ _joined(weights)).view(x.shape) if ctx.needs_input_grad[0] else None
         exchanges = ctx.exchange is not None and d_x is not None

@@ -80,7 +80,16 @@ class SequenceExit(nn.Module):
 
 
 class BlockInput(nn.Module):
-    """Input of a block's column-parallel projections."""
+    """Input of a block's column-parallel projections.
+
+    Args:
+        per_token: nothing between ``project`` and the block's `BlockOutput` depends on the order
+            of tokens. With sequence parallelism, ``project`` may then return another.
+    """
+
+    def __init__(self, *, per_token: bool = False) -> None:
+        super().__init__()
+        self.per_token = per_token
 
     def forward(self, hidden: Tensor, layout: TokenLayout) -> Tensor:
         """Gather all N tokens if ``layout.sequence``; otherwise return ``hidden``."""
@@ -107,7 +116,17 @@ class SharedInput(nn.Module):
 
 
 class BlockOutput(nn.Linear):
-    """Row-parallel output projection of a block."""
+    """Row-parallel output projection of a block.
+
+    Args:
+        in_features: of all ranks.
+        out_features: of all ranks.
+        per_token: as in the block's `BlockInput`.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, per_token: bool = False) -> None:
+        super().__init__(in_features, out_features)
+        self.per_token = per_token
 
     def forward(self, input: Tensor, layout: TokenLayout) -> Tensor:  # type: ignore[override]
         """Return ``[B, R, D]`` for the local tokens."""

@@ -1,4 +1,4 @@
-"""Column-parallel projections of a block: bits, and what runs while the gradient is reduced."""
+"""Column-parallel projections: bits, what runs while a gradient is reduced, and copies."""
 
 from __future__ import annotations
 
@@ -11,38 +11,46 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.planning.ranks import fake_grid
 from megatron_deberta.config.schema import ParallelConfig, RunConfig, TrainConfig
 from megatron_deberta.distributed import collectives
 from megatron_deberta.distributed.parallelize import build_model
+from megatron_deberta.distributed.topology import ProcessGroups
+from megatron_deberta.model.attention import AttentionContext
 from megatron_deberta.model.layers import Layer
 from megatron_deberta.model.projections import project_together
 from megatron_deberta.model.tp_hooks import BlockInput, TokenLayout
 from tests.support.ranks import RankPool, grid
 from tests.support.tiny_models import V2
 
-B, N = 3, 8
+B, N = 3, 10
 
 
-def build_layer(sequence: bool) -> Layer:
+def build_layer(sequence: bool, groups: ProcessGroups | None = None) -> Layer:
     """Return the first layer of this rank's model, two ranks wide."""
     config = RunConfig(
         model=V2,
         train=TrainConfig(seed=3),
         parallel=ParallelConfig(tensor_parallel_size=2, sequence_parallel=sequence),
     )
-    layer: Layer = build_model(config, grid(2)).module.encoder.layers[0]  # type: ignore[index,union-attr,assignment]
+    layer: Layer = build_model(config, groups or grid(2)).module.encoder.layers[0]  # type: ignore[index,union-attr,assignment]
     return layer
 
 
-def hidden_states(sequence: bool) -> Tensor:
+def hidden_states(sequence: bool, rows: int = B) -> Tensor:
     """Return a layer's input, of this rank's tokens under sequence parallelism."""
-    whole = torch.randn(B, N, V2.hidden_size, generator=torch.Generator().manual_seed(5))
+    whole = torch.randn(rows, N, V2.hidden_size, generator=torch.Generator().manual_seed(5))
     local = whole.chunk(2, dim=1)[grid(2).tp_rank] if sequence else whole
     return local.clone().requires_grad_()
 
 
-def token_layout() -> TokenLayout:
-    return TokenLayout.of_sequence(torch.ones(B, N, dtype=torch.bool))
+def token_layout(rows: int = B) -> TokenLayout:
+    return TokenLayout.of_sequence(torch.ones(rows, N, dtype=torch.bool))
+
+
+def in_token_order(out: Tensor, rows: int) -> Tensor:
+    """Return ``[B, N, ...]``, also of ``[tp * B, N/tp, ...]``."""
+    return out if len(out) == rows else torch.cat(list(out.split(rows)), dim=1)
 
 
 def one_by_one(
@@ -55,8 +63,8 @@ def one_by_one(
     return (functional.linear(value, layers[0].weight, layers[0].bias if with_bias else None),)
 
 
-def run_both_ways(rank: int, sequence: bool) -> list[bool]:
-    layer, layout, equal = build_layer(sequence), token_layout(), []
+def run_both_ways(rank: int, sequence: bool, rows: int) -> list[tuple[Tensor, Tensor]]:
+    layer, layout, pairs = build_layer(sequence), token_layout(rows), []
     attention, ffn = layer.attention, layer.ffn
     for block, layers, with_bias, tokens in (
         (attention.input, [attention.query, attention.key, attention.value], True, layout),
@@ -66,7 +74,7 @@ def run_both_ways(rank: int, sequence: bool) -> list[bool]:
     ):
         found = []
         for overlapped in (True, False):
-            x = hidden_states(sequence and tokens.sequence)
+            x = hidden_states(sequence and tokens.sequence, rows)
             outs = (
                 block.project(x, tokens, layers, with_bias=with_bias)
                 if overlapped
@@ -74,21 +82,27 @@ def run_both_ways(rank: int, sequence: bool) -> list[bool]:
             )
             leaves = [x, *(one.weight for one in layers)]
             leaves += [one.bias for one in layers if with_bias]
+            outs = tuple(in_token_order(out, rows) for out in outs)
             # Different on every rank, so that the sum over ranks matters.
             loss = sum((out * out * (rank + 1)).sum() for out in outs)
             assert isinstance(loss, Tensor)
             found.append([*outs, *torch.autograd.grad(loss, leaves)])
-        equal += [torch.equal(one, other) for one, other in zip(*found, strict=True)]
-    return equal
+        pairs += [(one.detach(), other.detach()) for one, other in zip(*found, strict=True)]
+    return pairs
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_bits_are_those_of_communication_before_the_projection(
-    two_ranks: RankPool, sequence: bool
+@pytest.mark.parametrize(("sequence", "rows"), [(False, B), (True, 1), (True, B)])
+def test_equal_to_communication_before_the_projection(
+    two_ranks: RankPool, sequence: bool, rows: int
 ) -> None:
-    for equal in two_ranks.run(run_both_ways, sequence):
-        assert len(equal) == 10 + 4 + 4 + 3
-        assert all(equal)
+    """In every bit, except that tokens of several rows are summed in another order."""
+    for pairs in two_ranks.run(run_both_ways, sequence, rows):
+        assert len(pairs) == 10 + 4 + 4 + 3
+        for one, other in pairs:
+            if sequence and rows > 1:
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+            else:
+                assert torch.equal(one, other)
 
 
 class Events(TorchDispatchMode):
@@ -172,3 +186,36 @@ def test_weight_gradients_are_computed_while_the_input_gradient_is_reduced(
                 f"mm {outputs}x{width}",
                 f"wait {name}",
             ]
+
+
+class Copies(TorchDispatchMode):
+    """Records the sizes of copied tensors ``[..., hidden size]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        aten = torch.ops.aten
+        if func in (aten.clone.default, aten.copy_.default, aten.cat.default):
+            self.elements += [out.numel()] if out.shape[-1] == V2.hidden_size else []
+        return out
+
+
+@pytest.mark.parametrize("rows", [1, B])
+def test_a_layer_copies_no_gathered_activation(rows: int) -> None:
+    """Under sequence parallelism, in forward and backward, with any number of rows.
+
+    Attention transposes this rank's own tokens: two tensors in forward, two in backward.
+    """
+    with fake_grid(0, 2, "cpu") as groups:
+        layer, layout = build_layer(True, groups), token_layout(rows)
+        x = torch.randn(rows, N // 2, V2.hidden_size, requires_grad=True)
+        context = AttentionContext(None, None, None, None, "chunked", False)
+        with Copies() as copies:
+            out = layer(x, layout, context)
+            out.backward(torch.ones_like(out))
+    gathered, own = rows * N * V2.hidden_size, rows * N * V2.hidden_size // 2
+    assert gathered not in copies.elements
+    assert copies.elements.count(own) == (4 if rows > 1 else 0)

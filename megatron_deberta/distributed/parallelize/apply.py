@@ -23,7 +23,7 @@ ranks and use the middle column in either mode.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -33,7 +33,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from megatron_deberta.distributed.collectives import (
-    all_gather_sequence,
+    all_gather_first,
     all_to_all_hp2sp,
     copy_to_tensor_parallel_region,
     gather_from_sequence_parallel_region,
@@ -41,7 +41,7 @@ from megatron_deberta.distributed.collectives import (
     group_size,
     scatter_to_sequence_parallel_region,
     start_all_reduce_sum,
-    start_reduce_scatter_sequence,
+    start_reduce_scatter,
 )
 from megatron_deberta.distributed.linear import row_parallel
 from megatron_deberta.distributed.topology import ProcessGroups
@@ -123,6 +123,10 @@ class _SequenceExit(_ParallelHook):
 
 
 class _BlockInput(_ParallelHook):
+    def __init__(self, hook: tp_hooks.BlockInput, parallelism: _Parallelism) -> None:
+        super().__init__(hook, parallelism)
+        self.per_token = hook.per_token
+
     def forward(self, hidden: Tensor, layout: TokenLayout) -> Tensor:
         if self.sequence and layout.sequence:
             return gather_from_sequence_parallel_region(hidden, self.group)
@@ -142,13 +146,27 @@ class _BlockInput(_ParallelHook):
         return project_together(hidden, layers, with_bias=with_bias, exchange=exchange)
 
     def _exchange(self, group: ProcessGroup, layout: TokenLayout) -> InputExchange:
-        """Return the collectives of ``forward`` and of its gradient."""
-        if self.sequence and layout.sequence:
+        """Return the collectives of ``forward`` and of its gradient.
+
+        Tokens are gathered along the first dimension, because along another the result would have
+        to be copied: ``[tp * B, N/tp, D]`` if their order is free, else ``[N, B, D]``, for which
+        each rank transposes its own tokens before.
+        """
+        if not (self.sequence and layout.sequence):
+            return InputExchange(lambda x: x, partial(start_all_reduce_sum, group=group))
+        if self.per_token:
             return InputExchange(
-                partial(all_gather_sequence, group=group),
-                partial(start_reduce_scatter_sequence, group=group),
+                partial(all_gather_first, group=group), partial(start_reduce_scatter, group=group)
             )
-        return InputExchange(lambda x: x, partial(start_all_reduce_sum, group=group))
+        return InputExchange(
+            lambda x: all_gather_first(x.transpose(0, 1), group),
+            lambda grad: _transposed(start_reduce_scatter(grad, group)),
+            sequence_first=True,
+        )
+
+
+def _transposed(wait: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    return lambda: wait().transpose(0, 1).contiguous()
 
 
 class _SharedInput(_ParallelHook):
@@ -164,9 +182,15 @@ class _ChannelExit(_ParallelHook):
 
 
 class _BlockOutput(_ParallelHook):
+    def __init__(self, hook: tp_hooks.BlockOutput, parallelism: _Parallelism) -> None:
+        super().__init__(hook, parallelism)
+        self.per_token = hook.per_token
+
     def forward(self, input: Tensor, layout: TokenLayout) -> Tensor:
         sequence = self.sequence and layout.sequence
-        return row_parallel(input, self.weight, self.bias, self.group, sequence=sequence)
+        return row_parallel(
+            input, self.weight, self.bias, self.group, sequence=sequence, per_token=self.per_token
+        )
 
 
 class _PositionEmbedding(_ParallelHook):
