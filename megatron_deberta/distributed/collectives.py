@@ -26,7 +26,7 @@ Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2 (the pairs f/f-
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,11 @@ from megatron_deberta.config.divisibility import check_tensor_parallel_divides
 from megatron_deberta.errors import TopologyError
 
 _SEQUENCE_DIM = 1
+
+TokenOrder = Literal["batch", "sequence", "rank"]
+"""Order of gathered tokens in memory: ``[B, N, ...]``, ``[N, B, ...]``, or ``[tp * B, N/tp, ...]``,
+which has each rank's tokens after those of the ranks before. Only the first needs a copy of what
+was gathered."""
 
 # torch 2.13 renamed these two and warns about the old names.
 _all_gather_single: Callable[..., Any] = getattr(
@@ -109,6 +114,11 @@ def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     return out
 
 
+def all_gather_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Gather tokens: ``[B, N/tp, ...] -> [B, N, ...]``; not differentiable."""
+    return _join_sequence(all_gather(x, group))
+
+
 def all_gather_first(x: Tensor, group: ProcessGroup) -> Tensor:
     """Gather the first dimension: ``[M, ...] -> [tp * M, ...]``; not differentiable."""
     return all_gather(x, group).flatten(0, 1)
@@ -157,7 +167,7 @@ def scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup | None) -
     Raises:
         TopologyError: N is not divisible by the number of ranks.
     """
-    return _exchange(x, group, _slice_sequence, _all_gather_sequence)
+    return _exchange(x, group, _slice_sequence, all_gather_sequence)
 
 
 def gather_from_sequence_parallel_region(
@@ -173,7 +183,7 @@ def gather_from_sequence_parallel_region(
             each rank keeps its slice of the gradient.
     """
     backward = _reduce_scatter_sequence if tensor_parallel_output_grad else _slice_sequence
-    return _exchange(x, group, _all_gather_sequence, backward)
+    return _exchange(x, group, all_gather_sequence, backward)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -182,7 +192,7 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup | 
     Raises:
         TopologyError: N is not divisible by the number of ranks.
     """
-    return _exchange(x, group, _reduce_scatter_sequence, _all_gather_sequence)
+    return _exchange(x, group, _reduce_scatter_sequence, all_gather_sequence)
 
 
 def reduce_scatter_first(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -246,10 +256,6 @@ def _split(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 def _join_sequence(blocks: Tensor) -> Tensor:
     """``[tp, B, N/tp, ...] -> [B, N, ...]``."""
     return blocks.movedim(0, _SEQUENCE_DIM).flatten(_SEQUENCE_DIM, _SEQUENCE_DIM + 1)
-
-
-def _all_gather_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
-    return _join_sequence(all_gather(x, group))
 
 
 def _reduce_scatter_sequence(x: Tensor, group: ProcessGroup) -> Tensor:

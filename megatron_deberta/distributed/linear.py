@@ -11,10 +11,12 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from megatron_deberta.distributed.collectives import (
+    TokenOrder,
     copy_to_tensor_parallel_region,
     group_size,
     reduce_from_tensor_parallel_region,
     reduce_scatter_first,
+    reduce_scatter_to_sequence_parallel_region,
 )
 
 
@@ -25,7 +27,7 @@ def row_parallel(
     group: ProcessGroup | None,
     *,
     sequence: bool,
-    per_token: bool = False,
+    order: TokenOrder = "batch",
 ) -> Tensor:
     """Apply a linear layer whose input features are split over ranks. Collective over ``group``.
 
@@ -34,10 +36,9 @@ def row_parallel(
         weight: ``[out, in/tp]``, local.
         bias: ``[out]``, replicated, or None.
         group: the tensor-parallel ranks.
-        sequence: scatter the output tokens over ranks (sequence parallelism). Without a copy of
-            ``x`` if it is a view of ``[N, B, in/tp]``.
-        per_token: with ``sequence``, ``x`` is ``[tp * B, N/tp, in/tp]``, each rank's tokens after
-            those of the ranks before.
+        sequence: scatter the output tokens over ranks (sequence parallelism).
+        order: with ``sequence``, of the tokens: ``sequence``: ``x`` is a view of
+            ``[N, B, in/tp]``; ``rank``: ``x`` is ``[tp * B, N/tp, in/tp]``.
 
     Returns:
         ``[B, N, out]``, replicated, or with ``sequence`` ``[B, N/tp, out]``, contiguous.
@@ -50,10 +51,14 @@ def row_parallel(
         # their rounding.
         return functional.linear(x, weight, bias)
     if sequence and group_size(group) > 1:
-        # Scattered along the first dimension, because blocks of another are copied first.
-        by_rank = x if per_token else x.transpose(0, 1)
-        out = reduce_scatter_first(functional.linear(by_rank, weight), group)
-        out = out if per_token else out.transpose(0, 1).contiguous()
+        if order == "batch":
+            partial = functional.linear(x, weight)
+            out = reduce_scatter_to_sequence_parallel_region(partial, group)
+        elif order == "sequence":
+            partial = functional.linear(x.transpose(0, 1), weight)
+            out = reduce_scatter_first(partial, group).transpose(0, 1).contiguous()
+        else:
+            out = reduce_scatter_first(functional.linear(x, weight), group)
         # Each rank adds the bias to its own tokens only, so the gradient must be summed.
         bias = None if bias is None else copy_to_tensor_parallel_region(bias, group)
     else:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.planning.ranks import fake_grid
 from megatron_deberta.config.schema import ParallelConfig, RunConfig, TrainConfig
 from megatron_deberta.distributed import collectives
-from megatron_deberta.distributed.parallelize import build_model
+from megatron_deberta.distributed.parallelize import apply, build_model
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.model.attention import AttentionContext
 from megatron_deberta.model.layers import Layer
@@ -63,7 +66,24 @@ def one_by_one(
     return (functional.linear(value, layers[0].weight, layers[0].bias if with_bias else None),)
 
 
-def run_both_ways(rank: int, sequence: bool, rows: int) -> list[tuple[Tensor, Tensor]]:
+@contextmanager
+def order_of_gpus() -> Iterator[None]:
+    """Compute tokens in the order in which GPUs compute them."""
+    with mock.patch.object(
+        apply, "token_order", lambda _, per_token: "rank" if per_token else "sequence"
+    ):
+        yield
+
+
+def run_both_ways(
+    rank: int, sequence: bool, rows: int, reorders: bool
+) -> list[tuple[Tensor, Tensor]]:
+    with order_of_gpus() if reorders else nullcontext():
+        return both_ways(rank, sequence, rows)
+
+
+def both_ways(rank: int, sequence: bool, rows: int) -> list[tuple[Tensor, Tensor]]:
+    """Return outputs and gradients of projections, each with and without overlap."""
     layer, layout, pairs = build_layer(sequence), token_layout(rows), []
     attention, ffn = layer.attention, layer.ffn
     for block, layers, with_bias, tokens in (
@@ -91,15 +111,18 @@ def run_both_ways(rank: int, sequence: bool, rows: int) -> list[tuple[Tensor, Te
     return pairs
 
 
-@pytest.mark.parametrize(("sequence", "rows"), [(False, B), (True, 1), (True, B)])
+@pytest.mark.parametrize(
+    ("sequence", "rows", "reorders"),
+    [(False, B, False), (True, B, False), (True, 1, True), (True, B, True)],
+)
 def test_equal_to_communication_before_the_projection(
-    two_ranks: RankPool, sequence: bool, rows: int
+    two_ranks: RankPool, sequence: bool, rows: int, reorders: bool
 ) -> None:
-    """In every bit, except that tokens of several rows are summed in another order."""
-    for pairs in two_ranks.run(run_both_ways, sequence, rows):
+    """In every bit, except that GPUs sum tokens of several rows in another order."""
+    for pairs in two_ranks.run(run_both_ways, sequence, rows, reorders):
         assert len(pairs) == 10 + 4 + 4 + 3
         for one, other in pairs:
-            if sequence and rows > 1:
+            if reorders and rows > 1:
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
             else:
                 assert torch.equal(one, other)
@@ -188,6 +211,26 @@ def test_weight_gradients_are_computed_while_the_input_gradient_is_reduced(
             ]
 
 
+def run_layer(rank: int, reorders: bool) -> list[Tensor]:
+    """Return output and gradients of a layer under sequence parallelism."""
+    layer, context = build_layer(True), AttentionContext(None, None, None, None, "chunked", False)
+    x = hidden_states(True)
+    weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(rank))
+    with order_of_gpus() if reorders else nullcontext():
+        out = layer(x, token_layout(), context)
+        (out * weights).sum().backward()
+    named = [*layer.named_parameters(), ("x", x)]
+    return [out.detach(), *(one.grad for _, one in named if one.grad is not None)]
+
+
+def test_a_layer_equals_that_in_the_order_of_gpus(two_ranks: RankPool) -> None:
+    found, expected = (two_ranks.run(run_layer, reorders) for reorders in (True, False))
+    for one, other in zip(found, expected, strict=True):
+        assert len(one) == 18
+        for actual, wanted in zip(one, other, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+
+
 class Copies(TorchDispatchMode):
     """Records the sizes of copied tensors ``[..., hidden size]``."""
 
@@ -205,14 +248,14 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize("rows", [1, B])
 def test_a_layer_copies_no_gathered_activation(rows: int) -> None:
-    """Under sequence parallelism, in forward and backward, with any number of rows.
+    """Under sequence parallelism on a GPU, in forward and backward, with any number of rows.
 
     Attention transposes this rank's own tokens: two tensors in forward, two in backward.
     """
-    with fake_grid(0, 2, "cpu") as groups:
+    with fake_grid(0, 2, "meta") as groups:
         layer, layout = build_layer(True, groups), token_layout(rows)
-        x = torch.randn(rows, N // 2, V2.hidden_size, requires_grad=True)
-        context = AttentionContext(None, None, None, None, "chunked", False)
+        x = torch.empty(rows, N // 2, V2.hidden_size, device="meta", requires_grad=True)
+        context = AttentionContext(None, None, None, None, "reference", False)
         with Copies() as copies:
             out = layer(x, layout, context)
             out.backward(torch.ones_like(out))

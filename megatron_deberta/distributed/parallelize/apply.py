@@ -33,12 +33,13 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from megatron_deberta.distributed.collectives import (
+    TokenOrder,
     all_gather_first,
+    all_gather_sequence,
     all_to_all_hp2sp,
     copy_to_tensor_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_parallel_region,
-    group_size,
     scatter_to_sequence_parallel_region,
     start_all_reduce_sum,
     start_reduce_scatter,
@@ -141,28 +142,50 @@ class _BlockInput(_ParallelHook):
         with_bias: bool = True,
     ) -> tuple[Tensor, ...]:
         exchange = None
-        if self.group is not None and group_size(self.group) > 1:
-            exchange = self._exchange(self.group, layout)
+        if self.group is not None:
+            gathers = self.sequence and layout.sequence
+            order = token_order(hidden, self.per_token) if gathers else None
+            exchange = _exchange(self.group, order)
         return project_together(hidden, layers, with_bias=with_bias, exchange=exchange)
 
-    def _exchange(self, group: ProcessGroup, layout: TokenLayout) -> InputExchange:
-        """Return the collectives of ``forward`` and of its gradient.
 
-        Tokens are gathered along the first dimension, because along another the result would have
-        to be copied: ``[tp * B, N/tp, D]`` if their order is free, else ``[N, B, D]``, for which
-        each rank transposes its own tokens before.
-        """
-        if not (self.sequence and layout.sequence):
-            return InputExchange(lambda x: x, partial(start_all_reduce_sum, group=group))
-        if self.per_token:
-            return InputExchange(
-                partial(all_gather_first, group=group), partial(start_reduce_scatter, group=group)
-            )
+def token_order(x: Tensor, per_token: bool) -> TokenOrder:
+    """Return the order in which a block computes the tokens that it gathers.
+
+    Args:
+        x: a tensor of the block.
+        per_token: the block treats tokens independently.
+    """
+    if x.device.type == "cpu":
+        # Results keep their rounding: gradients of weights are sums over tokens.
+        return "batch"
+    return "rank" if per_token else "sequence"
+
+
+def _exchange(group: ProcessGroup, order: TokenOrder | None) -> InputExchange:
+    """Return the collectives of a block's input and of its gradient.
+
+    Args:
+        group: the tensor-parallel ranks.
+        order: in which tokens are gathered; None: all ranks have all tokens.
+    """
+    if order is None:
+        return InputExchange(lambda x: x, partial(start_all_reduce_sum, group=group))
+    if order == "batch":
         return InputExchange(
-            lambda x: all_gather_first(x.transpose(0, 1), group),
-            lambda grad: _transposed(start_reduce_scatter(grad, group)),
-            sequence_first=True,
+            partial(all_gather_sequence, group=group),
+            partial(start_reduce_scatter, group=group, dim=1),
         )
+    if order == "rank":
+        return InputExchange(
+            partial(all_gather_first, group=group), partial(start_reduce_scatter, group=group)
+        )
+    # Each rank transposes its own tokens, which are fewer than the gathered ones.
+    return InputExchange(
+        lambda x: all_gather_first(x.transpose(0, 1), group),
+        lambda grad: _transposed(start_reduce_scatter(grad, group)),
+        sequence_first=True,
+    )
 
 
 def _transposed(wait: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -188,8 +211,9 @@ class _BlockOutput(_ParallelHook):
 
     def forward(self, input: Tensor, layout: TokenLayout) -> Tensor:
         sequence = self.sequence and layout.sequence
+        order = token_order(input, self.per_token)
         return row_parallel(
-            input, self.weight, self.bias, self.group, sequence=sequence, per_token=self.per_token
+            input, self.weight, self.bias, self.group, sequence=sequence, order=order
         )
 
 
