@@ -4,6 +4,9 @@ Tensors are ``[B, N, C]``: batch, tokens, channels. Every function is **collecti
 all its ranks call it in the same order, in forward and in backward. A ``group`` of None or of one
 rank makes it the identity. Names follow Megatron-LM's ``tensor_parallel/mappings.py``.
 
+Collectives concatenate ranks along the first dimension. Over tokens, which are the second, tensors
+of more than one row are therefore copied once more; functions named ``first`` do not.
+
 ==========================================  ======================  =======================
 function                                    forward                 backward
 ==========================================  ======================  =======================
@@ -23,7 +26,7 @@ Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2 (the pairs f/f-
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -34,6 +37,11 @@ from megatron_deberta.config.divisibility import check_tensor_parallel_divides
 from megatron_deberta.errors import TopologyError
 
 _SEQUENCE_DIM = 1
+
+TokenOrder = Literal["batch", "sequence", "rank"]
+"""Order of gathered tokens in memory: ``[B, N, ...]``, ``[N, B, ...]``, or ``[tp * B, N/tp, ...]``,
+which has each rank's tokens after those of the ranks before. Only the first needs a copy of what
+was gathered."""
 
 # torch 2.13 renamed these two and warns about the old names.
 _all_gather_single: Callable[..., Any] = getattr(
@@ -63,12 +71,57 @@ def all_reduce_sum(x: Tensor, group: ProcessGroup) -> Tensor:
     return out
 
 
+def start_all_reduce_sum(x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
+    """Start to sum a contiguous ``x`` over ``group`` in place; not differentiable.
+
+    Returns:
+        A function that waits and returns ``x``, which must not be read before.
+    """
+    work = dist.all_reduce(x, group=group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return x
+
+    return wait
+
+
+def start_reduce_scatter(x: Tensor, group: ProcessGroup, dim: int = 0) -> Callable[[], Tensor]:
+    """Start to sum ``x`` over ``group`` and to scatter dimension ``dim``; not differentiable.
+
+    Returns:
+        A function that waits and returns this rank's part.
+
+    Raises:
+        TopologyError: the dimension is not divisible by the number of ranks.
+    """
+    blocks = _split(x, group, dim)
+    out = torch.empty_like(blocks[0])
+    work = _reduce_scatter_single(out.view(-1), blocks.view(-1), group=group, async_op=True)
+
+    def wait(read: Tensor = blocks) -> Tensor:  # Which must live until then.
+        work.wait()
+        return out
+
+    return wait
+
+
 def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     """Stack ``x`` of all ranks: ``[...] -> [tp, ...]``; not differentiable."""
     out = x.new_empty((group.size(), *x.shape))
     # Flat, because gloo supports only the concatenated form.
     _all_gather_single(out.view(-1), x.contiguous().view(-1), group=group)
     return out
+
+
+def all_gather_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Gather tokens: ``[B, N/tp, ...] -> [B, N, ...]``; not differentiable."""
+    return _join_sequence(all_gather(x, group))
+
+
+def all_gather_first(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Gather the first dimension: ``[M, ...] -> [tp * M, ...]``; not differentiable."""
+    return all_gather(x, group).flatten(0, 1)
 
 
 def copy_to_tensor_parallel_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -114,7 +167,7 @@ def scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup | None) -
     Raises:
         TopologyError: N is not divisible by the number of ranks.
     """
-    return _exchange(x, group, _slice_sequence, _all_gather_sequence)
+    return _exchange(x, group, _slice_sequence, all_gather_sequence)
 
 
 def gather_from_sequence_parallel_region(
@@ -130,7 +183,7 @@ def gather_from_sequence_parallel_region(
             each rank keeps its slice of the gradient.
     """
     backward = _reduce_scatter_sequence if tensor_parallel_output_grad else _slice_sequence
-    return _exchange(x, group, _all_gather_sequence, backward)
+    return _exchange(x, group, all_gather_sequence, backward)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -139,7 +192,16 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup | 
     Raises:
         TopologyError: N is not divisible by the number of ranks.
     """
-    return _exchange(x, group, _reduce_scatter_sequence, _all_gather_sequence)
+    return _exchange(x, group, _reduce_scatter_sequence, all_gather_sequence)
+
+
+def reduce_scatter_first(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Sum partial results and keep this rank's part of the first dimension, differentiably.
+
+    Raises:
+        TopologyError: the dimension is not divisible by the number of ranks.
+    """
+    return _exchange(x, group, _reduce_scatter_first, all_gather_first)
 
 
 def all_to_all_hp2sp(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -179,18 +241,16 @@ def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
     return x
 
 
-def _check_divides(x: Tensor, parts: int) -> None:
-    check_tensor_parallel_divides(
-        parts, {"sequence_length": x.shape[_SEQUENCE_DIM]}, error=TopologyError
-    )
+def _check_divides(x: Tensor, parts: int, dim: int) -> None:
+    check_tensor_parallel_divides(parts, {"sequence_length": x.shape[dim]}, error=TopologyError)
 
 
-def _split_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
-    """``[B, N, ...] -> [tp, B, N/tp, ...]``, contiguous, one block per rank."""
+def _split(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """Return one block of ``dim`` per rank, contiguous; of tokens ``[tp, B, N/tp, ...]``."""
     parts = group.size()
-    _check_divides(x, parts)
-    blocks: Tensor = x.unflatten(_SEQUENCE_DIM, (parts, x.shape[_SEQUENCE_DIM] // parts))
-    return blocks.movedim(_SEQUENCE_DIM, 0).contiguous()
+    _check_divides(x, parts, dim)
+    blocks: Tensor = x.unflatten(dim, (parts, x.shape[dim] // parts))
+    return blocks.movedim(dim, 0).contiguous()
 
 
 def _join_sequence(blocks: Tensor) -> Tensor:
@@ -198,19 +258,16 @@ def _join_sequence(blocks: Tensor) -> Tensor:
     return blocks.movedim(0, _SEQUENCE_DIM).flatten(_SEQUENCE_DIM, _SEQUENCE_DIM + 1)
 
 
-def _all_gather_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
-    return _join_sequence(all_gather(x, group))
-
-
 def _reduce_scatter_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
-    blocks = _split_sequence(x, group)
-    out = torch.empty_like(blocks[0])
-    _reduce_scatter_single(out.view(-1), blocks.view(-1), group=group)
-    return out
+    return start_reduce_scatter(x, group, _SEQUENCE_DIM)()
+
+
+def _reduce_scatter_first(x: Tensor, group: ProcessGroup) -> Tensor:
+    return start_reduce_scatter(x, group)()
 
 
 def _slice_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
-    _check_divides(x, group.size())
+    _check_divides(x, group.size(), _SEQUENCE_DIM)
     local = x.chunk(group.size(), dim=_SEQUENCE_DIM)[group.rank()]
     # Always a copy: a view would keep the whole sequence in memory.
     return local.clone(memory_format=torch.contiguous_format)
@@ -225,7 +282,7 @@ def _slice_channels(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _channels_to_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
-    blocks = _all_to_all(_split_sequence(x, group), group)  # [tp (channels), B, N/tp, C/tp]
+    blocks = _all_to_all(_split(x, group, _SEQUENCE_DIM), group)  # [tp (channels), B, N/tp, C/tp]
     return blocks.movedim(0, -2).flatten(-2)
 
 

@@ -28,6 +28,7 @@ from megatron_deberta.engine.base import (
 )
 from megatron_deberta.engine.deepspeed_config import deepspeed_config
 from megatron_deberta.engine.deepspeed_runtime import (
+    add_gradients_directly,
     deepspeed_environment,
     end_single_process,
     environment_variables,
@@ -95,6 +96,7 @@ class DeepSpeedZeroEngine(Engine):
                     mpu=model_parallel_unit(groups),
                 )[0]
             self._process_state, self._shared_state = stack.pop_all(), shared.pop_all()
+        add_gradients_directly(self._engine.optimizer)
         if self._loss_scale.dynamic:
             scaler = _ExternalLossScaler(self._loss_scale, groups.device)
             self._engine.optimizer.loss_scaler = scaler

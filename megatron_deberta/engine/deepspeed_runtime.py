@@ -206,6 +206,46 @@ def overlapped_reduction(groups: ProcessGroups) -> AbstractContextManager[None]:
     return patched(DeepSpeedEngine, "_do_optimizer_sanity_check", select_zero)
 
 
+def add_gradients_directly(optimizer: Any) -> None:
+    """Make a ZeRO optimizer add 16-bit gradients to their fp32 sums without an fp32 copy.
+
+    DeepSpeed converts each gradient in every micro batch, writing and reading 4 bytes per element,
+    and needs memory for the largest. The sums keep their bits. Stages 2 and 3 sum in their buckets.
+
+    Args:
+        optimizer: of ``deepspeed.initialize``; others than that of stage 1 are left as they are.
+    """
+    if hasattr(optimizer, "immediate_grad_update"):  # BF16_Optimizer
+
+        def add_to_sum(parameter: Any, group: int, index: int, clear_lp_grads: bool) -> None:
+            if parameter.grad is None:
+                return
+            total = optimizer.fp32_groups_gradients[group][index]
+            has_sum = optimizer.fp32_groups_has_gradients[group]
+            gradient = parameter.grad.detach().view(total.shape)
+            if has_sum[index]:
+                total.add_(gradient)
+            else:
+                total.copy_(gradient)
+            parameter._hp_grad = total
+            has_sum[index] = True
+            if clear_lp_grads:
+                parameter.grad.zero_()
+
+        optimizer._update_hp_grad = torch.no_grad()(add_to_sum)
+    elif getattr(optimizer, "use_grad_accum_attribute", False):  # DeepSpeedZeroOptimizer
+        convert = optimizer._fill_param_grad_accum_attribute
+
+        def add_to_attribute(parameter: Any) -> None:
+            if parameter.grad is None or parameter.grad_accum is None:
+                convert(parameter)
+                return
+            parameter.grad_accum.add_(parameter.grad.detach().view(parameter.grad_accum.shape))
+            parameter.grad = None
+
+        optimizer._fill_param_grad_accum_attribute = torch.no_grad()(add_to_attribute)
+
+
 def _fp16_on_cpu(device: torch.device) -> AbstractContextManager[None]:
     """Allow fp16 on CPUs without native fp16, which torch computes correctly."""
     if device.type != "cpu":

@@ -130,12 +130,12 @@ class DisentangledSelfAttention(nn.Module):
         Returns:
             ``[B, R, D]``.
         """
-        block_input = self.input(hidden, layout)
         if key_value is None:
-            query, key, value = project_together(block_input, (self.query, self.key, self.value))
+            layers = (self.query, self.key, self.value)
+            query, key, value = self.input.project(hidden, layout, layers)
             key_value = self._key_value(key, value, context)
         else:
-            query = self.query(block_input)
+            (query,) = self.input.project(hidden, layout, (self.query,))
         query_positions = None if layout.sequence else layout.positions
         attended_BANH = self._attend(self._split_heads(query), key_value, query_positions, context)
         out = self.output(attended_BANH.transpose(1, 2).flatten(2), layout)
@@ -148,10 +148,10 @@ class DisentangledSelfAttention(nn.Module):
 
         Padding and documents of ``context`` are ignored.
         """
-        block_input = self.input(hidden, layout)
-        key_value = self.project_key_value(block_input, context)
+        key_value = self.project_key_value(hidden, layout, context)
+        (query,) = self.input.project(hidden, layout, (self.query,))
         return attention_maps(
-            self._split_heads(self.query(block_input)),
+            self._split_heads(query),
             key_value.key,
             key_value.position_key,
             key_value.position_query,
@@ -160,9 +160,11 @@ class DisentangledSelfAttention(nn.Module):
             p2c_index=self.p2c_index,
         )
 
-    def project_key_value(self, block_input: Tensor, context: AttentionContext) -> KeyValue:
-        """Project keys, values and positions from ``[B, N, D]`` (after `BlockInput`)."""
-        key, value = project_together(block_input, (self.key, self.value))
+    def project_key_value(
+        self, hidden: Tensor, layout: TokenLayout, context: AttentionContext
+    ) -> KeyValue:
+        """Project keys, values and positions from the tokens ``[B, R, D]`` of ``layout``."""
+        key, value = self.input.project(hidden, layout, (self.key, self.value))
         return self._key_value(key, value, context)
 
     def _key_value(self, key: Tensor, value: Tensor, context: AttentionContext) -> KeyValue:

@@ -199,7 +199,7 @@ class DebertaBackbone(nn.Module):
         last_layer = cast(Layer, self.encoder.layers[-1])
         attention = last_layer.attention
         replicated = layout.replicated()
-        key_value = attention.project_key_value(attention.input(hidden, replicated), context)
+        key_value = attention.project_key_value(hidden, replicated, context)
         states = gather_tokens(hidden, selected)
         out: Tensor = last_layer(states, replicated.select(selected), context, key_value)
         return out

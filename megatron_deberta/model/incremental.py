@@ -81,7 +81,7 @@ class IncrementalDecoder:
     ) -> KeyValue:
         """Append the keys and values of a layer's input ``[1, R, D]`` to the cache."""
         attention = layer.attention
-        found = attention.project_key_value(attention.input(hidden, layout), context)
+        found = attention.project_key_value(hidden, layout, context)
         if old := self._cache.get(index):
             key = torch.cat([old.key, found.key], 2)
             found = replace(old, key=key, value=torch.cat([old.value, found.value], 2))

@@ -27,17 +27,16 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
-        self.input = BlockInput()
+        self.input = BlockInput(per_token=True)
         self.up = nn.Linear(config.hidden_size, config.ffn_hidden_size)
-        self.down = BlockOutput(config.ffn_hidden_size, config.hidden_size)
+        self.down = BlockOutput(config.ffn_hidden_size, config.hidden_size, per_token=True)
         self.norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = Dropout(config.hidden_dropout, f"encoder.layers.{index}.ffn")
 
     def forward(self, hidden: Tensor, layout: TokenLayout, context: AttentionContext) -> Tensor:
         """Map ``[B, R, D]`` to ``[B, R, D]``."""
-        block_input = self.input(hidden, layout)
         # With fusion the bias is added together with GELU.
-        inner = F.linear(block_input, self.up.weight) if self._fuses else self.up(block_input)
+        (inner,) = self.input.project(hidden, layout, (self.up,), with_bias=not self._fuses)
         if context.recompute_cheap:
             # Recomputation stops at the last missing tensor, GELU's output, so the down projection
             # and its communication are not repeated.

@@ -59,7 +59,7 @@ class EnhancedMaskDecoder(nn.Module):
             ``[B, M, D]`` decoded states, and the [CLS] output ``[B, D]`` or None.
         """
         attention = last_layer.attention
-        key_value = attention.project_key_value(attention.input(hidden, layout), context)
+        key_value = attention.project_key_value(hidden, layout, context)
         selected_layout = layout.select(selected)
         query = gather_tokens(hidden, selected)
         query = self.decode(query, selected_layout, last_layer, context, key_value)

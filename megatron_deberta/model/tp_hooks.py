@@ -6,6 +6,7 @@ last layer processes the token sequence in the encoder and selected tokens in th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_deberta.model.fused import PendingResidual, layer_norm
+from megatron_deberta.model.projections import project_together
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,31 @@ class SequenceExit(nn.Module):
 
 
 class BlockInput(nn.Module):
-    """Input of a block's column-parallel projections."""
+    """Input of a block's column-parallel projections.
+
+    Args:
+        per_token: nothing between ``project`` and the block's `BlockOutput` depends on the order
+            of tokens. With sequence parallelism, ``project`` may then return another.
+    """
+
+    def __init__(self, *, per_token: bool = False) -> None:
+        super().__init__()
+        self.per_token = per_token
 
     def forward(self, hidden: Tensor, layout: TokenLayout) -> Tensor:
         """Gather all N tokens if ``layout.sequence``; otherwise return ``hidden``."""
         return hidden
+
+    def project(
+        self,
+        hidden: Tensor,
+        layout: TokenLayout,
+        layers: Sequence[nn.Linear],
+        *,
+        with_bias: bool = True,
+    ) -> tuple[Tensor, ...]:
+        """Apply column-parallel layers to what ``forward`` returns; see `project_together`."""
+        return project_together(hidden, layers, with_bias=with_bias)
 
 
 class SharedInput(nn.Module):
@@ -94,7 +116,17 @@ class SharedInput(nn.Module):
 
 
 class BlockOutput(nn.Linear):
-    """Row-parallel output projection of a block."""
+    """Row-parallel output projection of a block.
+
+    Args:
+        in_features: of all ranks.
+        out_features: of all ranks.
+        per_token: as in the block's `BlockInput`.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, per_token: bool = False) -> None:
+        super().__init__(in_features, out_features)
+        self.per_token = per_token
 
     def forward(self, input: Tensor, layout: TokenLayout) -> Tensor:  # type: ignore[override]
         """Return ``[B, R, D]`` for the local tokens."""

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from megatron_deberta.ops.arguments import AttentionArguments, score_dtype
 from megatron_deberta.ops.dropout_bits import (
-    consecutive_bytes,
+    consecutive_keep,
     drop_threshold,
-    gathered_bytes,
+    gathered_keep,
     keep_scale,
     pairs,
     pairs_of,
@@ -141,11 +141,13 @@ class _Block:
         self.keep: Tensor | None = None
         if call.row_keys is not None:
             by_head = call.row_keys[rows].transpose(0, 1)
+            threshold = drop_threshold(a.dropout_p)
             if a.q_positions is None:
-                random = consecutive_bytes(by_head[:, :, pairs_of(queries)], queries, self.length)
+                at_pairs = by_head[:, :, pairs_of(queries)]
+                keep = consecutive_keep(at_pairs, queries, self.length, threshold)
             else:
-                random = gathered_bytes(by_head[:, :, queries], at, self.length)
-            self.keep = random.flatten(0, 1) >= drop_threshold(a.dropout_p)
+                keep = gathered_keep(by_head[:, :, queries], at, self.length, threshold)
+            self.keep = keep.flatten(0, 1)
         # Padding queries (-1) are masked elsewhere; any position is valid for them.
         self.at = None if a.q_positions is None else at.clamp(min=0)
         self.heads, self.dtype = call.heads, a.q.dtype

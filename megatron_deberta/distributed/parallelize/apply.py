@@ -6,6 +6,7 @@ hook               tensor parallel                     with sequence parallelism
 SequenceEntry      identity                            local slice of tokens
 SequenceExit       identity                            all-gather; backward: local slice
 BlockInput         identity; backward: all-reduce      all-gather; backward: reduce-scatter
+... .project       the same, during the gradients of the weights
 BlockOutput        all-reduce                          reduce-scatter; bias gradient summed
 LayerNorm          identity                            parameter gradients summed
 PositionEmbedding  identity                            table gradient summed
@@ -22,7 +23,9 @@ ranks and use the middle column in either mode.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +33,16 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from megatron_deberta.distributed.collectives import (
+    TokenOrder,
+    all_gather_first,
+    all_gather_sequence,
     all_to_all_hp2sp,
     copy_to_tensor_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_parallel_region,
     scatter_to_sequence_parallel_region,
+    start_all_reduce_sum,
+    start_reduce_scatter,
 )
 from megatron_deberta.distributed.linear import row_parallel
 from megatron_deberta.distributed.topology import ProcessGroups
@@ -47,6 +55,7 @@ from megatron_deberta.distributed.vocab import (
 from megatron_deberta.model import tp_hooks
 from megatron_deberta.model.attention import DisentangledSelfAttention
 from megatron_deberta.model.fused import PendingResidual, layer_norm
+from megatron_deberta.model.projections import InputExchange, project_together
 from megatron_deberta.model.sampling import GumbelMax
 from megatron_deberta.model.tp_hooks import TokenLayout
 from megatron_deberta.objectives.mlm import Reduction, TokenLoss
@@ -115,10 +124,72 @@ class _SequenceExit(_ParallelHook):
 
 
 class _BlockInput(_ParallelHook):
+    def __init__(self, hook: tp_hooks.BlockInput, parallelism: _Parallelism) -> None:
+        super().__init__(hook, parallelism)
+        self.per_token = hook.per_token
+
     def forward(self, hidden: Tensor, layout: TokenLayout) -> Tensor:
         if self.sequence and layout.sequence:
             return gather_from_sequence_parallel_region(hidden, self.group)
         return copy_to_tensor_parallel_region(hidden, self.group)
+
+    def project(
+        self,
+        hidden: Tensor,
+        layout: TokenLayout,
+        layers: Sequence[nn.Linear],
+        *,
+        with_bias: bool = True,
+    ) -> tuple[Tensor, ...]:
+        exchange = None
+        if self.group is not None:
+            gathers = self.sequence and layout.sequence
+            order = token_order(hidden, self.per_token) if gathers else None
+            exchange = _exchange(self.group, order)
+        return project_together(hidden, layers, with_bias=with_bias, exchange=exchange)
+
+
+def token_order(x: Tensor, per_token: bool) -> TokenOrder:
+    """Return the order in which a block computes the tokens that it gathers.
+
+    Args:
+        x: a tensor of the block.
+        per_token: the block treats tokens independently.
+    """
+    if x.device.type == "cpu":
+        # Results keep their rounding: gradients of weights are sums over tokens.
+        return "batch"
+    return "rank" if per_token else "sequence"
+
+
+def _exchange(group: ProcessGroup, order: TokenOrder | None) -> InputExchange:
+    """Return the collectives of a block's input and of its gradient.
+
+    Args:
+        group: the tensor-parallel ranks.
+        order: in which tokens are gathered; None: all ranks have all tokens.
+    """
+    if order is None:
+        return InputExchange(lambda x: x, partial(start_all_reduce_sum, group=group))
+    if order == "batch":
+        return InputExchange(
+            partial(all_gather_sequence, group=group),
+            partial(start_reduce_scatter, group=group, dim=1),
+        )
+    if order == "rank":
+        return InputExchange(
+            partial(all_gather_first, group=group), partial(start_reduce_scatter, group=group)
+        )
+    # Each rank transposes its own tokens, which are fewer than the gathered ones.
+    return InputExchange(
+        lambda x: all_gather_first(x.transpose(0, 1), group),
+        lambda grad: _transposed(start_reduce_scatter(grad, group)),
+        sequence_first=True,
+    )
+
+
+def _transposed(wait: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    return lambda: wait().transpose(0, 1).contiguous()
 
 
 class _SharedInput(_ParallelHook):
@@ -134,9 +205,16 @@ class _ChannelExit(_ParallelHook):
 
 
 class _BlockOutput(_ParallelHook):
+    def __init__(self, hook: tp_hooks.BlockOutput, parallelism: _Parallelism) -> None:
+        super().__init__(hook, parallelism)
+        self.per_token = hook.per_token
+
     def forward(self, input: Tensor, layout: TokenLayout) -> Tensor:
         sequence = self.sequence and layout.sequence
-        return row_parallel(input, self.weight, self.bias, self.group, sequence=sequence)
+        order = token_order(input, self.per_token)
+        return row_parallel(
+            input, self.weight, self.bias, self.group, sequence=sequence, order=order
+        )
 
 
 class _PositionEmbedding(_ParallelHook):

@@ -56,15 +56,17 @@ class KernelCall(NamedTuple):
 def stands_together(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether q, k and v are views of one ``[batch, length, 3, heads, head_dim]``.
 
+    Its rows may also be in the order ``[length, batch, ...]``, as under sequence parallelism.
     Their gradients are then written to one buffer like it, which the projections' backward reads
     without a copy. Judged by strides and offsets alone, as fake tensors have them.
     """
-    _, heads, _, head_dim = q.shape
+    batch, heads, _, head_dim = q.shape
     width = heads * head_dim
+    rows = batch if _is_sequence_first(q) else 1
     return (
         q.shape == k.shape == v.shape
         and q.stride() == k.stride() == v.stride()
-        and q.stride()[1:] == (head_dim, 3 * width, 1)
+        and q.stride()[1:] == (head_dim, rows * 3 * width, 1)
         and k.storage_offset() - q.storage_offset() == width
         and v.storage_offset() - k.storage_offset() == width
     )
@@ -75,7 +77,14 @@ def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     if not stands_together(q, k, v):
         return [torch.empty_like(x) for x in (q, k, v)]
     batch, heads, length, head_dim = q.shape
+    if _is_sequence_first(q):
+        return [q.new_empty(length, batch, 3, heads, head_dim).transpose(0, 1)]
     return [q.new_empty(batch, length, 3, heads, head_dim)]
+
+
+def _is_sequence_first(q: Tensor) -> bool:
+    """Return whether a token's vectors of all batch rows are adjacent."""
+    return q.size(0) > 1 and q.stride(0) < q.stride(2)
 
 
 def separate(gradients: list[Tensor]) -> list[Tensor]:

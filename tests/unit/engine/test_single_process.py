@@ -7,19 +7,23 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_deberta.distributed.environment import read_environment
-from megatron_deberta.distributed.topology import single_process_groups
-from megatron_deberta.engine import deepspeed_config, deepspeed_step
+from megatron_deberta.distributed.topology import ProcessGroups, single_process_groups
+from megatron_deberta.engine import deepspeed_config, deepspeed_engine, deepspeed_step
 from megatron_deberta.engine.deepspeed_runtime import (
     end_single_process,
     model_parallel_unit,
+    overlapped_reduction,
     start_single_process,
 )
 from megatron_deberta.engine.factory import build_engine
@@ -151,6 +155,63 @@ def test_bf16_gradients_are_summed_in_backward() -> None:
     assert micro_batches
     assert engine._engine.optimizer.immediate_grad_update  # type: ignore[attr-defined]
     engine.destroy()
+
+
+class Conversions(TorchDispatchMode):
+    """Counts conversions of 16-bit tensors to fp32 by their shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: Counter[torch.Size] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.bfloat16:
+            self.shapes[out.shape] += out.dtype == torch.float32
+        return out
+
+
+@pytest.mark.parametrize(
+    ("dp_size", "name", "expected"),
+    [(1, "BF16_Optimizer", (0, 6)), (2, "DeepSpeedZeroOptimizer", (2, 6))],
+)
+def test_bf16_gradients_are_not_converted_before_they_are_added(
+    monkeypatch: pytest.MonkeyPatch, dp_size: int, name: str, expected: tuple[int, int]
+) -> None:
+    """With the optimizers of one and of several data-parallel ranks; the sums keep their bits.
+
+    Of the second, sums begin as a conversion.
+    """
+
+    def select(groups: ProcessGroups) -> AbstractContextManager[None]:
+        return overlapped_reduction(dataclasses.replace(groups, dp_size=dp_size))
+
+    monkeypatch.setattr(deepspeed_engine, "overlapped_reduction", select)
+    results, counts = [], []
+    for directly in (True, False):
+        with monkeypatch.context() as patch:
+            if not directly:
+                patch.setattr(deepspeed_engine, "add_gradients_directly", lambda optimizer: None)
+            config = toy_config("deepspeed", "bf16", 1)
+            config = dataclasses.replace(
+                config, train=dataclasses.replace(config.train, global_batch_size=6)
+            )
+            engine = start(config, GROUPS)
+        assert type(engine._engine.optimizer).__name__ == name  # type: ignore[attr-defined]
+        weight = engine._trainable["layers.0.up.weight"].shape
+        history = []
+        for step in range(3):
+            with Conversions() as conversions:
+                for at in range(3):
+                    engine.backward(engine.module(micro_batch(3 * step + at, 0, GROUPS)) / 3)
+            counts.append(conversions.shapes[weight])
+            history.append(engine.step(1e-2).grad_norm)
+        results.append((history, states(engine)))
+        engine.destroy()
+    # Two layers have a weight of this shape.
+    assert counts == [expected[0]] * 3 + [expected[1]] * 3
+    assert results[0][0] == results[1][0]
+    assert_same_states(results[0][1], results[1][1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_deberta.model.projections import project_together
+from megatron_deberta.model.projections import InputExchange, project_together
 from megatron_deberta.ops import RelativePositions, disentangled_attention
 from tests.support.compiler import needs_compiler
 from tests.support.tolerances import FP64
@@ -68,9 +68,41 @@ def test_gradients_of_one_buffer_are_not_concatenated(adjacent: bool) -> None:
         torch.testing.assert_close(one, other, **FP64)
 
 
+def sequence_first() -> InputExchange:
+    """Return the exchange of sequence parallelism for one rank."""
+    return InputExchange(
+        lambda x: x.transpose(0, 1).contiguous(),
+        lambda grad: lambda: grad.transpose(0, 1),
+        sequence_first=True,
+    )
+
+
+def test_equal_in_the_order_of_sequence_parallelism() -> None:
+    found = []
+    for exchange in (None, sequence_first()):
+        parts = layers((4, 8), (True, False))
+        x = torch.linspace(-1, 1, 60, dtype=torch.float64).view(2, 5, 6).requires_grad_()
+        one, two = project_together(x, parts, exchange=exchange)
+        assert one.shape == (2, 5, 4)
+        gradients = torch.autograd.grad((one.sin().sum() + two.cos()).sum(), [x, parts[0].weight])
+        found.append([one, two, *gradients])
+    for expected, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, expected, **FP64)
+
+
 @pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize("kernels", ["triton", pytest.param("native", marks=needs_compiler)])
-def test_attention_in_kernels_concatenates_nothing(kernels: str, heads: int) -> None:
+@pytest.mark.parametrize(
+    ("kernels", "exchange"),
+    [
+        ("triton", None),
+        ("triton", sequence_first()),
+        pytest.param("native", None, marks=needs_compiler),
+    ],
+    ids=["triton", "triton, sequence parallel", "native"],
+)
+def test_attention_in_kernels_concatenates_nothing(
+    kernels: str, exchange: InputExchange | None, heads: int
+) -> None:
     """From the attention's output to the weights; kernels of GPUs run in the interpreter."""
     if kernels == "triton":
         pytest.importorskip("triton", reason="the fused kernels are written in Triton")
@@ -79,9 +111,14 @@ def test_attention_in_kernels_concatenates_nothing(kernels: str, heads: int) -> 
     found = []
     for backend in (kernels, "reference"):
         q, k, v = (
-            out.unflatten(-1, (heads, 32)).transpose(1, 2) for out in project_together(x, parts)
+            out.unflatten(-1, (heads, 32)).transpose(1, 2)
+            for out in project_together(x, parts, exchange=exchange)
         )
         out = disentangled_attention(q, k, v, None, None, positions, backend=backend)
+        if backend == "triton":
+            assert out.stride()[:1] + out.stride()[2:3] == (
+                (32 * heads, 2 * 32 * heads) if exchange else (18 * 32 * heads, 32 * heads)
+            )
         leaves = [p for part in parts for p in part.parameters()]
         with Concatenations() as mode:
             found.append(torch.autograd.grad(out.square().sum(), leaves))

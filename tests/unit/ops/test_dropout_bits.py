@@ -14,7 +14,9 @@ from megatron_deberta.ops import dropout_bits
 from megatron_deberta.ops.dropout_bits import (
     attention_keep_mask,
     consecutive_bytes,
+    consecutive_keep,
     gathered_bytes,
+    gathered_keep,
     keep_mask,
     keep_scale,
     mix_seed,
@@ -138,6 +140,12 @@ def test_a_block_of_attention_bytes_equals_the_restatement() -> None:
         block = consecutive_bytes(rows, queries, keys)
         gathered = gathered_bytes(row_keys(seeds, pairs(at), 2, 0), at, keys)
         assert torch.equal(block, gathered)
+        for threshold in (0, 26, 255):
+            keep = consecutive_keep(rows, queries, keys, threshold)
+            assert torch.equal(keep, block >= threshold)
+            gathered_rows = row_keys(seeds, pairs(at), 2, 0)
+            keep = gathered_keep(gathered_rows, at, keys, threshold)
+            assert torch.equal(keep, block >= threshold)
         for row, head in itertools.product(range(2), range(2)):
             expected = [
                 [restated_attention_byte(int(seeds[row]), head, query, key) for key in range(keys)]
