@@ -59,14 +59,22 @@ def test_every_stage_and_format_equals_the_reference_engine_on_two_ranks(
     two_ranks.run(compare_with_plain, tp_size, dtype, stage, 0.5, {"rtol": 1e-5, "atol": 1e-6})
 
 
-@pytest.mark.parametrize(("dtype", "stage"), [("fp32", 0), ("bf16", 1), ("fp16", 2), ("fp32", 3)])
+@pytest.mark.parametrize(
+    ("dtype", "stage"),
+    [
+        ("bf16", 1), ("fp32", 3),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fp32", 0), ("fp16", 2))),
+    ],
+)  # fmt: skip
 def test_tensor_and_data_parallel_together_equal_the_reference_engine(
     four_ranks: RankPool, dtype: str, stage: int
 ) -> None:
     four_ranks.run(compare_with_plain, 2, dtype, stage, 0.5, {"rtol": 1e-5, "atol": 1e-6})
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3))]
+)
 def test_no_clipping_equals_the_reference_engine(two_ranks: RankPool, stage: int) -> None:
     two_ranks.run(compare_with_plain, 1, "fp16", stage, 0.0, {"rtol": 1e-5, "atol": 1e-6})
 

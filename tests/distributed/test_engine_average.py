@@ -73,8 +73,8 @@ def with_average(config: RunConfig, decay: float) -> RunConfig:
     [
         (1, "plain", "bf16", 1),
         (1, "deepspeed", "fp32", 0),
-        (2, "deepspeed", "bf16", 1),
-        (1, "deepspeed", "fp16", 2),
+        pytest.param(2, "deepspeed", "bf16", 1, marks=pytest.mark.slow),
+        pytest.param(1, "deepspeed", "fp16", 2, marks=pytest.mark.slow),
         (1, "deepspeed", "fp32", 3),
     ],
 )

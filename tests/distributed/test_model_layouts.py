@@ -167,7 +167,9 @@ def test_two_ranks(two_ranks: RankPool, sequence: bool, recompute: Any, probe: b
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "tp+sp"])
+@pytest.mark.parametrize(
+    "sequence", [pytest.param(False, marks=pytest.mark.slow), True], ids=["tp", "tp+sp"]
+)
 @pytest.mark.parametrize("documents", [False, True], ids=["row", "documents"])
 def test_models(two_ranks: RankPool, sequence: bool, model: str, documents: bool) -> None:
     parallel = ParallelConfig(tensor_parallel_size=2, sequence_parallel=sequence)
@@ -232,7 +234,9 @@ def encoder_reference() -> dict[str, tuple[ParameterSpec, Tensor]]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp", "tp+sp"])
-@pytest.mark.parametrize("fuse", [False, True], ids=["", "fused"])
+@pytest.mark.parametrize(
+    "fuse", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "fused"]
+)
 def test_the_plain_encoder_through_engines(
     two_ranks: RankPool,
     encoder_reference: dict[str, tuple[ParameterSpec, Tensor]],

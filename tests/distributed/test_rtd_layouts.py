@@ -78,7 +78,14 @@ ALTERNATING_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "model"), ALTERNATING_CASES, ids=name)
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ALTERNATING_CASES[:2]),
+        ALTERNATING_CASES[2],
+    ],
+    ids=name,
+)
 def test_layouts_agree_with_alternating_updates(
     four_ranks: RankPool, layout: Layout, model: ModelConfig
 ) -> None:

@@ -112,6 +112,7 @@ def test_autoregressive_alone(
     assert not absent.exists()
 
 
+@pytest.mark.slow
 def test_masked_model_has_a_masked_perplexity_only(
     uninterrupted: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ from tests.support.jobs import LOCAL_DISK, Job, Run, losses, records, start
 EVERY = 3
 
 
+@pytest.mark.slow
 def test_lost_node_is_replaced_by_its_replicas(
     run_yaml: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:

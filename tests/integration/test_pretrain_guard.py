@@ -138,6 +138,7 @@ def killed_at(patch: pytest.MonkeyPatch, step: int) -> None:
     patch.setattr(TrainStep, "__call__", dying)
 
 
+@pytest.mark.slow
 def test_repeated_rollbacks_end_the_run(
     pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

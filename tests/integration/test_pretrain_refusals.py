@@ -188,6 +188,7 @@ def test_new_run_starts_from_weights_of_another(pretrain: Run, tmp_path: Path) -
     assert "model.num_layers=3 but the model in checkpoint.load_from" in error
 
 
+@pytest.mark.slow
 def test_consecutive_runs_in_one_process(
     pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ STEPS = 60
 BACKGROUND = "checkpoint.asynchronous=true"
 
 
+@pytest.mark.slow
 def test_uninterrupted_run_learns_and_writes_its_files(uninterrupted: Path) -> None:
     curve = losses(uninterrupted)
     assert len(curve) == STEPS
@@ -43,6 +44,7 @@ def test_uninterrupted_run_learns_and_writes_its_files(uninterrupted: Path) -> N
     assert sum("unigram loss" in line for line in lines) == 3
 
 
+@pytest.mark.slow
 def test_killed_and_signalled_run_equals_the_uninterrupted_one(
     run_yaml: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:

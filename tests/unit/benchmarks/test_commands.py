@@ -91,6 +91,7 @@ def test_every_program_has_help(results: Any) -> None:
         assert text.startswith("usage: "), name
 
 
+@pytest.mark.slow
 def test_documented_commands_match_their_arguments(results: Any) -> None:
     _, outcomes = results
     commands = documented_commands()
@@ -99,6 +100,7 @@ def test_documented_commands_match_their_arguments(results: Any) -> None:
         assert succeeded, f"{' '.join(command)}: {text}"
 
 
+@pytest.mark.slow
 def test_mentioned_modules_and_options_exist(results: Any) -> None:
     helps, _ = results
     for module, arguments in COMMAND.findall(documentation()):
