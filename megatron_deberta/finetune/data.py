@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ from megatron_deberta.tasks.encoded import EncodedDataset
 from megatron_deberta.tasks.encoding import encode
 from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.reading import read_examples
-from megatron_deberta.tasks.scoring import Outputs, score
+from megatron_deberta.tasks.scoring import Outputs, nonfinite_rows, score
 from megatron_deberta.tasks.task import TaskConfig, load_task, run_task_name, save_task
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 from megatron_deberta.train.data import Validator, rows_work
@@ -48,6 +49,8 @@ from megatron_deberta.train.start import Identity
 from megatron_deberta.train.step import sum_over_batch_ranks
 
 TRAIN, DEV = "train", "dev"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +330,17 @@ def validate_split(
     metrics: dict[str, float] = {}
     with raise_on_all_ranks(groups):
         if groups.rank == 0:
-            metrics = score(task, split.examples, split.encoded, outputs)
+            # A run goes on: the guard may roll it back, and no such step is the best.
+            if bad := nonfinite_rows(split.encoded, outputs):
+                logger.warning(
+                    "validation: the model's outputs are infinite or not a number in %s of %s "
+                    "rows, so the metrics are not a number",
+                    f"{bad:,}",
+                    f"{split.encoded.num_rows:,}",
+                )
+                metrics = {str(name): math.nan for name in task.metrics}
+            else:
+                metrics = score(task, split.examples, split.encoded, outputs)
     metrics = json.loads(broadcast_text(json.dumps(metrics), groups))
     values = {"loss": evaluation.metrics["loss"], **metrics, SCORE: metrics[task.metrics[0]]}
     shown = [f"{name.replace('_', ' ')} {values[name]:.4f}" for name in ("loss", *task.metrics)]

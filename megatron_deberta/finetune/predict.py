@@ -15,13 +15,13 @@ from megatron_deberta.checkpoint.store import local_part
 from megatron_deberta.config import validate_for_world
 from megatron_deberta.config.loader import config_from_layers, config_to_dict
 from megatron_deberta.config.schema import DataConfig, ModelConfig, PrecisionConfig, RunConfig
+from megatron_deberta.distributed.control import raise_on_all_ranks
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.distributed.topology import ProcessGroups, init_process_groups, shutdown
 from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.finetune.data import Split, check_task, class_names, read_split, run_split
 from megatron_deberta.finetune.models import SourceModel, open_source_model, with_classes
 from megatron_deberta.finetune.settings import finetune_config
-from megatron_deberta.hf.loading import load_model_tokenizer
 from megatron_deberta.model.flops import is_task_head
 from megatron_deberta.tasks.encoding import encode
 from megatron_deberta.tasks.examples import Example
@@ -109,7 +109,7 @@ def open_predictor(
     config = prediction_config(task, task_name, source, data, overrides)
     check_task(config, task)
     with open_ranks(config, source) as (module, groups):
-        loaded = load_model_tokenizer(config.tokenizer.path)
+        loaded = source.load_tokenizer(config.tokenizer.path)
         yield Predictor(config, task, loaded, module, groups, source.is_multi_label)
 
 
@@ -119,6 +119,9 @@ def open_ranks(config: RunConfig, source: SourceModel) -> Iterator[tuple[nn.Modu
 
     Yields:
         The model in evaluation mode, and the rank grid, which ends with the context.
+
+    Raises:
+        CheckpointError: a file of the checkpoint is damaged.
     """
     environment = read_environment()
     # No batch has to divide over the ranks.
@@ -132,6 +135,8 @@ def open_ranks(config: RunConfig, source: SourceModel) -> Iterator[tuple[nn.Modu
             config.cluster.collective_timeout_minutes,
             environment,
         )
+        with raise_on_all_ranks(groups):
+            source.verify(share=groups.rank, num_shares=environment.world_size)
         sharded = build_rank_model(config, groups)
         with torch.no_grad():
             for name, parameter in sharded.module.named_parameters():
