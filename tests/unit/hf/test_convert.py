@@ -466,7 +466,7 @@ def test_fill_mask_refuses_in_one_line(
     assert "no such folder" in error_of(["fill-mask", model + "x", TEXT], capsys, 2)
     (tmp_path / "weights.bin").touch()
     (tmp_path / "config.json").touch()
-    message = error_of(["fill-mask", str(tmp_path), TEXT], capsys, 1)
+    message = error_of(["fill-mask", str(tmp_path), TEXT], capsys, 2)
     assert f"import them first: megatron-deberta convert --from hf {tmp_path}" in message
     (tmp_path / "weights.bin").unlink()
     (tmp_path / "config.json").unlink()
