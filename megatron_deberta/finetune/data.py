@@ -182,7 +182,10 @@ def open_task_data(config: RunConfig, groups: ProcessGroups) -> tuple[RunConfig,
         with raise_on_all_ranks(groups):
             if is_turn:
                 names = [name for name in (TRAIN, DEV) if name in task.splits]
-                splits = {name: read_split(config, task, name, tokenizer) for name in names}
+                run_dir = Path(config.train.run_dir)
+                splits = {
+                    name: read_split(config, task, name, tokenizer, run_dir) for name in names
+                }
     if TRAIN not in splits:
         raise ConfigError(f"task {task.name} has no split {TRAIN!r}; name its files")
     train = splits[TRAIN]
@@ -281,12 +284,24 @@ def class_names(task: TaskConfig) -> tuple[str, ...]:
     return tuple(task.id2label.values())
 
 
-def read_split(config: RunConfig, task: TaskConfig, name: str, tokenizer: Tokenizer) -> Split:
-    """Read and encode a split; encoded examples are cached."""
+def read_split(
+    config: RunConfig, task: TaskConfig, name: str, tokenizer: Tokenizer, run_dir: Path | None
+) -> Split:
+    """Read and encode a split; encoded examples are kept in ``finetune.cache``.
+
+    Args:
+        config: the run.
+        task: its task.
+        name: the split.
+        tokenizer: the model's tokenizer.
+        run_dir: folder of the run, which keeps them if no other is set; None: they are not kept.
+    """
     examples = read_examples(task, config.finetune.data, name)
-    cache = config.finetune.cache or Path(config.train.run_dir) / "encoded"
+    cache = (
+        Path(config.finetune.cache) if config.finetune.cache else run_dir and run_dir / "encoded"
+    )
     length = config.data.sequence_length
-    return Split(examples, encode(task, examples, tokenizer, length, cache=Path(cache)))
+    return Split(examples, encode(task, examples, tokenizer, length, cache=cache))
 
 
 def task_rows(config: RunConfig, encoded: EncodedDataset, tokenizer: Tokenizer) -> TaskRows:

@@ -210,7 +210,7 @@ def read_outputs(run: FinetunedRun, split: str, data: str = "") -> SplitOutputs:
     tokenizer = load_tokenizer(run.config.tokenizer.path)
     config = run.config
     config = replace(config, finetune=replace(config.finetune, data=data))
-    found = read_split(config, run.task, split, tokenizer)
+    found = read_split(config, run.task, split, tokenizer, run.folder)
     weights = (run.checkpoint / COMMITTED_FILE).read_text(encoding="utf-8").strip()
     fingerprint = found.encoded.fingerprint
     key = hashlib.sha256(f"{weights} {fingerprint}".encode()).hexdigest()[:16]

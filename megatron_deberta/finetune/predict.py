@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from megatron_deberta.checkpoint.layout import checkpoints_dir
 from megatron_deberta.checkpoint.store import local_part
 from megatron_deberta.config import validate_for_world
 from megatron_deberta.config.loader import config_from_layers, config_to_dict
@@ -41,6 +43,8 @@ class Predictor:
         tokenizer: the model's tokenizer.
         module: this rank's part of the model.
         groups: the rank grid.
+        run_dir: folder of the run that trained the model, where encoded examples are kept; None:
+            there is none, or nothing can be written there.
         is_multi_label: each class has a probability of its own.
     """
 
@@ -49,11 +53,12 @@ class Predictor:
     tokenizer: Tokenizer
     module: nn.Module
     groups: ProcessGroups
+    run_dir: Path | None = None
     is_multi_label: bool = False
 
     def run(self, split: str) -> tuple[Split, Outputs, float]:
         """Return a split, the model's outputs for it, and the mean loss. Collective: all ranks."""
-        found = read_split(self.config, self.task, split, self.tokenizer)
+        found = read_split(self.config, self.task, split, self.tokenizer, self.run_dir)
         result = run_split(self.module, self.config, found.encoded, self.tokenizer, self.groups)
         assert result is not None
         outputs, evaluation = result
@@ -110,7 +115,19 @@ def open_predictor(
     check_task(config, task)
     with open_ranks(config, source) as (module, groups):
         loaded = source.load_tokenizer(config.tokenizer.path)
-        yield Predictor(config, task, loaded, module, groups, source.is_multi_label)
+        yield Predictor(
+            config, task, loaded, module, groups, _run_dir(source), source.is_multi_label
+        )
+
+
+def _run_dir(source: SourceModel) -> Path | None:
+    """Return the folder of the run that a checkpoint is in, if it can be written.
+
+    It may have another name than when the run trained, which its config has.
+    """
+    folder = source.path.parent.parent
+    is_there = source.run is not None and source.path.parent == checkpoints_dir(folder)
+    return folder if is_there and os.access(folder, os.W_OK) else None
 
 
 @contextmanager

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -362,3 +365,30 @@ def test_a_validation_without_numbers_is_no_score(
     assert found is not None
     assert np.isnan([found.metrics["accuracy"], found.metrics["score"]]).all()
     assert "not a number in 1 of 11 rows" in caplog.text
+
+
+def test_predictions_leave_nothing_in_the_current_folder(
+    run: FinetunedRun, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The config of a run has the folder in which it was trained, which may be relative."""
+    path = run.folder / CONFIG_FILE
+    path.write_text(re.sub("run_dir: .*", "run_dir: relative", path.read_text()))
+    (found,) = find_runs(run.folder)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    data = str(trained / "data")
+    command = ["evaluate", f"{data}/task.yaml", "--data", data, "--model"]
+    assert main(["convert", "--checkpoint", str(run.folder), "--output", str(tmp_path / "x")]) == 0
+    assert main([*command, str(tmp_path / "x")]) == EXIT_DONE
+    assert main([*command, str(run.folder)]) == EXIT_DONE
+    read_outputs(found, "dev")
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_predictions_are_utf8_whatever_the_locale_is(
+    run: FinetunedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="latin-1"))
+    assert main(["predict", "--model", str(run.folder), "--text", "\u6771\u4eac the cat"]) == 0
+    assert json.loads(raw.getvalue())["text"] == "\u6771\u4eac the cat"
