@@ -371,7 +371,7 @@ class MegatronDebertaModel(MegatronDebertaPreTrainedModel):
         check_values("input_ids", input_ids, num_tokens)
         if types is not None and embeddings.has_types:
             check_values("token_type_ids", types, embeddings.token_type_embeddings.num_embeddings)
-        if labels is not None:
+        if labels is not None and labels.device.type == "cpu":
             check_values("labels", labels.masked_fill(labels == -100, 0), num_tokens)
         return as_mask(input_ids, attention_mask)
 

@@ -247,3 +247,20 @@ def test_inputs_of_exported_models_are_checked(inputs: dict[str, torch.Tensor], 
         model(IDS, torch.ones_like(IDS))
     with pytest.raises(ValueError, match="labels: got 67, expected 0 to 66"):
         exported.MegatronDebertaForMaskedLM(config)(IDS, labels=torch.full((2, 12), 67))
+
+
+def test_checks_of_inputs_wait_for_no_device() -> None:
+    """Tensors on the meta device have no values, so that reading one fails."""
+    ids = IDS.to("meta")
+    own = replace(
+        CONFIG, head="tokens", labels=("a", "b"), absolute_positions="none", mask_decoder_passes=0
+    )
+    with torch.device("meta"):
+        assert task_model(own)(own).eval().logits(ids, ids.bool()).shape == (2, 12, 2)
+    config = exported.MegatronDebertaConfig(
+        vocab_size=67, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=64, max_position_embeddings=64, type_vocab_size=2,
+        relative_attention=False, position_biased_input=True,
+    )  # fmt: skip
+    model = exported.MegatronDebertaForMaskedLM(config).to("meta").eval()
+    assert model(ids, ids, token_type_ids=ids, labels=ids).logits.shape == (2, 12, 67)
