@@ -90,11 +90,13 @@ def run(args: argparse.Namespace) -> int:
             reason = owner if task else f"{getattr(args, name)}: {args.task} has no splits"
             raise ConfigError(f"--{name.replace('_', '-')} {reason}; remove it")
     prepare_output("--output", args.output)
+    from megatron_deberta.train.start import refusals
+
     if own:
-        return (_run_minimal_pairs if own == MINIMAL_PAIRS else _run_perplexity)(args)
+        with refusals():
+            return (_run_minimal_pairs if own == MINIMAL_PAIRS else _run_perplexity)(args)
     from megatron_deberta.finetune.predict import open_predictor
     from megatron_deberta.tasks.scoring import score
-    from megatron_deberta.train.start import refusals
 
     with (
         refusals(),

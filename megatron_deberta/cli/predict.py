@@ -19,12 +19,13 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_deberta.cli.arguments import prepare_output
+from megatron_deberta.cli.arguments import number, prepare_output
 from megatron_deberta.cli.finetune import add_task_arguments
 from megatron_deberta.errors import EXIT_DONE, ConfigError, MissingInputError
 from megatron_deberta.files import write_atomically
@@ -56,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--leaderboard", default="", metavar="DIR", help="folder for the leaderboard's files"
     )
     parser.add_argument(
-        "--null-threshold", type=float, metavar="X",
+        "--null-threshold", type=number(float, -math.inf, math.inf), metavar="X",
         help="SQuAD 2.0: predict no answer above this score, which evaluate finds as "
         "null_threshold (default: 0)",
     )  # fmt: skip
