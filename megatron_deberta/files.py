@@ -154,6 +154,9 @@ def did_you_mean(path: Path, suffix: str = "") -> str:
         path: what was given.
         suffix: end of the names that can be meant.
     """
+    if path.exists():
+        # A pipe, or a file where a folder is wanted
+        return ""
     for missing in (path, *path.parents):
         try:
             end = suffix if missing == path else ""

@@ -15,7 +15,7 @@ from torch import nn
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.finetune.models import open_source_model
-from megatron_deberta.hf.loading import build_encoder, load_model_tokenizer
+from megatron_deberta.hf.loading import build_encoder
 from megatron_deberta.model import DebertaModel
 from megatron_deberta.model.attention import DisentangledSelfAttention
 from megatron_deberta.model.layers import Layer
@@ -86,7 +86,8 @@ def compute_maps(
     config = source.config
     chosen = choose_layers(layers, config.num_layers, path)
     chosen_heads = choose_heads(heads, config.num_heads, path)
-    tokenizer = load_model_tokenizer(source.tokenizer_path)
+    source.verify()
+    tokenizer = source.load_tokenizer()
     ids = encode_text(tokenizer, text, config, path)
     model = build_encoder(config, source.read)
     found = record_maps(model, ids, chosen)

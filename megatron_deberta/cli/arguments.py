@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -78,6 +79,33 @@ def refuse_options(args: argparse.Namespace, options: Mapping[str, str], why: st
         value = getattr(args, name)
         if value is not None and value is not False and value != "" and value != []:
             raise ConfigError(f"{option} {why}; remove it")
+
+
+def prepare_output(option: str, path: str, *, is_folder: bool = False) -> None:
+    """Create the folder of a command's output before the work, which may take hours.
+
+    Args:
+        option: the option that names the output, for messages.
+        path: the file, or folder; empty: none.
+        is_folder: it is a folder.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+    if not path:
+        return
+    output = Path(path)
+    if not is_folder and output.exists() and not output.is_file():
+        kind = "a folder" if output.is_dir() else "not a regular file"
+        raise ConfigError(f"{option} {path} is {kind}; name a file")
+    folder = output if is_folder else output.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {folder}: {error.strerror}; choose another") from error
+    # The file is replaced, so the system's own links would be, too.
+    if not os.access(folder, os.W_OK | os.X_OK) or os.path.abspath(folder) == "/dev":
+        raise ConfigError(f"{option} {path}: files in {folder} cannot be written; choose another")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:

@@ -63,12 +63,14 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.text} is a folder; the last argument must be the text")
     from megatron_deberta.attention_maps.page import write_page
     from megatron_deberta.attention_maps.picture import draw
+    from megatron_deberta.train.start import refusals
 
     contents = []
-    for path in outputs:
-        is_page = path.suffix == ".html"
-        models = _compute(args, "all" if is_page else "")
-        contents.append(write_page(models, args.text) if is_page else draw(models))
+    with refusals():
+        for path in outputs:
+            is_page = path.suffix == ".html"
+            models = _compute(args, "all" if is_page else "")
+            contents.append(write_page(models, args.text) if is_page else draw(models))
     for path, content in zip(outputs, contents, strict=True):
         write_atomically(path, content)
         print(f"{path}: {len(content) / 1e6:.1f} MB")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_deberta.cli.arguments import number
+from megatron_deberta.cli.arguments import number, prepare_output, refuse_options
 from megatron_deberta.errors import EXIT_DONE, ConfigError
 from megatron_deberta.files import write_atomically
 
@@ -53,6 +53,9 @@ def run(args: argparse.Namespace) -> int:
     are_files = [sides.holds_predictions(path) for path in (a, b)]
     if are_files[0] != are_files[1]:
         raise ConfigError(f"{a} and {b}: give two folders of runs, or prediction files twice")
+    if not are_files[0]:
+        refuse_options(args, {"task": "--task"}, "is for prediction files; runs have their own")
+    prepare_output("--output", args.output)
     if are_files[0] and (not args.task or not args.data):
         raise ConfigError("prediction files need --task and --data, which have the labels")
     with refusals():

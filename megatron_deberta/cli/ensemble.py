@@ -14,7 +14,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_deberta.cli.arguments import number, refuse_options
+from megatron_deberta.cli.arguments import number, prepare_output, refuse_options
 from megatron_deberta.errors import EXIT_DONE, ConfigError
 from megatron_deberta.files import write_atomically
 
@@ -43,18 +43,26 @@ def run(args: argparse.Namespace) -> int:
     if not args.output and not args.leaderboard:
         refuse_options(args, {"split": "--split"}, "needs --output or --leaderboard")
     args.split = args.split or "test"
+    prepare_output("--output", args.output)
+    prepare_output("--leaderboard", args.leaderboard, is_folder=True)
     from megatron_deberta.finetune.ensemble import build_ensemble
     from megatron_deberta.finetune.outputs import check_same_task, find_runs
+    from megatron_deberta.train.start import refusals
 
     for path in args.runs:
         if not Path(path).is_dir():
             raise ConfigError(f"{path}: no such folder; give runs (train.run_dir)")
     found = {run.folder.resolve(): run for path in args.runs for run in find_runs(Path(path))}
     runs = list(found.values())
-    ensemble = build_ensemble(check_same_task(runs), runs, args.best, args.data)
-    print(_describe(ensemble))
-    if args.output or args.leaderboard:
-        _predict(ensemble, args)
+    task = check_same_task(runs)
+    if (args.output or args.leaderboard) and args.split not in task.splits:
+        known = ", ".join(task.splits)
+        raise ConfigError(f"--split {args.split}: task {task.name} has {known}")
+    with refusals():
+        ensemble = build_ensemble(task, runs, args.best, args.data)
+        print(_describe(ensemble))
+        if args.output or args.leaderboard:
+            _predict(ensemble, args)
     return EXIT_DONE
 
 

@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_deberta.cli.arguments import number
+from megatron_deberta.cli.arguments import number, prepare_output
 from megatron_deberta.cli.finetune import add_task_arguments
 from megatron_deberta.errors import EXIT_DONE, ConfigError
 from megatron_deberta.files import write_atomically
@@ -89,11 +89,14 @@ def run(args: argparse.Namespace) -> int:
             owner = f"is for the task {task}, not for {args.task}"
             reason = owner if task else f"{getattr(args, name)}: {args.task} has no splits"
             raise ConfigError(f"--{name.replace('_', '-')} {reason}; remove it")
+    prepare_output("--output", args.output)
+    from megatron_deberta.train.start import refusals
+
     if own:
-        return (_run_minimal_pairs if own == MINIMAL_PAIRS else _run_perplexity)(args)
+        with refusals():
+            return (_run_minimal_pairs if own == MINIMAL_PAIRS else _run_perplexity)(args)
     from megatron_deberta.finetune.predict import open_predictor
     from megatron_deberta.tasks.scoring import score
-    from megatron_deberta.train.start import refusals
 
     with (
         refusals(),
@@ -107,7 +110,8 @@ def run(args: argparse.Namespace) -> int:
             metrics = {"loss": loss, **metrics}
             print(describe_metrics(metrics))
             if args.output:
-                Path(args.output).write_text(json.dumps(metrics, indent=2) + "\n")
+                content = json.dumps(metrics, indent=2) + "\n"
+                write_atomically(Path(args.output), content.encode())
     return EXIT_DONE
 
 

@@ -31,7 +31,8 @@ def add_executor_arguments(parser: argparse.ArgumentParser, *, array: bool = Tru
     )  # fmt: skip
     parser.add_argument(
         "--workers", type=number(int, 0), metavar="N",
-        help="worker processes of this command; 0: use this process (default: the CPU cores)",
+        help="local and slurm-array: worker processes of this command; 0: use this process "
+        "(default: the CPU cores)",
     )  # fmt: skip
     parser.add_argument(
         "--dask", metavar="ADDRESS",
@@ -75,6 +76,10 @@ def executor_options(args: argparse.Namespace) -> ExecutorOptions:
             kind = "slurm-array"
         elif _launched_ranks() > 1:
             kind = "mpi"
+    if kind in ("mpi", "dask"):
+        refuse_options(
+            args, {"workers": "--workers"}, f"is not for --executor {kind}, which has its own"
+        )
     workers = len(os.sched_getaffinity(0)) if args.workers is None else args.workers
     if kind != "slurm-array":
         share = ONLY_TASK

@@ -22,6 +22,7 @@ from megatron_deberta.cli.arguments import CommandParser, HelpFormatter, with_cu
 from megatron_deberta.errors import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
+    EXIT_USAGE,
     MegatronDebertaError,
     printable,
 )
@@ -171,7 +172,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         print(f"megatron-deberta: error: {describe(error)}", file=sys.stderr)
-        return error.exit_code if isinstance(error, MegatronDebertaError) else EXIT_FAILURE
+        if isinstance(error, MegatronDebertaError):
+            return error.exit_code
+        # A file where a folder is wanted, or the other way round, which no restart changes
+        is_lasting = isinstance(error, NotADirectoryError | IsADirectoryError)
+        return EXIT_USAGE if is_lasting else EXIT_FAILURE
 
 
 def stdout_is_closed() -> bool:

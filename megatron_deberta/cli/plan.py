@@ -28,7 +28,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from megatron_deberta.cli.arguments import add_run_arguments, number
+from megatron_deberta.cli.arguments import add_run_arguments, number, refuse_options
 from megatron_deberta.cli.plan_cpu import NAME as CPU
 from megatron_deberta.cli.plan_cpu import report_cpu_plan
 from megatron_deberta.cluster.installation import query_gpus
@@ -47,6 +47,8 @@ from megatron_deberta.planning.search import NEAR, Search
 from megatron_deberta.train.vocab_size import with_vocab_size
 
 DEFAULT_PROFILE = "dgx_h100"
+_LAYOUTS = 10
+"""Layouts that are printed by default."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"GPUs, or {DEFAULT_PROFILE})",
     )  # fmt: skip
     parser.add_argument(
-        "--world-size", type=int, metavar="N",
+        "--world-size", type=number(int, 1), metavar="N",
         help="number of ranks (default: those of cluster.nodes full nodes, at least one)",
     )  # fmt: skip
     parser.add_argument(
@@ -75,12 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "prints it as MFU (default: an assumption, which is printed)",
     )  # fmt: skip
     parser.add_argument(
-        "--layouts",
-        type=int,
-        default=10,
-        metavar="N",
-        help="parallel layouts to print; 0: no search",
-    )
+        "--layouts", type=number(int, 0), metavar="N",
+        help=f"parallel layouts to print; 0: no search (default: {_LAYOUTS})",
+    )  # fmt: skip
     parser.add_argument(
         "--task", default="", metavar="TASK",
         help="plan fine-tuning the run's model on this task: a file, or a name such as mnli",
@@ -98,9 +97,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--settings", default="", metavar="NAME", help="with --task: the task's settings, or none"
     )
     parser.add_argument(
-        "--failure-days", type=float, default=FAILURE_DAYS, metavar="DAYS",
+        "--failure-days", type=float, metavar="DAYS",
         help="with checkpoint.local_every: mean days between failures of one node (default: "
-        "%(default)g, an assumption)",
+        f"{FAILURE_DAYS:g}, an assumption)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -111,7 +110,18 @@ def run(args: argparse.Namespace) -> int:
     path, overrides = args.config, list(args.overrides)
     if is_override:
         path, overrides = None, [args.config, *overrides]
+    if not args.task:
+        of_tasks = {
+            "examples": "--examples",
+            "row_tokens": "--row-tokens",
+            "settings": "--settings",
+        }
+        refuse_options(args, of_tasks, "needs --task NAME")
     config = with_vocab_size(_without_auto(load_config(path, [] if args.task else overrides)))
+    if not config.checkpoint.local_every:
+        refuse_options(
+            args, {"failure_days": "--failure-days"}, "needs checkpoint.local_every above 0"
+        )
     if args.cluster == CPU or (not args.cluster and config.train.device == CPU):
         if args.task:
             raise ConfigError("--task needs --cluster PROFILE with devices, such as dgx2")
@@ -120,24 +130,22 @@ def run(args: argparse.Namespace) -> int:
     profile = load_profile(args.cluster, trusted=True) if args.cluster else default_profile()
     machine = machine_of(profile, args.device, args.achieved or 0.0)
     world_size = _world_size(config, args, machine.ranks_per_node)
-    if not args.task and (args.examples or args.row_tokens or args.settings):
-        raise ConfigError("--examples, --row-tokens and --settings need --task NAME")
     if args.task:
         config = _task_config(config, args, overrides, world_size)
     elif config.finetune.task and config.finetune.epochs:
         config = planned_steps(config)
-    if not 0 < args.failure_days < math.inf:
-        raise ConfigError(f"--failure-days {args.failure_days:g} must be above 0, such as 60")
-    plan = make_plan(
-        config, machine, world_size, search=args.layouts > 0, failure_days=args.failure_days
-    )
+    failure_days = FAILURE_DAYS if args.failure_days is None else args.failure_days
+    if not 0 < failure_days < math.inf:
+        raise ConfigError(f"--failure-days {failure_days:g} must be above 0, such as 60")
+    num_layouts = _LAYOUTS if args.layouts is None else args.layouts
+    plan = make_plan(config, machine, world_size, search=num_layouts > 0, failure_days=failure_days)
     if args.json:
         print(json.dumps(plan.to_dict(), indent=1))
         return EXIT_DONE
     # None: the terminal's.
     width = None if sys.stdout.isatty() else 112
     console = Console(file=sys.stdout, highlight=False, width=width)
-    show(plan, console, args.layouts)
+    show(plan, console, num_layouts)
     return EXIT_DONE
 
 

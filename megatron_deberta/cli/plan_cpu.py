@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from megatron_deberta.cli.arguments import refuse_options
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.planning.cpu import LIBRARY_BYTES, CpuPlan, make_cpu_plan
@@ -19,8 +20,11 @@ def report_cpu_plan(config: RunConfig, args: argparse.Namespace) -> str:
         ConfigError: an option of ``plan`` is about GPUs, or see ``make_cpu_plan``.
         TopologyError: see ``make_cpu_plan``.
     """
-    if args.device or args.achieved is not None:
-        raise ConfigError(f"--cluster {NAME}: --device and --achieved are about GPUs; omit them")
+    of_gpus = {
+        "device": "--device", "achieved": "--achieved", "layouts": "--layouts",
+        "failure_days": "--failure-days",
+    }  # fmt: skip
+    refuse_options(args, of_gpus, f"is about GPUs, not for --cluster {NAME}")
     if (args.nodes or 1) > 1:
         raise ConfigError(f"--cluster {NAME} is this machine alone; omit --nodes {args.nodes}")
     plan = make_cpu_plan(config, args.world_size or 1)

@@ -19,11 +19,13 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_deberta.cli.arguments import number, prepare_output
 from megatron_deberta.cli.finetune import add_task_arguments
 from megatron_deberta.errors import EXIT_DONE, ConfigError, MissingInputError
 from megatron_deberta.files import write_atomically
@@ -55,8 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--leaderboard", default="", metavar="DIR", help="folder for the leaderboard's files"
     )
     parser.add_argument(
-        "--null-threshold", type=float, default=0.0, metavar="X",
-        help="SQuAD 2.0: predict no answer above this score; evaluate finds it as null_threshold",
+        "--null-threshold", type=number(float, -math.inf, math.inf), metavar="X",
+        help="SQuAD 2.0: predict no answer above this score, which evaluate finds as "
+        "null_threshold (default: 0)",
     )  # fmt: skip
 
 
@@ -66,12 +69,20 @@ def run(args: argparse.Namespace) -> int:
     from megatron_deberta.train.start import refusals
 
     texts = _texts(args)
+    prepare_output("--output", args.output)
+    prepare_output("--leaderboard", args.leaderboard, is_folder=True)
     with (
         refusals(),
         open_predictor(
             args.task, Path(args.model), args.data, tuple(args.overrides), args.tokenizer
         ) as predictor,
     ):
+        task = predictor.task
+        if args.null_threshold is not None and not task.unanswerable:
+            raise ConfigError(
+                f"--null-threshold {args.null_threshold:g} is for tasks with unanswerable "
+                f"questions such as squad2, not for {task.name}; remove it"
+            )
         try:
             if texts is None:
                 split, outputs, _ = predictor.run(args.split or _TEST)
@@ -83,13 +94,13 @@ def run(args: argparse.Namespace) -> int:
         if predictor.groups.rank == 0:
             from megatron_deberta.tasks import predict
 
-            task, examples = predictor.task, split.examples
+            examples = split.examples
             predictions = predict(
                 task,
                 examples,
                 split.encoded,
                 outputs,
-                null_threshold=args.null_threshold,
+                null_threshold=args.null_threshold or 0.0,
                 is_multi_label=predictor.is_multi_label,
             )
             _write(args, task, examples, predictions)

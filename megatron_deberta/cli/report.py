@@ -16,7 +16,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_deberta.errors import EXIT_DONE, ConfigError, printable
+from megatron_deberta.cli.arguments import prepare_output
+from megatron_deberta.errors import EXIT_DONE, printable
 from megatron_deberta.files import write_atomically
 
 
@@ -34,10 +35,8 @@ def run(args: argparse.Namespace) -> int:
     from megatron_deberta.report.page import write_page
 
     output = Path(args.output)
-    if output.is_dir():
-        raise ConfigError(f"--output={output} is a folder; name a file, such as report.html")
+    prepare_output("--output", args.output)
     page, problems = write_page([Path(run) for run in args.runs])
-    output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, page.encode())
     for problem in problems:
         print(printable(f"megatron-deberta: warning: {problem}"), file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_deberta.cli.arguments import number
@@ -95,6 +95,7 @@ def open_input(
         output=output,
     )
     try:
+        _refuse_unused(args, sources)
         check_input(
             sources,
             options,
@@ -108,6 +109,21 @@ def open_input(
             with contextlib.suppress(OSError):
                 folder.rmdir()
         raise
+
+
+def _refuse_unused(args: argparse.Namespace, sources: Sequence[Source]) -> None:
+    """Reject options about a kind of input of which there is none.
+
+    Raises:
+        ConfigError: one is given.
+    """
+    plain = [source.text_format in ("file", "paragraph", "line") for source in sources]
+    if args.text_mode != "auto" and not any(plain):
+        raise ConfigError(f"--text-mode {args.text_mode} is for plain text, of which there is none")
+    if args.keys and args.keys != ["text"] and all(plain):
+        raise ConfigError(
+            f"--keys {' '.join(args.keys)} is for JSON Lines and tables; the input is plain text"
+        )
 
 
 def read_options(args: argparse.Namespace) -> ReadOptions:

@@ -157,6 +157,33 @@ def read_value(hint: Any, value: Any, name: str, source: str) -> Any:
     return value
 
 
+def holds_text(name: str) -> bool:
+    """Return whether ``section.key`` holds a string, or several."""
+    section, _, key = name.partition(".")
+    return key_types(section).get(key) in (str, tuple[str, ...])
+
+
+def read_alternatives(name: str, value: Any, source: str) -> Any:
+    """Return a value of ``section.key``, or a list of values, as searches and tasks state them.
+
+    Args:
+        name: ``section.key``; its type is checked when a run is built.
+        value: with ``PlainScalar`` for scalars whose text was kept.
+        source: where the value comes from, for messages.
+
+    Raises:
+        ConfigError: a number in a notation that is refused, or a string whose text is lost.
+    """
+    try:
+        if not holds_text(name):
+            return plain_value(value)
+        if isinstance(value, list):
+            return [read_value(str, item, name, source) for item in value]
+        return read_value(str, value, name, source)
+    except ValueError as error:
+        raise ConfigError(f"{source}: {name}: {error}; write it as a decimal number") from error
+
+
 def plain_value(value: Any) -> Any:
     """Replace every ``PlainScalar`` by YAML's value; numbers in odd notation are refused.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ from megatron_deberta.tasks.encoded import EncodedDataset
 from megatron_deberta.tasks.encoding import encode
 from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.reading import read_examples
-from megatron_deberta.tasks.scoring import Outputs, score
+from megatron_deberta.tasks.scoring import Outputs, nonfinite_rows, score
 from megatron_deberta.tasks.task import TaskConfig, load_task, run_task_name, save_task
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 from megatron_deberta.train.data import Validator, rows_work
@@ -48,6 +49,8 @@ from megatron_deberta.train.start import Identity
 from megatron_deberta.train.step import sum_over_batch_ranks
 
 TRAIN, DEV = "train", "dev"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +182,10 @@ def open_task_data(config: RunConfig, groups: ProcessGroups) -> tuple[RunConfig,
         with raise_on_all_ranks(groups):
             if is_turn:
                 names = [name for name in (TRAIN, DEV) if name in task.splits]
-                splits = {name: read_split(config, task, name, tokenizer) for name in names}
+                run_dir = Path(config.train.run_dir)
+                splits = {
+                    name: read_split(config, task, name, tokenizer, run_dir) for name in names
+                }
     if TRAIN not in splits:
         raise ConfigError(f"task {task.name} has no split {TRAIN!r}; name its files")
     train = splits[TRAIN]
@@ -278,12 +284,24 @@ def class_names(task: TaskConfig) -> tuple[str, ...]:
     return tuple(task.id2label.values())
 
 
-def read_split(config: RunConfig, task: TaskConfig, name: str, tokenizer: Tokenizer) -> Split:
-    """Read and encode a split; encoded examples are cached."""
+def read_split(
+    config: RunConfig, task: TaskConfig, name: str, tokenizer: Tokenizer, run_dir: Path | None
+) -> Split:
+    """Read and encode a split; encoded examples are kept in ``finetune.cache``.
+
+    Args:
+        config: the run.
+        task: its task.
+        name: the split.
+        tokenizer: the model's tokenizer.
+        run_dir: folder of the run, which keeps them if no other is set; None: they are not kept.
+    """
     examples = read_examples(task, config.finetune.data, name)
-    cache = config.finetune.cache or Path(config.train.run_dir) / "encoded"
+    cache = (
+        Path(config.finetune.cache) if config.finetune.cache else run_dir and run_dir / "encoded"
+    )
     length = config.data.sequence_length
-    return Split(examples, encode(task, examples, tokenizer, length, cache=Path(cache)))
+    return Split(examples, encode(task, examples, tokenizer, length, cache=cache))
 
 
 def task_rows(config: RunConfig, encoded: EncodedDataset, tokenizer: Tokenizer) -> TaskRows:
@@ -327,7 +345,17 @@ def validate_split(
     metrics: dict[str, float] = {}
     with raise_on_all_ranks(groups):
         if groups.rank == 0:
-            metrics = score(task, split.examples, split.encoded, outputs)
+            # A run goes on: the guard may roll it back, and no such step is the best.
+            if bad := nonfinite_rows(split.encoded, outputs):
+                logger.warning(
+                    "validation: the model's outputs are infinite or not a number in %s of %s "
+                    "rows, so the metrics are not a number",
+                    f"{bad:,}",
+                    f"{split.encoded.num_rows:,}",
+                )
+                metrics = {str(name): math.nan for name in task.metrics}
+            else:
+                metrics = score(task, split.examples, split.encoded, outputs)
     metrics = json.loads(broadcast_text(json.dumps(metrics), groups))
     values = {"loss": evaluation.metrics["loss"], **metrics, SCORE: metrics[task.metrics[0]]}
     shown = [f"{name.replace('_', ' ')} {values[name]:.4f}" for name in ("loss", *task.metrics)]

@@ -9,10 +9,9 @@ from pathlib import Path
 from megatron_deberta.config.loader import config_from_layers, config_to_dict
 from megatron_deberta.config.objective_rules import trained_forms
 from megatron_deberta.config.schema import LANGUAGE_MODEL_HEADS, PrecisionConfig, RunConfig
-from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.errors import ConfigError, MissingModelError
 from megatron_deberta.finetune.models import SourceModel, open_source_model
 from megatron_deberta.finetune.predict import open_ranks
-from megatron_deberta.hf.loading import load_model_tokenizer
 from megatron_deberta.tasks.minimal_pairs import MinimalPairScores, read_minimal_pairs
 from megatron_deberta.train.minimal_pairs import build_minimal_pairs
 from megatron_deberta.train.pseudo_likelihood import Metric
@@ -53,7 +52,7 @@ def evaluate_minimal_pairs(
     if "masked" not in trained_forms(config.objective) and metric != "original":
         raise ConfigError(f"--metric {metric} is for masked language models; remove it")
     pairs = read_minimal_pairs(data, limit)
-    loaded = load_model_tokenizer(config.tokenizer.path)
+    loaded = source.load_tokenizer(config.tokenizer.path)
     task = build_minimal_pairs(config, loaded, pairs, metric)
     with open_ranks(config, source) as (module, groups):
         scores = task.score(module, groups, advance=advance)
@@ -69,7 +68,7 @@ def language_model_config(source: SourceModel, overrides: Sequence[str]) -> RunC
         overrides: ``section.key=value``.
 
     Raises:
-        CheckpointError: it has no trained head.
+        MissingModelError: it has no trained head.
         ConfigError: it is fine-tuned.
     """
     if source.config.head not in LANGUAGE_MODEL_HEADS:
@@ -77,7 +76,7 @@ def language_model_config(source: SourceModel, overrides: Sequence[str]) -> RunC
             f"{source.path} is fine-tuned and predicts no tokens; give the pretrained model"
         )
     if source.why_untrained:
-        raise CheckpointError(
+        raise MissingModelError(
             f"{source.path} cannot predict tokens before it is trained to, so predictions would be "
             f"noise: {source.why_untrained}; give a model trained for masked language modelling"
         )

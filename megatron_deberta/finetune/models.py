@@ -20,7 +20,8 @@ from megatron_deberta.config.task_head import with_task_head
 from megatron_deberta.errors import CheckpointError, MissingModelError
 from megatron_deberta.hf.heads import HeadFields, task_head
 from megatron_deberta.hf.import_model import CONFIG_FILES, open_release, read_config
-from megatron_deberta.hf.loading import check_folder
+from megatron_deberta.hf.loading import check_folder, check_tokenizer, load_model_tokenizer
+from megatron_deberta.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class SourceModel:
         missing: canonical names of the parameters that the folder lacks, such as a head.
         why_untrained: why it cannot predict tokens, of a pretrained model; empty: it can.
         is_multi_label: each class has a probability of its own (sigmoid instead of softmax).
+        checkpoint: the training checkpoint, whose files are not verified yet; None: another format.
     """
 
     path: Path
@@ -48,6 +50,35 @@ class SourceModel:
     missing: tuple[str, ...] = ()
     why_untrained: str = ""
     is_multi_label: bool = False
+    checkpoint: CheckpointReader | None = None
+
+    def verify(self, *, share: int = 0, num_shares: int = 1) -> None:
+        """Verify the files of a checkpoint before its weights are read.
+
+        Args:
+            share: first file; with ``num_shares``, divides the work among ranks.
+            num_shares: check every ``num_shares``-th file.
+
+        Raises:
+            CheckpointError: a file is missing, truncated or altered.
+        """
+        if self.checkpoint is not None:
+            self.checkpoint.verify(share=share, num_shares=num_shares)
+
+    def load_tokenizer(self, path: str = "") -> Tokenizer:
+        """Load the model's tokenizer.
+
+        Args:
+            path: where it is; empty: ``tokenizer_path``.
+
+        Raises:
+            DataError: it is missing, or not the one that the model was trained with.
+        """
+        location = path or self.tokenizer_path
+        tokenizer = load_model_tokenizer(location)
+        if self.checkpoint is not None:
+            check_tokenizer(self.checkpoint.metadata, location, tokenizer)
+        return tokenizer
 
 
 def open_source_model(
@@ -67,7 +98,7 @@ def open_source_model(
     if not any((path / name).is_file() for name in CONFIG_FILES):
         return _open_checkpoint(path, tokenizer_path, part)
     if not any(path.glob("*.safetensors")) and any(path.glob("*.bin")):
-        raise CheckpointError(
+        raise MissingModelError(
             f"{path} has pickled weights; import them first: megatron-deberta convert --from hf "
             f"{path} --output NEW --allow-pickle-weights-only --sha256 HEX"
         )
@@ -140,7 +171,9 @@ def _open_checkpoint(path: Path, tokenizer_path: str, part: Part) -> SourceModel
         raise CheckpointError(f"{step} records no tokenizer; give --tokenizer")
     config, weights = open_part(reader, run.model, part)
     why = reader.metadata.why_untrained
-    return SourceModel(step, config, location, run, weights.tensor, why_untrained=why)
+    return SourceModel(
+        step, config, location, run, weights.tensor, why_untrained=why, checkpoint=reader
+    )
 
 
 def open_release_weights(path: Path, config: RunConfig) -> TaskHead:

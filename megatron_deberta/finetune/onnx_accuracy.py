@@ -41,7 +41,7 @@ def compare_accuracy(
         DataError: a file of the task is missing or malformed.
     """
     task = load_task(run_task_name(config.finetune.task, Path(config.train.run_dir)))
-    split = read_split(config, task, DEV, tokenizer)
+    split = read_split(config, task, DEV, tokenizer, Path(config.train.run_dir))
     sides: dict[str, Logits] = {"torch": ours.logits, "onnx": graph_logits(path, kind)}
     metrics = {
         name: score_logits(config, task, split, tokenizer, logits) for name, logits in sides.items()

@@ -19,7 +19,6 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, committed_steps, find_best
-from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import RunConfig
@@ -32,7 +31,7 @@ from megatron_deberta.model.heads import num_outputs
 from megatron_deberta.observe.metrics import FILE_NAME as METRICS_FILE
 from megatron_deberta.observe.metrics import read_metrics
 from megatron_deberta.parsing import read_json
-from megatron_deberta.tasks.scoring import Outputs
+from megatron_deberta.tasks.scoring import Outputs, nonfinite_rows
 from megatron_deberta.tasks.task import TaskConfig, load_task, run_task_name
 from megatron_deberta.tokenizer import load_tokenizer
 from megatron_deberta.train.selection import SCORE, Selection, record_selection
@@ -211,7 +210,7 @@ def read_outputs(run: FinetunedRun, split: str, data: str = "") -> SplitOutputs:
     tokenizer = load_tokenizer(run.config.tokenizer.path)
     config = run.config
     config = replace(config, finetune=replace(config.finetune, data=data))
-    found = read_split(config, run.task, split, tokenizer)
+    found = read_split(config, run.task, split, tokenizer, run.folder)
     weights = (run.checkpoint / COMMITTED_FILE).read_text(encoding="utf-8").strip()
     fingerprint = found.encoded.fingerprint
     key = hashlib.sha256(f"{weights} {fingerprint}".encode()).hexdigest()[:16]
@@ -220,7 +219,6 @@ def read_outputs(run: FinetunedRun, split: str, data: str = "") -> SplitOutputs:
     outputs = _read_kept(path, weights, fingerprint, shape)
     if outputs is None:
         # Not by the run's folder, whose best checkpoint may be another one meanwhile.
-        CheckpointReader(run.checkpoint).verify()
         name = run_task_name(config.finetune.task, run.folder)
         with open_predictor(name, run.checkpoint, data) as predictor:
             predicted, outputs, _ = predictor.run(split)
@@ -230,10 +228,11 @@ def read_outputs(run: FinetunedRun, split: str, data: str = "") -> SplitOutputs:
                 f"{run.folder / CONFIG_FILE}; restore this file"
             )
         _keep(path, outputs, weights, fingerprint)
-    if not np.isfinite(outputs).all():
+    if bad := nonfinite_rows(found.encoded, outputs):
         raise DataError(
-            f"{run.checkpoint}: outputs for the split {split} are infinite or not a number; "
-            "fine-tune again with a lower optimizer.learning_rate"
+            f"{run.checkpoint}: outputs for the split {split} are infinite or not a number in "
+            f"{bad:,} of {found.encoded.num_rows:,} rows; fine-tune again with a lower "
+            "optimizer.learning_rate"
         )
     return SplitOutputs(found, outputs)
 

@@ -13,11 +13,11 @@ import numpy as np
 from megatron_deberta.config.objective_rules import causal_fraction
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.vocabulary import Vocabulary
-from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.errors import CheckpointError, ConfigError, DataError
 from megatron_deberta.finetune.minimal_pairs import language_model_config
 from megatron_deberta.finetune.models import open_source_model
 from megatron_deberta.finetune.predict import open_ranks
-from megatron_deberta.hf.loading import load_model_tokenizer
+from megatron_deberta.hf.loading import NONFINITE
 from megatron_deberta.tasks.words import WordText, read_words
 from megatron_deberta.tokenizer import Tokenizer
 from megatron_deberta.train.row_scores import score_rows
@@ -98,7 +98,8 @@ def evaluate_perplexity(
         The result, and whether this is rank 0.
 
     Raises:
-        CheckpointError: the folder holds no model, or one without a trained head.
+        CheckpointError: the folder holds no model, or one without a trained head, or whose outputs
+            are infinite or not a number.
         ConfigError: the model was not trained in this form, or is fine-tuned.
         DataError: the text or the tokenizer is missing or malformed.
     """
@@ -116,7 +117,7 @@ def evaluate_perplexity(
             "lower it, or raise data.sequence_length"
         )
     text = read_words(data)
-    loaded = load_model_tokenizer(config.tokenizer.path)
+    loaded = source.load_tokenizer(config.tokenizer.path)
     rows, num_unknown = _rows(text, loaded, length, stride, masked)
     tokens_per_batch = config.train.micro_batch_size * length
     parallel = config.parallel
@@ -126,6 +127,8 @@ def evaluate_perplexity(
             module, rows, groups, tokens_per_batch, multiple=multiple, advance=advance
         )
         assert scores is not None
+        if not np.isfinite(scores).all():
+            raise CheckpointError(f"{model}: {NONFINITE}")
         result = Perplexity(
             form=form,
             loss=-float(scores.sum()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,17 +12,18 @@ from typing import cast
 import torch
 from torch import nn
 
+from megatron_deberta.checkpoint.layout import checkpoints_dir
 from megatron_deberta.checkpoint.store import local_part
 from megatron_deberta.config import validate_for_world
 from megatron_deberta.config.loader import config_from_layers, config_to_dict
 from megatron_deberta.config.schema import DataConfig, ModelConfig, PrecisionConfig, RunConfig
+from megatron_deberta.distributed.control import raise_on_all_ranks
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.distributed.topology import ProcessGroups, init_process_groups, shutdown
 from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.finetune.data import Split, check_task, class_names, read_split, run_split
 from megatron_deberta.finetune.models import SourceModel, open_source_model, with_classes
 from megatron_deberta.finetune.settings import finetune_config
-from megatron_deberta.hf.loading import load_model_tokenizer
 from megatron_deberta.model.flops import is_task_head
 from megatron_deberta.tasks.encoding import encode
 from megatron_deberta.tasks.examples import Example
@@ -41,6 +43,8 @@ class Predictor:
         tokenizer: the model's tokenizer.
         module: this rank's part of the model.
         groups: the rank grid.
+        run_dir: folder of the run that trained the model, where encoded examples are kept; None:
+            there is none, or nothing can be written there.
         is_multi_label: each class has a probability of its own.
     """
 
@@ -49,11 +53,12 @@ class Predictor:
     tokenizer: Tokenizer
     module: nn.Module
     groups: ProcessGroups
+    run_dir: Path | None = None
     is_multi_label: bool = False
 
     def run(self, split: str) -> tuple[Split, Outputs, float]:
         """Return a split, the model's outputs for it, and the mean loss. Collective: all ranks."""
-        found = read_split(self.config, self.task, split, self.tokenizer)
+        found = read_split(self.config, self.task, split, self.tokenizer, self.run_dir)
         result = run_split(self.module, self.config, found.encoded, self.tokenizer, self.groups)
         assert result is not None
         outputs, evaluation = result
@@ -109,8 +114,20 @@ def open_predictor(
     config = prediction_config(task, task_name, source, data, overrides)
     check_task(config, task)
     with open_ranks(config, source) as (module, groups):
-        loaded = load_model_tokenizer(config.tokenizer.path)
-        yield Predictor(config, task, loaded, module, groups, source.is_multi_label)
+        loaded = source.load_tokenizer(config.tokenizer.path)
+        yield Predictor(
+            config, task, loaded, module, groups, _run_dir(source), source.is_multi_label
+        )
+
+
+def _run_dir(source: SourceModel) -> Path | None:
+    """Return the folder of the run that a checkpoint is in, if it can be written.
+
+    It may have another name than when the run trained, which its config has.
+    """
+    folder = source.path.parent.parent
+    is_there = source.run is not None and source.path.parent == checkpoints_dir(folder)
+    return folder if is_there and os.access(folder, os.W_OK) else None
 
 
 @contextmanager
@@ -119,6 +136,9 @@ def open_ranks(config: RunConfig, source: SourceModel) -> Iterator[tuple[nn.Modu
 
     Yields:
         The model in evaluation mode, and the rank grid, which ends with the context.
+
+    Raises:
+        CheckpointError: a file of the checkpoint is damaged.
     """
     environment = read_environment()
     # No batch has to divide over the ranks.
@@ -132,6 +152,8 @@ def open_ranks(config: RunConfig, source: SourceModel) -> Iterator[tuple[nn.Modu
             config.cluster.collective_timeout_minutes,
             environment,
         )
+        with raise_on_all_ranks(groups):
+            source.verify(share=groups.rank, num_shares=environment.world_size)
         sharded = build_rank_model(config, groups)
         with torch.no_grad():
             for name, parameter in sharded.module.named_parameters():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.errors import CheckpointError, ConfigError, MissingModelError
 from megatron_deberta.hf.heads import task_head
 from megatron_deberta.hf.import_model import (
     CONFIG_FILES,
@@ -19,6 +19,7 @@ from megatron_deberta.hf.import_model import (
     read_config,
 )
 from megatron_deberta.hf.loading import (
+    NONFINITE,
     build_model,
     check_folder,
     load_model_tokenizer,
@@ -74,6 +75,7 @@ class MaskFiller:
                 times the log-frequencies of the tokens; None: nothing.
 
         Raises:
+            CheckpointError: the model's outputs are infinite or not a number.
             ConfigError: the text has no [MASK], or is longer than the model's positions.
         """
         tokenizer = self.tokenizer
@@ -87,6 +89,8 @@ class MaskFiller:
                 f"{self.max_tokens} positions; shorten it"
             )
         logits = self.logits(torch.tensor([ids]))[0, masked, : tokenizer.num_tokens].float()
+        if not logits.isfinite().all():
+            raise CheckpointError(NONFINITE)
         if penalty is not None:
             logits = logits - penalty
         best = logits.softmax(-1).topk(min(top_k, tokenizer.num_tokens))
@@ -143,7 +147,7 @@ def _read_published(
         f"--sha256 HEX{generator}"
     )
     if not any(path.glob("*.safetensors")) and any(path.glob("*.bin")):
-        raise CheckpointError(f"{path} has pickled weights; import them first: {importing}")
+        raise MissingModelError(f"{path} has pickled weights; import them first: {importing}")
     head = task_head(read_config(path)).head
     if head != "mlm":
         raise ConfigError(
@@ -152,12 +156,12 @@ def _read_published(
         )
     release = open_release(path, None, path)
     if release.missing:
-        raise CheckpointError(
+        raise MissingModelError(
             f"{path} lacks {release.missing[0].name}, so predictions would come from random "
             "weights; give a model trained for masked language modelling"
         )
     if release.why_no_masks:
         remedy = f"import its generator: {importing}" if generator else "give its generator"
-        raise CheckpointError(f"{path} cannot fill masks: {release.why_no_masks}; {remedy}")
+        raise MissingModelError(f"{path} cannot fill masks: {release.why_no_masks}; {remedy}")
     # Each tensor is released when it has been copied into the model.
     return release.config, dict(release.tensors()).pop, load_model_tokenizer(tokenizer_path or path)

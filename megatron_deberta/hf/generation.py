@@ -11,8 +11,13 @@ import torch
 from torch import Tensor
 
 from megatron_deberta.config.objective_rules import causal_fraction
-from megatron_deberta.errors import ConfigError
-from megatron_deberta.hf.loading import build_model, check_folder, open_trained_model
+from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.hf.loading import (
+    NONFINITE,
+    build_model,
+    check_folder,
+    open_trained_model,
+)
 from megatron_deberta.model.incremental import IncrementalDecoder
 from megatron_deberta.tokenizer import Tokenizer
 
@@ -75,7 +80,11 @@ class TextGenerator:
     def continue_ids(
         self, ids: Sequence[int], num_tokens: int, sampling: Sampling | None = None
     ) -> list[int]:
-        """Return token ids with their continuation, without [SEP]; arguments as `generate`."""
+        """Return token ids with their continuation, without [SEP]; arguments as `generate`.
+
+        Raises:
+            CheckpointError: the model's outputs are infinite or not a number.
+        """
         sampling = sampling or Sampling()
         random = torch.Generator().manual_seed(sampling.seed)
         found = list(ids)
@@ -84,6 +93,8 @@ class TextGenerator:
             stop = min(stop, self.max_tokens)
         while len(found) < stop:
             logits = self.next_logits(torch.tensor([found])).double()
+            if not logits.isfinite().all():
+                raise CheckpointError(NONFINITE)
             token = choose(self._allowed(logits), sampling, random)
             if token == self.tokenizer.sep_id:
                 break

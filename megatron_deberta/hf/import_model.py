@@ -23,7 +23,7 @@ from megatron_deberta.config.schema import (
     RunConfig,
     TokenizerConfig,
 )
-from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.errors import CheckpointError, ConfigError, MissingModelError
 from megatron_deberta.hf.config import UNTRAINED_FIELD, from_hf_config, padding_id
 from megatron_deberta.hf.export_model import output_folder
 from megatron_deberta.hf.loading import check_folder, load_model_tokenizer
@@ -98,6 +98,7 @@ def import_model(
         DataError: there is no usable tokenizer.
     """
     check_folder(directory, "one with config.json and weights")
+    read_config(directory, (*CONFIG_FILES, *([GENERATOR_CONFIG] if generator else ())))
     tokenizer = load_model_tokenizer(tokenizer_path or directory)
     output = output.absolute()
     with output_folder(output) as folder, tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -384,12 +385,13 @@ def read_config(directory: Path, names: Sequence[str] = CONFIG_FILES) -> dict[st
     """Return the content of a published model's config file, the first of these names.
 
     Raises:
-        CheckpointError: it has none, or a damaged one.
+        MissingModelError: it has none.
+        CheckpointError: it is damaged.
     """
     for name in names:
         if (directory / name).is_file():
             return read_object(directory / name)
-    raise CheckpointError(f"{directory} has neither config.json nor model_config.json; add one")
+    raise MissingModelError(f"{directory} has no {' or '.join(names)}; add one")
 
 
 def _model_type(

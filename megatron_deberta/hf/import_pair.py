@@ -16,11 +16,13 @@ from megatron_deberta.config.schema import ModelConfig, ObjectiveConfig
 from megatron_deberta.errors import CheckpointError
 from megatron_deberta.hf.export_model import output_folder
 from megatron_deberta.hf.import_model import (
+    CONFIG_FILES,
     GENERATOR_CONFIG,
     ImportResult,
     Release,
     Source,
     open_release,
+    read_config,
     write_import,
 )
 from megatron_deberta.hf.loading import check_folder, load_model_tokenizer
@@ -81,6 +83,7 @@ def import_pair(
     """
     for file in filter(None, (discriminator, generator)):
         check_folder(file.directory, "one with config.json and weights")
+        read_config(file.directory, (*CONFIG_FILES, GENERATOR_CONFIG))
     if generator:
         _check_generator(generator.directory, discriminator.directory)
     tokenizer = load_model_tokenizer(tokenizer_path or discriminator.directory)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import dynamic_module_utils
 from transformers.utils import logging
 
-from megatron_deberta.checkpoint.layout import COMMITTED_FILE, find_best
+from megatron_deberta.checkpoint.layout import COMMITTED_FILE, CheckpointMetadata, find_best
 from megatron_deberta.checkpoint.parts import Part, open_part
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.store import StoredRun, find_newest
@@ -35,6 +35,12 @@ from megatron_deberta.model import (
 from megatron_deberta.model.task_models import model_class
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 
+NONFINITE = (
+    "the model's outputs are infinite or not a number; give an earlier checkpoint, or one trained "
+    "with a lower optimizer.learning_rate"
+)
+"""Message of the error about such outputs."""
+
 _Model = TypeVar("_Model", bound=DebertaBackbone)
 
 
@@ -50,10 +56,10 @@ class TrainedModel:
         """Check that the head that predicts tokens is trained.
 
         Raises:
-            CheckpointError: it is not: the checkpoint is an import of a model without one.
+            MissingModelError: it is not: the checkpoint is an import of a model without one.
         """
         if why := self.reader.metadata.why_untrained:
-            raise CheckpointError(
+            raise MissingModelError(
                 f"{path} cannot predict tokens before it is trained to, so predictions would be "
                 f"noise: {why}; train it, or give a model with a trained head"
             )
@@ -118,12 +124,26 @@ def open_trained_model(path: Path, tokenizer_path: str = "") -> TrainedModel:
     if not location:
         raise DataError(f"{reader.path} records no tokenizer; give --tokenizer")
     tokenizer = load_model_tokenizer(location)
+    check_tokenizer(metadata, location, tokenizer)
+    return TrainedModel(reader, config_from_dict(metadata.config, str(step)), tokenizer)
+
+
+def check_tokenizer(metadata: CheckpointMetadata, location: str, tokenizer: Tokenizer) -> None:
+    """Check that a tokenizer is the one that a checkpoint's model was trained with.
+
+    Args:
+        metadata: of the checkpoint; without a fingerprint, nothing is checked.
+        location: where the tokenizer is, for the message.
+        tokenizer: the tokenizer.
+
+    Raises:
+        DataError: it is another one.
+    """
     if metadata.tokenizer_fingerprint not in ("", tokenizer.fingerprint):
         raise DataError(
             f"tokenizer {location} has fingerprint {tokenizer.fingerprint}, but the run was "
             f"trained with {metadata.tokenizer_fingerprint}; give that one with --tokenizer"
         )
-    return TrainedModel(reader, config_from_dict(metadata.config, str(step)), tokenizer)
 
 
 def load_model_tokenizer(path: str | Path) -> Tokenizer:

@@ -316,6 +316,65 @@ class MegatronDebertaModel(MegatronDebertaPreTrainedModel):
         """Replace the token embeddings."""
         self.embeddings.word_embeddings = value
 
+    def checked_mask(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        types: Tensor | None,
+        labels: Tensor | None = None,
+        decodes: bool = False,
+    ) -> Tensor:
+        """Check the inputs, and return the mask of real tokens.
+
+        Values are checked on the CPU only, where reading them waits for nothing, and nothing is
+        checked in code that is compiled or traced.
+
+        Args:
+            input_ids: int64 ``[B, N]``.
+            attention_mask: ``[B, N]``, non-zero = real token; None: no padding.
+            types: token types; not checked if the model has no table for them.
+            labels: token ids, or -100.
+            decodes: the mask decoder runs, which may add absolute positions.
+
+        Returns:
+            Bool ``[B, N]``.
+
+        Raises:
+            ValueError: names the argument.
+        """
+        is_tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]
+        if is_tracing or torch.compiler.is_compiling():
+            return as_mask(input_ids, attention_mask)
+        if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
+            found = list(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids)
+            raise ValueError(f"input_ids: got {found}, expected a tensor [batch, tokens]")
+        if input_ids.is_floating_point():
+            raise ValueError(f"input_ids: got {input_ids.dtype}, expected int64")
+        embeddings = self.embeddings
+        others = {"attention_mask": attention_mask, "token_type_ids": types, "labels": labels}
+        for name, tensor in others.items():
+            if tensor is not None and tensor.shape != input_ids.shape:
+                raise ValueError(
+                    f"{name}: got shape {list(tensor.shape)}, expected {list(input_ids.shape)} as "
+                    "input_ids"
+                )
+        if embeddings.at_input or (
+            decodes and setting(self.config, "absolute_positions") != "none"
+        ):
+            limit = embeddings.position_embeddings.num_embeddings
+            if input_ids.size(1) > limit:
+                raise ValueError(
+                    f"input_ids: got rows of {input_ids.size(1)} tokens, but the model has {limit} "
+                    "positions (max_position_embeddings); cut the rows, as truncation=True does"
+                )
+        num_tokens = embeddings.word_embeddings.num_embeddings
+        check_values("input_ids", input_ids, num_tokens)
+        if types is not None and embeddings.has_types:
+            check_values("token_type_ids", types, embeddings.token_type_embeddings.num_embeddings)
+        if labels is not None and labels.device.type == "cpu":
+            check_values("labels", labels.masked_fill(labels == -100, 0), num_tokens)
+        return as_mask(input_ids, attention_mask)
+
     def shared_inputs(
         self, mask: Tensor, causal: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -350,7 +409,7 @@ class MegatronDebertaModel(MegatronDebertaPreTrainedModel):
     ) -> Any:
         """Encode; token types are ignored if the model has no table for them."""
         refuse(unsupported)
-        mask = as_mask(input_ids, attention_mask)
+        mask = self.checked_mask(input_ids, attention_mask, token_type_ids)
         causal = setting(self.config, "causal")
         states = self.hidden_states(input_ids, mask, token_type_ids, causal)
         return_states = output_hidden_states or self.config.output_hidden_states
@@ -465,8 +524,13 @@ class DebertaForMaskedLM(LanguageModel):
 
         Returns:
             ``MaskedLMOutput`` with ``logits`` ``[B, N, V]``.
+
+        Raises:
+            ValueError: a tensor has a wrong shape, or values out of range.
         """
-        mask = as_mask(input_ids, attention_mask)
+        mask = self.deberta.checked_mask(
+            input_ids, attention_mask, token_type_ids, labels, decodes=True
+        )
         logits, states = self.predict(input_ids, mask, token_type_ids)
         loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return_states = output_hidden_states or self.config.output_hidden_states
@@ -491,6 +555,16 @@ def as_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     if attention_mask is None:
         return torch.ones_like(input_ids, dtype=torch.bool)
     return attention_mask.bool()
+
+
+def check_values(name: str, tensor: Tensor, count: int) -> None:
+    """Raise ValueError if a tensor on the CPU has values that are not in 0 to ``count`` - 1."""
+    if tensor.device.type != "cpu" or tensor.numel() == 0:
+        return
+    low, high = (bound.item() for bound in tensor.aminmax())
+    if low < 0 or high >= count:
+        wrong = low if low < 0 else high
+        raise ValueError(f"{name}: got {wrong}, expected 0 to {count - 1}")
 
 
 def refuse(arguments: dict[str, Any]) -> None:

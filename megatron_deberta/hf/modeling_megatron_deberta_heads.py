@@ -30,7 +30,6 @@ from .modeling_megatron_deberta import (
     MegatronDebertaConfig,
     MegatronDebertaModel,
     MegatronDebertaPreTrainedModel,
-    as_mask,
     refuse,
 )
 
@@ -134,11 +133,14 @@ class MegatronDebertaForCausalLM(LanguageModel, GenerationMixin):
             ``CausalLMOutput`` with ``logits`` ``[B, N, V]``.
 
         Raises:
-            ValueError: another argument is given, or rows are padded on the left, which moves
+            ValueError: another argument is given, a tensor has a wrong shape or values out of
+                range, or rows are padded on the left, which moves
                 absolute positions.
         """
         refuse(unsupported)
-        mask = as_mask(input_ids, attention_mask)
+        mask = self.deberta.checked_mask(
+            input_ids, attention_mask, token_type_ids, labels, decodes=True
+        )
         if not torch.all(mask[:, 0]):
             raise ValueError("attention_mask: rows are padded on the left; pad on the right")
         logits, states = self.predict(input_ids, mask, token_type_ids, causal=True)

@@ -39,10 +39,7 @@ def check_inputs(
     """
     if torch.compiler.is_compiling():
         return
-    if input_ids.dim() != 2:
-        raise ModelInputError(
-            f"input_ids: got shape {list(input_ids.shape)}, expected [batch, tokens]"
-        )
+    _check_ids(input_ids)
     others = {
         "attention_mask": attention_mask, "token_type_ids": token_type_ids,
         "position_ids": position_ids, "labels": labels,
@@ -62,6 +59,12 @@ def check_inputs(
     _check_values("input_ids", input_ids, config.vocab_size, "rows of vocab_size")
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         _check_values("attention_mask", attention_mask, 2, "values 0 and 1")
+        if attention_mask.is_floating_point() and attention_mask.device.type == "cpu":
+            fractions = attention_mask[attention_mask.frac() != 0]
+            if fractions.numel():
+                raise ModelInputError(
+                    f"attention_mask: got {fractions[0].item()}, expected values 0 and 1"
+                )
     if config.type_vocab_size:
         _check_values("token_type_ids", token_type_ids, config.type_vocab_size, "token types")
     if has_positions:
@@ -71,10 +74,23 @@ def check_inputs(
         _check_values("labels", scored, config.vocab_size, "rows of vocab_size, or -100")
 
 
+def _check_ids(input_ids: Tensor) -> None:
+    if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
+        kind = f"{input_ids.dtype}" if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise ModelInputError(f"input_ids: got {kind}, expected a tensor of int64")
+    if input_ids.dim() != 2:
+        raise ModelInputError(
+            f"input_ids: got shape {list(input_ids.shape)}, expected [batch, tokens]"
+        )
+    if not input_ids.size(1):
+        raise ModelInputError("input_ids: got rows without tokens; give at least one token per row")
+
+
 def _check_values(name: str, tensor: Tensor | None, count: int, what: str) -> None:
     if tensor is None or tensor.device.type != "cpu" or tensor.numel() == 0:
         return
+    # The bounds are not a number if any value is none.
     low, high = (bound.item() for bound in tensor.aminmax())
-    if low < 0 or high >= count:
+    if low < 0 or not high < count:
         wrong = low if low < 0 else high
         raise ModelInputError(f"{name}: got {wrong}, expected 0 to {count - 1}: {count} {what}")

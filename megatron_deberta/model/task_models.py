@@ -17,6 +17,7 @@ from megatron_deberta.model.deberta import DebertaBackbone, DebertaForPretrainin
 from megatron_deberta.model.dropout import Dropout, DropoutSeeds
 from megatron_deberta.model.embeddings import Perturbation
 from megatron_deberta.model.heads import ContextPooler, num_outputs
+from megatron_deberta.model.input_checks import check_inputs
 from megatron_deberta.model.replaced_tokens import DebertaDiscriminator, DebertaForReplacedTokens
 from megatron_deberta.ops import RelativePositions
 
@@ -53,8 +54,22 @@ class DebertaForTask(DebertaBackbone):
 
         Returns:
             ``[B, K]`` for a head on rows, ``[B, N, K]`` for a head on tokens.
+
+        Raises:
+            ModelInputError: a tensor has a wrong shape, or values out of range.
         """
         raise NotImplementedError
+
+    def _check_inputs(
+        self, input_ids: Tensor, attention_mask: Tensor | None, token_type_ids: Tensor | None
+    ) -> None:
+        check_inputs(
+            self.config,
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            has_positions=self.config.absolute_positions == "input",
+        )
 
     def packed_logits(
         self,
@@ -154,6 +169,7 @@ class DebertaForRows(DebertaForTask):
 
         The last layer runs at the first token only, which is exact.
         """
+        self._check_inputs(input_ids, attention_mask, token_type_ids)
         first = torch.zeros_like(input_ids[:, :1])
         state = self.encode_selected(
             input_ids, first, attention_mask, seeds, token_type_ids, perturbation
@@ -201,6 +217,7 @@ class DebertaForTokens(DebertaForTask):
         perturbation: Perturbation | None = None,
     ) -> Tensor:
         """Compute ``[B, N, K]``; arguments as in the base class."""
+        self._check_inputs(input_ids, attention_mask, token_type_ids)
         states = self.encode(
             input_ids,
             attention_mask,

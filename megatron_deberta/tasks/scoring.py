@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_deberta.errors import MalformedInputError
+from megatron_deberta.errors import DataError, MalformedInputError
 from megatron_deberta.tasks.encoded import EncodedDataset
 from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.metrics import class_metrics, regression_metrics, tag_metrics
@@ -65,9 +65,10 @@ def predict(
             model trained with several classes per example; the value is still the most probable.
 
     Raises:
+        DataError: outputs are infinite or not a number.
         ValueError: the outputs have another shape.
     """
-    _check_shape(task, examples, encoded, outputs)
+    _check_outputs(task, examples, encoded, outputs)
     if is_multi_label and task.head == "classification":
         return _predict_classes(task, examples, encoded, outputs, sigmoid)
     if task.head == "spans":
@@ -101,10 +102,10 @@ def score(
         as ``null_threshold``.
 
     Raises:
-        DataError: examples have no labels.
+        DataError: examples have no labels, or outputs are infinite or not a number.
         ValueError: the outputs have another shape.
     """
-    _check_shape(task, examples, encoded, outputs)
+    _check_outputs(task, examples, encoded, outputs)
     _require_labels(task, examples)
     if task.head == "spans":
         return span_metrics(task, examples, best_spans(task, examples, encoded, outputs))
@@ -140,7 +141,19 @@ def _require_labels(task: TaskConfig, examples: Sequence[Example]) -> None:
         )
 
 
-def _check_shape(
+def nonfinite_rows(encoded: EncodedDataset, outputs: Outputs) -> int:
+    """Return the number of rows with an output that is infinite or not a number."""
+    finite = np.isfinite(outputs)
+    if finite.all():
+        return 0
+    bad = ~finite.reshape(len(outputs), -1).all(axis=1)
+    if len(outputs) != encoded.num_rows:
+        # One output per token
+        bad = np.logical_or.reduceat(bad, encoded.row_offsets[:-1])
+    return int(bad.sum())
+
+
+def _check_outputs(
     task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset, outputs: Outputs
 ) -> None:
     rows, total, classes = encoded.num_rows, len(encoded.input_ids), len(task.labels)
@@ -157,6 +170,12 @@ def _check_shape(
         )
     if encoded.num_examples != len(examples):
         raise ValueError(f"{len(examples)} examples, but {encoded.num_examples} were encoded")
+    # The largest of such outputs is no prediction, but numpy names one.
+    if bad := nonfinite_rows(encoded, outputs):
+        raise DataError(
+            f"task {task.name}: the model's outputs are infinite or not a number in {bad:,} of "
+            f"{encoded.num_rows:,} rows; fine-tune again with a lower optimizer.learning_rate"
+        )
 
 
 def softmax(logits: npt.NDArray[Any]) -> npt.NDArray[np.float64]:

@@ -11,18 +11,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_deberta.config.loader import CONFIG_ROOTS
-from megatron_deberta.config.yaml_reader import parse_yaml, read_yaml
+from megatron_deberta.config.merge import OVERRIDES, plain_value, read_alternatives
+from megatron_deberta.config.yaml_reader import PlainScalar, TextLoader, parse_yaml, read_yaml
 from megatron_deberta.errors import ConfigError, MissingInputError
 from megatron_deberta.files import write_atomically
 from megatron_deberta.tasks.tags import ENTITY_METRICS, TOKEN_PREFIX, SchemeError, entity_labels
-from megatron_deberta.tasks.yaml_text import TaskLoader
 
 Head = Literal["classification", "regression", "spans", "tokens", "choices"]
 Reader = Literal[
@@ -83,6 +83,12 @@ _PATH_KEYS = (
     "cluster.prometheus_file",
 )  # fmt: skip
 """Keys of a run that name files or commands."""
+_TYPED_KEYS = (
+    "label_range", "max_length", "stride", "max_answer_length", "unanswerable", "merge_sentences",
+    "header", "quoting", "skip_short_rows",
+)  # fmt: skip
+"""Keys whose values are numbers or booleans; all others but ``settings`` hold text."""
+_TYPED_SPLIT_KEYS = ("part", "header")
 _LABEL_KEYS = ("labels", "label_names", "leaderboard_labels", "skip_labels")
 
 
@@ -212,6 +218,12 @@ def task_from_dict(data: Mapping[str, Any], source: str) -> TaskConfig:
     """
     expanded = _expand_shorthands(data, source)
     _check_names(expanded, source)
+    for metric in _listed(expanded.get("metrics")):
+        if metric not in get_args(Metric):
+            known = ", ".join(get_args(Metric))
+            raise ConfigError(
+                f"{source}: metrics: there is no metric {metric!r}; there are {known}"
+            )
     # OmegaConf takes 80 us per item, and there may be thousands of labels.
     labels = {key: expanded.pop(key) for key in _LABEL_KEYS if key in expanded}
     try:
@@ -225,6 +237,10 @@ def task_from_dict(data: Mapping[str, Any], source: str) -> TaskConfig:
     _check_file_names(task, source)
     _check(task, source)
     return replace(task, metrics=_metrics_of_scheme(task, source))
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else ()
 
 
 def save_task(task: TaskConfig, run_dir: Path) -> None:
@@ -292,7 +308,7 @@ def _read_layers(path: Path, ancestors: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"{path}: extends itself through `base`; remove one of the references")
     if path.exists() and not path.is_file():
         raise MissingInputError(f"{path}: not a regular file; give a task file on disk")
-    data = read_yaml(path, TaskLoader)
+    data = _typed(read_yaml(path, TextLoader), str(path))
     base = data.pop("base", None)
     if base is None:
         return data
@@ -328,17 +344,67 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     if not value.strip():
         data[last] = ""
         return
-    # Read below its keys, which say whether it is text.
-    lines = [f"{'  ' * depth}{key}:" for depth, key in enumerate(keys)]
-    parsed: Any = parse_yaml(
-        "\n".join([*lines, "  " * len(keys) + value]), "command line", TaskLoader
-    )
-    try:
-        for key in keys:
-            parsed = parsed[key]
-    except (KeyError, TypeError):
-        raise ConfigError(f"command line: {name!r} is not a key, as in splits.dev.part") from None
+    # Below its keys, which say whether it is text.
+    parsed: Any = parse_yaml(value, OVERRIDES, TextLoader)
+    for key in reversed(keys):
+        parsed = {key: parsed}
+    parsed = _typed(parsed, OVERRIDES)
+    for key in keys:
+        parsed = parsed[key]
     data[last] = parsed
+
+
+def _typed(data: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return the values of a task file, in which the type of a key decides what is text.
+
+    Args:
+        data: with ``PlainScalar`` for scalars whose text was kept: ``no``, ``01`` and
+            ``2024-01-01`` are labels.
+        source: file or command line, for messages.
+
+    Raises:
+        ConfigError: a number in a notation that is refused.
+    """
+    typed: dict[str, Any] = {}
+    for key, value in data.items():
+        if key == "splits" and isinstance(value, Mapping):
+            typed[key] = {name: _typed_split(split, source) for name, split in value.items()}
+        elif key == "settings" and isinstance(value, Mapping):
+            typed[key] = {name: _typed_settings(each, source) for name, each in value.items()}
+        else:
+            typed[key] = _typed_value(key, value, _TYPED_KEYS, source)
+    return typed
+
+
+def _typed_split(split: Any, source: str) -> Any:
+    if not isinstance(split, Mapping):
+        return _text(split)
+    return {key: _typed_value(key, each, _TYPED_SPLIT_KEYS, source) for key, each in split.items()}
+
+
+def _typed_settings(settings: Any, source: str) -> Any:
+    if not isinstance(settings, Mapping):
+        return _text(settings)
+    return {key: read_alternatives(key, value, source) for key, value in settings.items()}
+
+
+def _typed_value(key: str, value: Any, typed_keys: Sequence[str], source: str) -> Any:
+    is_null = isinstance(value, PlainScalar) and value.value is None
+    if key not in typed_keys and not is_null:
+        return _text(value)
+    try:
+        return plain_value(value)
+    except ValueError as error:
+        raise ConfigError(f"{source}: {key}: {error}; write it as a decimal number") from error
+
+
+def _text(value: Any) -> Any:
+    """Replace every ``PlainScalar`` by its text."""
+    if isinstance(value, list):
+        return [_text(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _text(item) for key, item in value.items()}
+    return value.text if isinstance(value, PlainScalar) else value
 
 
 def _expand_shorthands(data: Mapping[str, Any], source: str) -> dict[str, Any]:

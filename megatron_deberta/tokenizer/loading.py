@@ -97,7 +97,7 @@ def _load(path: str) -> Tokenizer:
             return _load_sentencepiece(model)
         if (files := _find_byte_level(location)) is not None:
             return _load_byte_level(*files, f"tokenizer {location}")
-        raise DataError(f"tokenizer {path}: expected {_LAYOUTS} in this folder")
+        raise MissingInputError(f"tokenizer {path}: expected {_LAYOUTS} in this folder")
     if not location.is_file():
         raise MissingInputError(
             f"tokenizer {path}: no such file or folder"

@@ -98,20 +98,37 @@ class Tokenizer:
         """Build the faster pipeline for plain texts around the same model, which is not copied."""
         if not is_longest_match(self.spec["normalizer"]):
             return None
+        plain = self._with_same_model(self.plain_normalizer)
+        if plain is not None:
+            plain.encode_special_tokens = True
+        return plain
+
+    def _with_same_model(self, normalizer: Mapping[str, Any] | None) -> Backend | None:
+        """Build a pipeline around the same model; None: the library orders added tokens anew."""
         shell = {
             **self.spec,
-            "normalizer": self.plain_normalizer,
+            "normalizer": normalizer,
             "added_tokens": [],
             "post_processor": None,
             "model": {"type": "WordLevel", "vocab": {}, "unk_token": ""},
         }
-        plain = Backend.from_str(orjson.dumps(shell).decode())
-        plain.model = self._backend.model
+        built = Backend.from_str(orjson.dumps(shell).decode())
+        built.model = self._backend.model
         added = self._backend.get_added_tokens_decoder()
         for _, token in sorted(added.items()):
-            (plain.add_special_tokens if token.special else plain.add_tokens)([token])
-        plain.encode_special_tokens = True
-        return plain if plain.get_added_tokens_decoder() == added else None
+            (built.add_special_tokens if token.special else built.add_tokens)([token])
+        return built if built.get_added_tokens_decoder() == added else None
+
+    @cached_property
+    def _parsing_backend(self) -> Backend:
+        """The pipeline that parses special tokens.
+
+        A pipeline of its own: the switch of the other one would hold for all threads.
+        """
+        built = self._with_same_model(self.spec["normalizer"])
+        built = built or Backend.from_str(orjson.dumps(self.spec).decode())
+        built.encode_special_tokens = False
+        return built
 
     @cached_property
     def _words(self) -> WordCache | None:
@@ -179,11 +196,7 @@ class Tokenizer:
         if not parse_special:
             ids: list[int] = self.encode_array(text).tolist()
             return ids
-        self._backend.encode_special_tokens = False
-        try:
-            return self._encode_with(self._backend, text)
-        finally:
-            self._backend.encode_special_tokens = True
+        return self._encode_with(self._parsing_backend, text)
 
     def encode_array(self, text: str) -> npt.NDArray[np.int32]:
         """Encode text; names of special tokens are encoded as text.

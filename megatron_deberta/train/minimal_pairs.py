@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +25,8 @@ from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 from megatron_deberta.train.evaluate import Evaluation, never
 from megatron_deberta.train.pseudo_likelihood import MaskedRows, Metric, score_sentences
 from megatron_deberta.train.windows import WindowRows
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,9 @@ class MinimalPairTask:
         A pair is correct if its acceptable sentence has the higher pseudo-log-likelihood, or
         log-likelihood if the model is autoregressive; two sentences of the same tokens are equal,
         which counts as wrong.
+
+        Raises:
+            DataError: a score is infinite or not a number.
         """
         scores = score_sentences(
             module,
@@ -67,6 +74,13 @@ class MinimalPairTask:
         )
         if scores is None:
             return None
+        if wrong := int((~np.isfinite(scores)).sum()):
+            # Compared with such a score, every other one would count as the lower one.
+            raise DataError(
+                f"the model's scores of {wrong:,} of {len(scores):,} sentences are infinite or not "
+                "a number; give an earlier checkpoint, or one trained with a lower "
+                "optimizer.learning_rate"
+            )
         good, bad = scores[self.sides].T
         return score_minimal_pairs(self.pairs, good > bad)
 
@@ -74,7 +88,13 @@ class MinimalPairTask:
         self, module: nn.Module, groups: ProcessGroups, must_stop: Callable[[], bool]
     ) -> Evaluation | None:
         """Return the metrics for ``metrics.jsonl``; None: told to stop. Collective."""
-        scores = self.score(module, groups, must_stop)
+        try:
+            scores = self.score(module, groups, must_stop)
+        except DataError as error:
+            # A run goes on: the guard may roll it back.
+            logger.warning("%s; the accuracy is not a number", error)
+            nothing = {"accuracy": math.nan, "num_pairs": float(len(self.pairs))}
+            return Evaluation(nothing, "all nan")
         if scores is None:
             return None
         values = {"all": scores.accuracy, **scores.fields}

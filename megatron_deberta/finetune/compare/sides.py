@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import orjson
 
@@ -240,11 +241,12 @@ def _fits(task: TaskConfig, example: Example, prediction: Prediction) -> bool:
     """Return whether a prediction is one of the task's head and labels."""
     value, index = prediction.value, prediction.index
     if task.head == "regression":
-        return isinstance(value, float)
+        return isinstance(value, float) and math.isfinite(value)
     if task.head == "spans":
         return isinstance(value, str)
     if task.head == "tokens":
-        return isinstance(value, tuple) and len(value) == len(example.words)
+        is_right_size = isinstance(value, tuple) and len(value) == len(example.words)
+        return is_right_size and set(cast("tuple[str, ...]", value)) <= set(task.labels)
     size = len(example.choices) if task.head == "choices" else len(task.labels)
     names = task.labels or tuple(map(str, range(size)))
     return 0 <= index < size and value == names[index]

@@ -15,9 +15,10 @@ from pydantic import Field
 from megatron_deberta.config.loader import CONFIG_ROOTS
 from megatron_deberta.config.merge import (
     OVERRIDES,
-    key_types,
+    holds_text,
     parse_override,
     plain_value,
+    read_alternatives,
     read_value,
 )
 from megatron_deberta.config.yaml_reader import TextLoader, parse_string, parse_yaml, read_yaml
@@ -88,15 +89,15 @@ def load_search(path: str, arguments: Sequence[str] = ()) -> SearchConfig:
     grid = data.get("grid") or {}
     if not isinstance(grid, Mapping):
         raise ConfigError(f"{path}: grid={grid!r}: write `section.key: [value, ...]` lines below")
-    data["grid"] = {key: _typed_cell(key, value, path) for key, value in grid.items()}
+    data["grid"] = {key: read_alternatives(key, value, path) for key, value in grid.items()}
     for argument in arguments:
         key, equals, text = argument.partition("=")
         if not equals or not key:
             raise ConfigError(f"command line: {argument!r} is not key=value, as in seeds=3")
         key = key.strip()
         if "." in key:
-            data["grid"][key] = _typed_cell(key, parse_override(key, text), OVERRIDES)
-        elif _TYPES.get(key) == "str":
+            data["grid"][key] = read_alternatives(key, parse_override(key, text), OVERRIDES)
+        elif _is_text(key):
             data[key] = parse_string(text, OVERRIDES)
         else:
             value = parse_yaml(text, OVERRIDES, TextLoader) if text.strip() else ""
@@ -108,27 +109,14 @@ def _typed(key: str, value: Any, source: str) -> Any:
     """Return a value of the search: its text, or what YAML makes of it."""
     if key == "grid" and isinstance(value, Mapping):
         return value
-    return _converted(str if _TYPES.get(key) == "str" else None, value, key, source)
-
-
-def _typed_cell(key: str, value: Any, source: str) -> Any:
-    """Return a value of the grid, or a list of them, for the type of its run key."""
-    return _converted(str if _is_text(key) else None, value, key, source)
+    try:
+        return read_value(str, value, key, source) if _is_text(key) else plain_value(value)
+    except ValueError as error:
+        raise ConfigError(f"{source}: {key}: {error}; write it as a decimal number") from error
 
 
 def _is_text(key: str) -> bool:
-    """Return whether a run key holds a string, or several."""
-    section, _, name = key.partition(".")
-    return key_types(section).get(name) in (str, tuple[str, ...])
-
-
-def _converted(hint: Any, value: Any, key: str, source: str) -> Any:
-    try:
-        if hint is str and isinstance(value, list):
-            return [read_value(str, item, key, source) for item in value]
-        return read_value(str, value, key, source) if hint is str else plain_value(value)
-    except ValueError as error:
-        raise ConfigError(f"{source}: {key}: {error}; write it as a decimal number") from error
+    return _TYPES.get(key) == "str"
 
 
 def _find(name: str) -> Path:
@@ -154,9 +142,11 @@ def _build(data: dict[str, Any], source: str) -> SearchConfig:
     if isinstance(seeds, int) and not isinstance(seeds, bool):
         if seeds > MAX_SEEDS:
             raise ConfigError(f"{source}: seeds={seeds}: give at most {MAX_SEEDS:,}")
+        if seeds < 1:
+            raise ConfigError(f"{source}: seeds={seeds}: give 1 or more, or a list of seeds")
         data["seeds"] = list(range(1, seeds + 1))
     data["grid"] = {
-        str(key): value if _is_text(str(key)) else _with_numbers(value)
+        str(key): value if holds_text(str(key)) else _with_numbers(value)
         for key, value in data["grid"].items()
     }
     search = conform(

@@ -12,15 +12,15 @@ from megatron_deberta.tasks.readers.records import Record
 from megatron_deberta.tasks.readers.squad import read_record, read_squad
 from megatron_deberta.tasks.readers.superglue import read_multirc, read_wic, read_wsc
 from megatron_deberta.tasks.readers.tables import (
+    read_columns_jsonl,
     read_datasets,
     read_delimited,
-    read_jsonl,
     read_parquet,
 )
 from megatron_deberta.tasks.task import TaskConfig
 
 READERS: Mapping[str, Callable[[Path], Iterator[Record]]] = {
-    "jsonl": read_jsonl,
+    "jsonl": read_columns_jsonl,
     "parquet": read_parquet,
     "datasets": read_datasets,
     "squad": read_squad,

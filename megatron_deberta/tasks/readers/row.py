@@ -16,6 +16,7 @@ _UNLABELLED = ("", "-1", "None")
 """Labels that test files have instead of the hidden ones."""
 _SHOWN = 50
 """Labels that an error lists."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _WHITE_SPACE = re.compile(r"[ \t\r\n\f\v]+")
 _OPTIONAL = ("label", "tags", "answers", "answer_text", "answer_start")
 """Roles that files may lack where labels are optional."""
@@ -179,7 +180,15 @@ class Row:
                 there = ", ".join(map(repr, list(self._values)[:12]))
                 self.fail(f"no column {name!r} (there are {there})")
             value = value[part]
+        if self._has_surrogate(value):
+            self.fail(f"{name!r} has an unpaired surrogate, which is half of a character")
         return value
+
+    def _has_surrogate(self, value: Any) -> bool:
+        if isinstance(value, str):
+            return not value.isascii() and _SURROGATE.search(value) is not None
+        parts = value.values() if isinstance(value, dict) else value
+        return isinstance(value, dict | list) and any(map(self._has_surrogate, parts))
 
 
 def class_indices(task: TaskConfig) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,8 @@ from megatron_deberta.tasks.readers.records import (
     require_regular,
     string_of,
 )
+
+logger = logging.getLogger(__name__)
 
 _MOST_CHARACTERS = (1 << 31) - 1
 """Characters of a field, as a C ``long`` holds them on every platform."""
@@ -82,8 +85,16 @@ def _rows(path: Path, delimiter: str, quoting: bool) -> Iterator[tuple[int, list
         return
     # The module's own limit of 131,072 characters per field is for all of its users.
     csv.field_size_limit(_MOST_CHARACTERS)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    seen: list[str] = []
+
+    def lines() -> Iterator[str]:
+        for line in io.StringIO(text, newline=""):
+            seen.append(line)
+            yield line
+
+    reader = csv.reader(lines(), delimiter=delimiter, strict=True)
     number, is_tsv = 1, delimiter == "\t"
+    merged = 0
     try:
         for row in reader:
             if is_tsv and reader.line_num > number:
@@ -93,15 +104,39 @@ def _rows(path: Path, delimiter: str, quoting: bool) -> Iterator[tuple[int, list
                     "quoting: false in the task file if quotation marks are text, else write the "
                     "table as CSV or JSON Lines"
                 )
+            if len(seen) > 1 and all(line.count(delimiter) == len(row) - 1 for line in seen):
+                if not merged:
+                    logger.warning(
+                        "%s:%d: a quoted field reaches from line %d to line %d, but each of these "
+                        "lines looks like a row of its own; check the quotation marks",
+                        path, number, number, reader.line_num,
+                    )  # fmt: skip
+                merged += 1
+            seen.clear()
             yield number, row
             number = reader.line_num + 1
     except csv.Error as error:
         hint = "; set quoting: false in the task file if quotation marks are text" * is_tsv
         Place(path, number).fail(f"not valid {'TSV' if is_tsv else 'CSV'}: {error}{hint}")
+    if merged > 1:
+        logger.warning("%s: %s rows are like this one", path, f"{merged:,}")
 
 
-def read_jsonl(path: Path) -> Iterator[Record]:
+def read_columns_jsonl(path: Path) -> Iterator[Record]:
+    """Read JSON Lines for a task that names its columns; see `read_jsonl`.
+
+    NaN and unpaired surrogates are faults of the values that hold them, which the task may not
+    read. `Row` refuses those that it reads.
+    """
+    return read_jsonl(path, is_lenient=True)
+
+
+def read_jsonl(path: Path, *, is_lenient: bool = False) -> Iterator[Record]:
     """Read JSON Lines.
+
+    Args:
+        path: the file.
+        is_lenient: accept NaN and unpaired surrogates.
 
     Raises:
         DataError: a line is not a JSON object; the message names file and line.
@@ -112,6 +147,9 @@ def read_jsonl(path: Path) -> Iterator[Record]:
         try:
             record = orjson.loads(line)
         except orjson.JSONDecodeError as error:
+            if is_lenient and (record := _read_leniently(line)) is not None:
+                yield Record(Place(path, number), record)
+                continue
             is_document = number == 1 and line.strip() in ("[", "{")
             Place(path, number).fail(
                 f"not valid JSON: {error.msg} at character {error.colno}"
@@ -120,6 +158,15 @@ def read_jsonl(path: Path) -> Iterator[Record]:
         if not isinstance(record, dict):
             Place(path, number).fail(f"expected a JSON object, found {kind_of(record)}")
         yield Record(Place(path, number), record)
+
+
+def _read_leniently(line: str) -> dict[str, Any] | None:
+    """Read a JSON object as Python does; None: it is none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def read_parquet(path: Path) -> Iterator[Record]:

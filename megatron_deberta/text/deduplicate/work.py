@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from megatron_deberta.errors import DataError
+from megatron_deberta.errors import DataError, MalformedInputError
 from megatron_deberta.files import (
     HashedFile,
     fsync_path,
@@ -48,7 +48,7 @@ Task = Callable[["Work", int, "TaskFolder"], None]
 _HASHES, _CHECK = "sha256.json", "check"
 
 
-class NoDocumentsError(DataError):
+class NoDocumentsError(MalformedInputError):
     """The result would be empty; the same command again would end the same way."""
 
 

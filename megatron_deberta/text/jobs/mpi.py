@@ -17,16 +17,18 @@ def mpi_executor() -> Iterator[tuple[Any, int]]:
     A rank that dies is reported by the launcher, which ends the job.
 
     Raises:
-        ConfigError: mpi4py is missing, or there is a single rank.
+        ConfigError: mpi4py or its MPI library is missing, or there is a single rank.
         SystemExit: all units are done, on ranks other than 0.
     """
     try:
         from mpi4py import MPI
         from mpi4py.futures import MPICommExecutor
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:
+        # mpi4py without an MPI library raises a RuntimeError of many lines.
+        reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"--executor mpi: mpi4py cannot be imported ({error}); pip install "
-            "'megatron-deberta[mpi]', or choose another executor"
+            f"--executor mpi: mpi4py cannot be imported ({reason}); pip install "
+            "'megatron-deberta[mpi]' and an MPI library, or choose another executor"
         ) from error
     ranks = MPI.COMM_WORLD.Get_size()
     if ranks < 2:

@@ -19,7 +19,7 @@ from megatron_deberta.data.shards.merge import (
     shard_layout,
 )
 from megatron_deberta.data.shards.writer import PartIndex, PartSize
-from megatron_deberta.errors import DataError
+from megatron_deberta.errors import DataError, MalformedInputError
 from megatron_deberta.files import HashedFile, fsync_path
 from megatron_deberta.parsing import parse_json
 from megatron_deberta.text.jobs.executors import Engine, RunOptions
@@ -149,7 +149,7 @@ class Merger:
         refuse_bad(self._reasons, records, allow_bad, self._folder.staged / _QUARANTINE)
         for key, parts in zip(self._job.options.keys, self._shards.parts, strict=True):
             if not any(part.size.tokens for part in parts):
-                raise DataError(
+                raise MalformedInputError(
                     f"no text under key {key!r} in {len(self._job.sources)} input file(s)"
                 )
 

@@ -35,6 +35,15 @@ _FILES = 8
 _HEAD_BYTES = 1 << 16
 # Share of zeros from which every second byte is not text.
 _ZEROS = 0.3
+_PAIRS = 8
+_CONTAINERS = (
+    (0, b"PK\x03\x04", "a ZIP archive"),
+    (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
+    (0, b"Rar!\x1a\x07", "a RAR archive"),
+    (257, b"ustar", "a tar archive"),
+    (0, b"%PDF-", "a PDF file"),
+)
+"""Offset and content of what such files have near their beginning, after decompression."""
 _RECORDS = 1000
 _BYTES = 1 << 26
 _FEW_DOCUMENTS = 20
@@ -163,7 +172,8 @@ def _refuse_other_form(source: Source) -> None:
     """Refuse what reading by lines of UTF-8 would list as thousands of unusable records.
 
     Raises:
-        ConfigError: the file is UTF-16 or UTF-32, one JSON array, or JSON that spans lines.
+        ConfigError: the file is an archive, UTF-16 or UTF-32, one JSON array, or JSON that does not
+            have one object per line.
         DataError: it cannot be read.
     """
     try:
@@ -172,6 +182,11 @@ def _refuse_other_form(source: Source) -> None:
         raise DataError(f"{source.path}: {error.strerror}; check --input") from error
     with TextStream(file, source.name, source.compression) as text:
         head = text.read(_HEAD_BYTES)
+    for start, mark, kind in _CONTAINERS:
+        if head.startswith(mark, start):
+            raise ConfigError(
+                f"{source.name}: is {kind}, and text is read; unpack it and give what is in it"
+            )
     if encoding := _other_encoding(head):
         raise ConfigError(
             f"{source.name}: is {encoding}, and UTF-8 is read; convert it: iconv -f {encoding} -t "
@@ -189,9 +204,10 @@ def _refuse_other_form(source: Source) -> None:
             "jq -c '.[]' FILE > NEW.jsonl"
         )
     # What follows may be damaged, or longer than what was read.
-    if line.strip() == b"{" or _begins_with_object(head):
+    if line.strip() == b"{" or (where := _first_object(head)):
+        where = "span several lines" if line.strip() == b"{" else where
         raise ConfigError(
-            f"{source.name}: its JSON objects span several lines, and one per line is read; "
+            f"{source.name}: its JSON objects {where}, and one per line is read; "
             "convert it: jq -c . FILE > NEW.jsonl"
         )
 
@@ -210,7 +226,9 @@ def _other_encoding(head: bytes) -> str:
     # Without a mark: half of the bytes of Latin text are zero.
     pairs = len(head) // 2
     for first, name in ((1, "UTF-16LE"), (0, "UTF-16BE")):
-        if pairs and head[first::2].count(0) > _ZEROS * pairs > head[1 - first :: 2].count(0):
+        if pairs >= _PAIRS and head[first::2].count(0) > _ZEROS * pairs > head[
+            1 - first :: 2
+        ].count(0):
             return name
     return ""
 
@@ -223,14 +241,16 @@ def _is_json(content: bytes) -> bool:
     return True
 
 
-def _begins_with_object(content: bytes) -> bool:
-    """Tell whether the first JSON object ends behind the first line."""
+def _first_object(content: bytes) -> str:
+    """Say how the first JSON object differs from one per line; empty: otherwise."""
     text = content.decode("utf-8", "replace")
     try:
         _, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):
-        return False
-    return end > text.find("\n") > 0
+        return ""
+    if end > text.find("\n") > 0:
+        return "span several lines"
+    return "stand side by side in a line" if text[end:].lstrip().startswith("{") else ""
 
 
 def _check_keys(source: Source, options: ReadOptions, present: Sequence[str] | None) -> None:

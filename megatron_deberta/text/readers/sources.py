@@ -44,6 +44,7 @@ SUMMARY = "summary.json"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 TABLES = ("parquet", "arrow")
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+_DELIMITED_SUFFIXES = (".csv", ".tsv")
 _TEXT_SUFFIXES = (".txt", ".text")
 _TABLE_SUFFIXES = (".parquet", ".arrow")
 _JSON_BEGINNING = re.compile(rb"\{|\[\s*\{\s*\"")
@@ -166,7 +167,9 @@ def _describe(path: str, file_format: FileFormat, plain: PlainFormat, label: str
     try:
         # Opening a pipe would wait for somebody to write.
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise DataError(f"{path}: not a regular file; pipe what it gives in with --input -")
+            raise MissingInputError(
+                f"{path}: not a regular file; pipe what it gives in with --input -"
+            )
         with open(path, "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
             head = file.read(18)
@@ -203,6 +206,11 @@ def _format_by_suffix(path: str, file_format: FileFormat, plain: PlainFormat) ->
     suffix = next((each for each in reversed(suffixes) if each not in COMPRESSED_SUFFIXES), "")
     if suffix in _TEXT_SUFFIXES:
         return plain
+    if suffix in _DELIMITED_SUFFIXES:
+        raise ConfigError(
+            f"{path}: is a table by its suffix, whose lines are not text; write it as JSON Lines "
+            "or Parquet, or read its lines as they stand with --format text"
+        )
     return "jsonl" if suffix in _JSON_SUFFIXES else None
 
 

@@ -148,6 +148,7 @@ class Subcommand:
         (errors.TopologyError("3 ranks"), 2, "3 ranks"),
         (errors.DataError("a.jsonl:3: not JSON"), 1, "a.jsonl:3: not JSON"),
         (FileNotFoundError(2, "No such file or directory", "x"), 1, "x: No such file or directory"),
+        (NotADirectoryError(20, "Not a directory", "a/b"), 2, "a/b: Not a directory"),
         (OSError(28, "No space left on device"), 1, "No space left on device"),
         (OSError("odd"), 1, "odd"),
         (KeyboardInterrupt(), 130, ""),

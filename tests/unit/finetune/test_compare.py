@@ -388,3 +388,29 @@ def test_runs_of_one_side_have_the_same_examples(monkeypatch: pytest.MonkeyPatch
     assert [metric.value() for metric in found.metrics] == [1, 1]
     with pytest.raises(DataError, match="c and a have different examples of task classification"):
         sides._side_of_runs(runs, "dev", "")
+
+
+@pytest.mark.parametrize(
+    ("head", "changes", "line"),
+    [
+        ("regression", {}, '{"id": "0", "value": NaN}'),
+        ("regression", {}, '{"id": "0", "value": Infinity}'),
+        ("tokens", {"labels": ["O", "B-X"]}, '{"id": "0", "value": ["B-Y"]}'),
+    ],
+)
+def test_values_that_the_task_does_not_have_are_no_predictions(
+    head: str, changes: dict[str, Any], line: str, tmp_path: Path
+) -> None:
+    task = make_task(head, "pearson" if head == "regression" else "f1", **changes)
+    (tmp_path / "a.jsonl").write_text(line + "\n")
+    with pytest.raises(DataError, match="not a prediction"):
+        read_predictions(tmp_path / "a.jsonl", task, [Example(id="0", words=("a",))])
+
+
+def test_options_of_files_are_refused_for_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    run = str(tmp_path / "run")
+    assert main(["compare", run, run, "--task", "sst2"]) == EXIT_USAGE
+    assert "--task is for prediction files; runs have their own" in capsys.readouterr().err

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_deberta.checkpoint.layout import checkpoints_dir, find_best
 from megatron_deberta.cli.main import main
-from megatron_deberta.errors import EXIT_DONE, ConfigError, DataError
+from megatron_deberta.distributed.topology import single_process_groups
+from megatron_deberta.errors import (
+    EXIT_DONE,
+    EXIT_USAGE,
+    CheckpointError,
+    ConfigError,
+    DataError,
+)
+from megatron_deberta.finetune import data as data_module
 from megatron_deberta.finetune import outputs as module
+from megatron_deberta.finetune import predict as predict_module
 from megatron_deberta.finetune.ensemble import build_ensemble
 from megatron_deberta.finetune.outputs import (
     CONFIG_FILE,
@@ -25,6 +38,9 @@ from megatron_deberta.finetune.outputs import (
     finished_validation,
     read_outputs,
 )
+from megatron_deberta.finetune.predict import open_predictor
+from megatron_deberta.tokenizer import load_tokenizer
+from megatron_deberta.train.evaluate import Evaluation
 from tests.support.tiny_task import MODEL, write_task
 
 
@@ -261,3 +277,118 @@ def test_a_run_that_keeps_no_best_checkpoint_has_the_score_of_its_last(
     assert finished is not None
     assert finished.step == 2
     assert finished.score == finished.metrics["accuracy"] < 1
+
+
+def test_damaged_weights_predict_nothing(
+    run: FinetunedRun, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A flipped bit is found before the weights are used, by every command that reads them."""
+    (weights,) = run.checkpoint.glob("*.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 0x40
+    weights.write_bytes(content)
+    with pytest.raises(CheckpointError, match="SHA-256 differs from the manifest's"):
+        read_outputs(run, "dev")
+    data, model = str(trained / "data"), str(run.folder)
+    for command in (
+        ["predict", "--model", model, "--text", "the cat"],
+        ["evaluate", f"{data}/task.yaml", "--model", model, "--data", data],
+    ):
+        assert main(command) == EXIT_USAGE
+        assert "SHA-256 differs from the manifest's" in capsys.readouterr().err
+
+
+def test_another_tokenizer_at_the_same_place_is_refused(run: FinetunedRun, tmp_path: Path) -> None:
+    shutil.copytree(MODEL, tmp_path / "other")
+    path = tmp_path / "other" / "tokenizer.json"
+    spec = json.loads(path.read_text())
+    vocab = spec["model"]["vocab"]
+    vocab[-1], vocab[-2] = vocab[-2], vocab[-1]
+    path.write_text(json.dumps(spec))
+    with (
+        pytest.raises(DataError, match="has fingerprint .* but the run was trained with"),
+        open_predictor("", run.checkpoint, "", tokenizer=str(tmp_path / "other")),
+    ):
+        pass
+
+
+def test_outputs_that_cannot_be_written_are_refused_before_the_work(
+    run: FinetunedRun, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(predict_module, "open_predictor", None)
+    monkeypatch.setattr(module, "open_predictor", None)
+    (tmp_path / "file").touch()
+    data, model = str(trained / "data"), str(run.folder)
+    task = [f"{data}/task.yaml", "--model", model, "--data", data]
+    for command in (
+        ["predict", *task, "--output"],
+        ["predict", *task, "--leaderboard"],
+        ["evaluate", *task, "--output"],
+        ["compare", model, model, "--output"],
+        ["ensemble", model, "--best", "1", "--output"],
+        ["report", model, "--output"],
+    ):
+        assert main([*command, str(tmp_path / "file" / "x")]) == EXIT_USAGE
+        assert f"{command[-1]} {tmp_path / 'file' / 'x'}: " in capsys.readouterr().err
+    assert main(["predict", *task, "--output", str(tmp_path)]) == EXIT_USAGE
+    assert f"--output {tmp_path} is a folder" in capsys.readouterr().err
+    assert main(["predict", *task, "--output", "/dev/null"]) == EXIT_USAGE
+    assert "--output /dev/null is not a regular file" in capsys.readouterr().err
+
+
+def test_a_threshold_is_for_tasks_with_unanswerable_questions(
+    run: FinetunedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["predict", "--model", str(run.folder), "--text", "the cat", "--null-threshold"]
+    assert main([*command, "0"]) == EXIT_USAGE
+    assert "--null-threshold 0 is for tasks with unanswerable" in capsys.readouterr().err
+
+
+def test_a_validation_without_numbers_is_no_score(
+    run: FinetunedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run goes on, and no such step is the best one."""
+    split = read_outputs(run, "dev").split
+    outputs = np.zeros((11, 2), np.float32)
+    outputs[3] = np.nan
+    evaluation = Evaluation({"loss": float("nan")}, "")
+    monkeypatch.setattr(data_module, "run_split", lambda *a: (outputs, evaluation))
+    found = data_module.validate_split(
+        torch.nn.Identity(),
+        config=run.config,
+        task=run.task,
+        split=split,
+        tokenizer=load_tokenizer(str(MODEL)),
+        groups=single_process_groups(torch.device("cpu")),
+    )
+    assert found is not None
+    assert np.isnan([found.metrics["accuracy"], found.metrics["score"]]).all()
+    assert "not a number in 1 of 11 rows" in caplog.text
+
+
+def test_predictions_leave_nothing_in_the_current_folder(
+    run: FinetunedRun, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The config of a run has the folder in which it was trained, which may be relative."""
+    path = run.folder / CONFIG_FILE
+    path.write_text(re.sub("run_dir: .*", "run_dir: relative", path.read_text()))
+    (found,) = find_runs(run.folder)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    data = str(trained / "data")
+    command = ["evaluate", f"{data}/task.yaml", "--data", data, "--model"]
+    assert main(["convert", "--checkpoint", str(run.folder), "--output", str(tmp_path / "x")]) == 0
+    assert main([*command, str(tmp_path / "x")]) == EXIT_DONE
+    assert main([*command, str(run.folder)]) == EXIT_DONE
+    read_outputs(found, "dev")
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_predictions_are_utf8_whatever_the_locale_is(
+    run: FinetunedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="latin-1"))
+    assert main(["predict", "--model", str(run.folder), "--text", "\u6771\u4eac the cat"]) == 0
+    assert json.loads(raw.getvalue())["text"] == "\u6771\u4eac the cat"

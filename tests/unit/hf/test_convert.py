@@ -263,7 +263,7 @@ def test_fill_mask_refuses_a_model_without_trained_head(
     del tensors["lm_predictions.lm_head.dense.weight"]
     save_file(tensors, out / "model.safetensors")
     capsys.readouterr()
-    message = error_of(["fill-mask", str(out), TEXT], capsys, 1)
+    message = error_of(["fill-mask", str(out), TEXT], capsys, 2)
     assert "lacks lm_predictions.lm_head.dense.weight" in message
 
 
@@ -278,11 +278,11 @@ def test_generator_of_a_release_fills_masks_and_its_discriminator_is_refused(
     (out / "generator_config.json").write_bytes((out / "config.json").read_bytes())
     (out / "model.safetensors").unlink()
     capsys.readouterr()
-    message = error_of(["fill-mask", str(out), TEXT], capsys, 1)
+    message = error_of(["fill-mask", str(out), TEXT], capsys, 2)
     assert "--generator-only" in message
     tensors["mask_predictions.classifier.weight"] = torch.ones(1, 32)
     save_file(tensors, out / "model.safetensors")
-    message = error_of(["fill-mask", str(out), TEXT], capsys, 1)
+    message = error_of(["fill-mask", str(out), TEXT], capsys, 2)
     assert "it is a discriminator (DeBERTaV3)" in message
     assert "--generator-only" in message
     digest = sha256_file(out / "pytorch_model.generator.bin")
@@ -327,9 +327,9 @@ def refuses_to_predict(
     """Check that neither ``fill-mask`` nor the perplexity of a text is computed."""
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog.\n")
-    assert why in error_of(["fill-mask", str(model), TEXT], capsys, 1)
+    assert why in error_of(["fill-mask", str(model), TEXT], capsys, 2)
     arguments = ["evaluate", "perplexity", "--model", str(model), "--data", str(text)]
-    assert why in error_of(arguments, capsys, 1)
+    assert why in error_of(arguments, capsys, 2)
 
 
 def test_an_encoder_is_imported_but_predicts_no_masks(
@@ -466,7 +466,7 @@ def test_fill_mask_refuses_in_one_line(
     assert "no such folder" in error_of(["fill-mask", model + "x", TEXT], capsys, 2)
     (tmp_path / "weights.bin").touch()
     (tmp_path / "config.json").touch()
-    message = error_of(["fill-mask", str(tmp_path), TEXT], capsys, 1)
+    message = error_of(["fill-mask", str(tmp_path), TEXT], capsys, 2)
     assert f"import them first: megatron-deberta convert --from hf {tmp_path}" in message
     (tmp_path / "weights.bin").unlink()
     (tmp_path / "config.json").unlink()
@@ -578,10 +578,14 @@ def test_import_refuses_in_one_line_and_leaves_nothing(
     tiny_tokenizer().save(str(tmp_path / "in"))
     arguments = ["convert", "--output", str(tmp_path / "new"), "--from"]
     assert "hf or microsoft" in error_of([*arguments, "google", str(tmp_path)], capsys, 2)
-    assert "add one" in error_of([*arguments, "hf", str(tmp_path / "in")], capsys, 1)
+    assert "add one" in error_of([*arguments, "hf", str(tmp_path / "in")], capsys, 2)
     assert "no such folder" in error_of([*arguments, "hf", str(tmp_path / "nothing")], capsys, 2)
     (tmp_path / "in" / "empty").mkdir()
-    assert "--tokenizer" in error_of([*arguments, "hf", str(tmp_path / "in/empty")], capsys, 1)
+    assert "has no config.json" in error_of(
+        [*arguments, "hf", str(tmp_path / "in/empty")], capsys, 2
+    )
+    (tmp_path / "in" / "empty" / "config.json").write_text("{}")
+    assert "--tokenizer" in error_of([*arguments, "hf", str(tmp_path / "in/empty")], capsys, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
@@ -613,7 +617,7 @@ def test_replaced_token_detection_is_exported_as_encoder_and_generator(
         assert main(["fill-mask", str(model), TEXT]) == 0
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1]
-    assert main(["fill-mask", str(out), TEXT]) == 1
+    assert main(["fill-mask", str(out), TEXT]) == 2
     assert "random weights" in capsys.readouterr().err
     assert_pair_is_imported(config, weights, out, tmp_path / "new")
 

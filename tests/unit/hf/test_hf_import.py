@@ -187,7 +187,7 @@ def test_missing_parts_are_named(model: Path) -> None:
     with pytest.raises(CheckpointError, match="00001-of-00002.safetensors is missing"):
         read(model)
     (model / "config.json").unlink()
-    with pytest.raises(CheckpointError, match="neither"):
+    with pytest.raises(CheckpointError, match="has no config.json or model_config.json"):
         read(model)
 
 

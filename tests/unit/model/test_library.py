@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -14,9 +15,12 @@ from torch.utils.checkpoint import checkpoint
 from megatron_deberta import DebertaConfig, DebertaForMaskedLM, DebertaModel
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.errors import ConfigError, MegatronDebertaError
-from megatron_deberta.model import RuntimeOptions
+from megatron_deberta.hf import modeling_megatron_deberta as exported
+from megatron_deberta.hf import modeling_megatron_deberta_heads as exported_heads
+from megatron_deberta.model import RuntimeOptions, task_model
 from megatron_deberta.objectives import MaskedLanguageModel
 
+Head = Literal["classification", "tokens", "spans"]
 CONFIG = DebertaConfig(
     num_layers=2,
     hidden_size=32,
@@ -96,6 +100,11 @@ def test_a_misspelt_setting_names_the_right_one() -> None:
     [
         ({"input_ids": IDS[0]}, r"input_ids: got shape \[12\], expected \[batch, tokens\]"),
         ({"input_ids": IDS + 67}, "input_ids: got [0-9]+, expected 0 to 66: 67 rows of vocab_size"),
+        ({"input_ids": IDS.float()}, "input_ids: got torch.float32, expected a tensor of int64"),
+        ({"input_ids": IDS.tolist()}, "input_ids: got list, expected a tensor of int64"),
+        ({"input_ids": IDS[:, :0]}, "input_ids: got rows without tokens"),
+        ({"attention_mask": torch.full((2, 12), 0.5)}, "attention_mask: got 0.5, expected values"),
+        ({"attention_mask": torch.full((2, 12), torch.nan)}, "attention_mask: got nan"),
         ({"input_ids": IDS - 99}, "input_ids: got -[0-9]+, expected 0 to 66"),
         (
             {"input_ids": torch.ones(1, 99).long()},
@@ -190,3 +199,68 @@ def test_a_plain_loop_trains() -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
+
+
+TASK_INPUTS = [
+    ({"input_ids": IDS + 67}, "input_ids: got [0-9]+, expected 0 to 66"),
+    ({"input_ids": IDS - 99}, "input_ids: got -[0-9]+, expected 0 to 66"),
+    ({"input_ids": IDS[0]}, r"input_ids: got (shape )?\[12\]"),
+    ({"input_ids": IDS.float()}, "input_ids: got torch.float32"),
+    ({"input_ids": torch.ones(1, 99).long()}, "got rows of 99 tokens, but the model has 64 pos"),
+    ({"attention_mask": torch.ones(2, 11).long()}, r"attention_mask: got shape \[2, 11\]"),
+    ({"token_type_ids": torch.full((2, 12), 2)}, "token_type_ids: got 2, expected 0 to 1"),
+]
+
+
+@pytest.mark.parametrize("head", ["classification", "tokens", "spans"])
+@pytest.mark.parametrize(("inputs", "said"), TASK_INPUTS)
+def test_inputs_of_models_of_tasks_are_checked(
+    head: Head, inputs: dict[str, torch.Tensor], said: str
+) -> None:
+    config = replace(
+        CONFIG, head=head, absolute_positions="input", type_vocab_size=2, mask_decoder_passes=0,
+        max_position_embeddings=64, labels=() if head == "spans" else ("a", "b"),
+    )  # fmt: skip
+    model = task_model(config)(config).eval()
+    with pytest.raises(ValueError, match=said):
+        model.logits(**{"input_ids": IDS, **inputs})
+    # A rank may have no rows of the last batch.
+    assert len(model.logits(IDS[:0])) == 0
+
+
+@pytest.mark.parametrize(("inputs", "said"), TASK_INPUTS)
+def test_inputs_of_exported_models_are_checked(inputs: dict[str, torch.Tensor], said: str) -> None:
+    config = exported.MegatronDebertaConfig(
+        vocab_size=67, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=64, max_position_embeddings=64, type_vocab_size=2,
+        relative_attention=False, position_biased_input=True, absolute_positions="input",
+        mask_decoder_passes=0, cls_dropout=0.0, num_labels=2, pooler_hidden_size=32,
+    )  # fmt: skip
+    for model in (
+        exported.MegatronDebertaModel(config),
+        exported.MegatronDebertaForMaskedLM(config),
+        exported_heads.MegatronDebertaForTokenClassification(config),
+        exported_heads.MegatronDebertaForCausalLM(config),
+    ):
+        with pytest.raises(ValueError, match=said):
+            model.eval()(**{"input_ids": IDS, **inputs})
+        model(IDS, torch.ones_like(IDS))
+    with pytest.raises(ValueError, match="labels: got 67, expected 0 to 66"):
+        exported.MegatronDebertaForMaskedLM(config)(IDS, labels=torch.full((2, 12), 67))
+
+
+def test_checks_of_inputs_wait_for_no_device() -> None:
+    """Tensors on the meta device have no values, so that reading one fails."""
+    ids = IDS.to("meta")
+    own = replace(
+        CONFIG, head="tokens", labels=("a", "b"), absolute_positions="none", mask_decoder_passes=0
+    )
+    with torch.device("meta"):
+        assert task_model(own)(own).eval().logits(ids, ids.bool()).shape == (2, 12, 2)
+    config = exported.MegatronDebertaConfig(
+        vocab_size=67, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=64, max_position_embeddings=64, type_vocab_size=2,
+        relative_attention=False, position_biased_input=True,
+    )  # fmt: skip
+    model = exported.MegatronDebertaForMaskedLM(config).to("meta").eval()
+    assert model(ids, ids, token_type_ids=ids, labels=ids).logits.shape == (2, 12, 67)

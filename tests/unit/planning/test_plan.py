@@ -190,8 +190,8 @@ def test_fine_tuning_is_planned_by_task(
     [
         (["--world-size", "96"], ["train.global_batch_size=2048", "1536, 2304"]),
         (["--world-size", "100"], ["--world-size 100", "96 or 112"]),
-        (["--world-size", "0"], ["--world-size 0"]),
-        (["--examples", "5"], ["need --task NAME"]),
+        (["--world-size", "0"], ["--world-size: 0 must be at least 1"]),
+        (["--examples", "5"], ["--examples needs --task NAME"]),
         (["--device", "V1000"], ["V1000", "did you mean v100?"]),
         (["--achieved", "40"], ["--achieved 40"]),
         (["precision.dtype=bf16"], ["precision.dtype=bf16", "fp16 or fp32"]),
@@ -272,7 +272,7 @@ def test_a_cpu_is_planned_without_times(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["plan", "configs/models/tiny.yaml", "train.device=cpu"]) == 0
     assert "not predicted for CPUs" in capsys.readouterr().out
     assert main([*arguments, "--achieved", "0.4"]) == 2
-    assert "are about GPUs" in capsys.readouterr().err
+    assert "is about GPUs" in capsys.readouterr().err
     assert main([*arguments, "train.micro_batch_size=200000"]) == 2
     big = ["train.micro_batch_size=500000", "train.global_batch_size=1000000"]
     assert main([*arguments, *big]) == 0
@@ -384,3 +384,19 @@ def test_banner_and_plan_predict_the_same_memory() -> None:
     plan = make_cpu_plan(config, 1)
     expected = plan.memory[config.parallel.recompute].total + LIBRARY_BYTES
     assert predict_bytes(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--cluster", "dgx2", "--failure-days", "3"], "--failure-days needs checkpoint.local_ev"),
+        (["--cluster", "cpu", "--layouts", "3"], "--layouts is about GPUs, not for --cluster cpu"),
+        (["--cluster", "cpu", "--settings", "none"], "--settings needs --task NAME"),
+        (["--cluster", "cpu", "--world-size", "0"], "--world-size: 0 must be at least 1"),
+    ],
+)
+def test_options_that_would_be_passed_over(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "configs/models/tiny.yaml", *options]) == EXIT_USAGE
+    assert message in capsys.readouterr().err

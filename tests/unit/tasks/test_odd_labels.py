@@ -95,6 +95,13 @@ CASES = [
          'text\tlabel\na\t"good\nb"\tgood\n', "train.tsv:2: .*line 2"),
     case("quotes in one line", "[bad, good]", "tsv", 'text\tlabel\n"a ""b"""\tgood\n', [1]),
     case("long field", "[bad, good]", "csv", f"text,label\n{'x ' * 75_000},good\n", [1]),
+    case("faults of other keys", "[bad, good]", "jsonl",
+         '{"text": "a", "label": "good", "ppl": NaN}\n'
+         '{"text": "b", "label": "bad", "raw": "\\ud800", "n": -Infinity}\n', [1, 0]),
+    case("faults of the text", "[bad, good]", "jsonl", '{"text": "\\ud800", "label": "bad"}\n',
+         ":1: 'text' has an unpaired surrogate"),
+    case("faults of the label", "[bad, good]", "jsonl", '{"text": "a", "label": NaN}\n',
+         "label 'nan' is not one of"),
     case("skipped label", "[bad, good]", "csv", "text,label\na,no\nb,good\n", [1],
          more="skip_labels: [no]"),
     case("skipped in JSON", "[bad, good]", "jsonl",
@@ -173,6 +180,9 @@ def test_labels_of_odd_files(
         ("splits: {dev: [a, b/../../x]}", "splits.dev.files: 'b/../../x' is not below"),
         ("splits: {dev: {files: a, leaderboard_file: ../x}}", "leaderboard_file: '../x' is not"),
         ("splits: {dev: {files: a, leaderboard_file: /x}}", "leaderboard_file: '/x' is not"),
+        ("metrics: [accuracy, no]", "metrics: there is no metric 'no'; there are accuracy, f1"),
+        ("max_length: 0100", "max_length: '0100' is not a decimal number"),
+        ("settings: {default: {train.steps: 1:30}}", "train.steps: '1:30' is not a decimal"),
         ("settings: {default: {train.run_dir: /x}}", "default.train.run_dir='/x': settings"),
         ("settings: {default: {finetune.cache: ../x}}", "settings cannot name files"),
     ],
@@ -192,6 +202,8 @@ def test_text_stays_text_in_every_key_and_on_the_command_line(tmp_path: Path) ->
         "base: configs/tasks/custom_classification.yaml\nname: 2024_01\nlabels: [off, on]\n"
         "positive_label: on\nlabel_names: [01, 1]\nvalues: {label: {yes: on, 0: off}}\n"
         "splits: {no: 2024_02, dev: {files: 0123, header: no, part: [0, 0.5]}}\n"
+        "settings: {default: {log.wandb: 0123, optimizer.freeze: [no, 1_0], data.sample_log: no,\n"
+        "  train.steps: 1_000}}\n"
     )
     task = load_task(path)
     assert (task.name, task.labels, task.positive_label) == ("2024_01", ("off", "on"), "on")
@@ -200,6 +212,10 @@ def test_text_stays_text_in_every_key_and_on_the_command_line(tmp_path: Path) ->
     assert task.splits["no"].files == ("2024_02",)
     dev = task.splits["dev"]
     assert (dev.files, dev.header, dev.part) == (("0123",), False, (0.0, 0.5))
+    settings = {key: task.settings["default"][key] for key in ("log.wandb", "optimizer.freeze")}
+    assert settings == {"log.wandb": "0123", "optimizer.freeze": ["no", "1_0"]}
+    assert task.settings["default"]["data.sample_log"] is False
+    assert task.settings["default"]["train.steps"] == 1000
     overrides = ["labels=[no, 0123]", "positive_label=no", "max_length=64", "splits.dev.files=1_0"]
     task = load_task(path, overrides)
     assert (task.labels, task.positive_label, task.max_length) == (("no", "0123"), "no", 64)
@@ -475,3 +491,18 @@ def test_a_kept_task_is_the_same_task(tmp_path: Path) -> None:
     for gone in ("gone.yaml", str(tmp_path / "gone.yaml")):
         with pytest.raises(ConfigError, match="gone.yaml does not exist; copy the file to"):
             run_task_name(gone, tmp_path / "other")
+
+
+def test_csv_rows_that_look_merged_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CSV may have line breaks in quoted fields, but two stray marks look the same."""
+    task = load_task("custom_classification")
+    merged = '"hello,positive\nb,negative\nc",positive\n'
+    (tmp_path / "train.csv").write_text("text,label\n" + 2 * merged + '"two\nlines",negative\n')
+    assert len(read_examples(task, tmp_path, "train")) == 3
+    assert [r.getMessage().partition("train.csv")[2] for r in caplog.records] == [
+        ":2: a quoted field reaches from line 2 to line 4, but each of these lines looks like a "
+        "row of its own; check the quotation marks",
+        ": 2 rows are like this one",
+    ]

@@ -63,6 +63,30 @@ def test_f1_of_the_positive_label(tokenizer: Tokenizer) -> None:
     assert classified(task, tokenizer, [0, 1, 1, 1], [0, 0, 0, 1])["f1"] == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_outputs_that_are_no_numbers_are_no_class(tokenizer: Tokenizer, value: float) -> None:
+    """numpy names a largest one of them, in most cases the first class."""
+    task = make_task("classification", "accuracy", labels=["a", "b"])
+    examples = [Example(id=str(i), text="the fox", label=i % 2) for i in range(4)]
+    encoded = encode(task, examples, tokenizer)
+    outputs = logits_of([0, 1, 0, 1], 2)
+    assert score(task, examples, encoded, outputs) == {"accuracy": 1.0}
+    outputs[2, 1] = value
+    for function in (score, predict):
+        with pytest.raises(DataError, match="not a number in 1 of 4 rows"):
+            function(task, examples, encoded, outputs)
+
+
+def test_outputs_of_words_that_are_no_numbers_are_counted_by_row(tokenizer: Tokenizer) -> None:
+    task = make_task("tokens", "accuracy", labels=["a", "b"])
+    examples = [Example(id=str(i), words=("the", "fox"), tags=(0, 1)) for i in range(3)]
+    encoded = encode(task, examples, tokenizer)
+    outputs = np.zeros((len(encoded.input_ids), 2), np.float32)
+    outputs[-3:] = np.nan
+    with pytest.raises(DataError, match="not a number in 1 of 3 rows"):
+        predict(task, examples, encoded, outputs)
+
+
 def test_macro_f1_counts_classes_that_do_not_occur(tokenizer: Tokenizer) -> None:
     task = make_task("classification", "macro_f1", labels=["a", "b", "c"])
     # F1 of a is 2/3, of b 0, of c 0, which neither side has.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -173,3 +174,14 @@ def test_fingerprint_follows_ids_only(unigram_dir: str, tmp_path: Path) -> None:
     vocabulary[100], vocabulary[101] = vocabulary[101], vocabulary[100]
     (copy / "tokenizer.json").write_text(json.dumps(spec))
     assert load_tokenizer(str(copy)).fingerprint != original
+
+
+def test_special_tokens_are_parsed_for_the_own_call_only(exported: str) -> None:
+    """Threads of one tokenizer: a corpus never has special tokens that another call parses."""
+    tokenizer = load_tokenizer(exported)
+    text = "Return the [MASK] of " * 20
+    expected = [tokenizer.encode(text, parse_special=parses) for parses in (False, True)]
+    assert [ids.count(tokenizer.mask_id) for ids in expected] == [0, 20]
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(tokenizer.encode, text, parse_special=bool(n % 2)) for n in range(400)]
+        assert all(call.result() == expected[n % 2] for n, call in enumerate(calls))

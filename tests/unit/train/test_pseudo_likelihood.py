@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.hf.loading import build_model
 from megatron_deberta.objectives import MaskedLanguageModel
 from megatron_deberta.tasks.minimal_pairs import MinimalPair, read_minimal_pairs
+from megatron_deberta.train import minimal_pairs as module
 from megatron_deberta.train.minimal_pairs import MinimalPairTask, build_minimal_pairs
 from megatron_deberta.train.pseudo_likelihood import Metric, score_sentences
 from tests.support.corpus import corpus_path
@@ -175,3 +177,20 @@ def test_the_published_file_is_read() -> None:
 def test_the_hook_needs_data_and_a_language_model() -> None:
     with pytest.raises(ConfigError, match=r"train.blimp_every=5 needs train.blimp_data"):
         validate(RunConfig(train=TrainConfig(blimp_every=5)))
+
+
+def test_scores_that_are_no_numbers_are_no_accuracy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every comparison with such a score is false, so that all its pairs would count as wrong."""
+    task = open_pairs(tmp_path)
+    scores = np.zeros(task.rows.num_rows)
+    scores[0] = np.nan
+    monkeypatch.setattr(module, "score_sentences", lambda *a, **b: scores)
+    groups = single_process_groups(torch.device("cpu"))
+    with pytest.raises(DataError, match=r"scores of 1 of \d+ sentences are infinite or not a n"):
+        task.score(loss_model(), groups)
+    found = task.evaluate(loss_model(), groups, lambda: False)
+    assert found is not None
+    assert math.isnan(found.metrics["accuracy"])
+    assert "1 of" in caplog.text

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 
 import pytest
 
@@ -88,6 +90,8 @@ def test_a_dead_worker_is_one_line() -> None:
         (["--executor", "local", "--dask", "tcp://a:1"], "only with --executor dask"),
         (["--executor", "mpi"], "mpi4py sees a single rank"),
         (["--dask", "tcp://127.0.0.1:9"], "no scheduler with a worker"),
+        (["--executor", "mpi", "--workers", "2"], "--workers is not for --executor mpi"),
+        (["--dask", "tcp://a:1", "--workers", "0"], "--workers is not for --executor dask"),
     ],
 )
 def test_executors_that_cannot_be_used(
@@ -99,3 +103,19 @@ def test_executors_that_cannot_be_used(
     monkeypatch.setattr(dask, "_CONNECT_SECONDS", 0.5)
     assert main(["preprocess", "--input", "a", "--tokenizer", "b", "--output", "c", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_mpi4py_without_an_mpi_library_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(name: str) -> None:
+        raise RuntimeError("cannot load MPI library\nlibmpi.so.40: cannot open shared object file")
+
+    module = ModuleType("mpi4py")
+    module.__getattr__ = missing  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "mpi4py", module)
+    command = ["preprocess", "--input", "a", "--tokenizer", "b", "--output", "c"]
+    assert main([*command, "--executor", "mpi"]) == 2
+    shown = capsys.readouterr().err
+    assert "mpi4py cannot be imported (cannot load MPI library); pip install" in shown
+    assert shown.count("\n") == 1

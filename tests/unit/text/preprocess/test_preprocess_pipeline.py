@@ -424,6 +424,29 @@ def test_a_refused_run_does_not_keep_standard_input(
         assert not (tmp_path / "c.unfinished").exists()
 
 
+def test_options_about_other_input_are_refused(
+    corpus: str, tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make = ["preprocess", "--tokenizer", tokenizer_dir, "--workers", "0"]
+    make += ["--output", str(tmp_path / "c"), "--input"]
+    assert main([*make, corpus, "--text-mode", "line"]) == 2
+    assert "--text-mode line is for plain text" in capsys.readouterr().err
+    (tmp_path / "a.txt").write_text("A line of text.\n")
+    assert main([*make, str(tmp_path / "a.txt"), "--keys", "title"]) == 2
+    assert "--keys title is for JSON Lines and tables" in capsys.readouterr().err
+    assert main([*make, str(tmp_path / "a.txt"), corpus, "--text-mode", "line"]) == 0
+
+
+def test_an_empty_input_is_a_mistake_of_the_user(
+    tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").touch()
+    make = ["preprocess", "--tokenizer", tokenizer_dir, "--workers", "0"]
+    make += ["--output", str(tmp_path / "c"), "--input", str(tmp_path / "a.jsonl")]
+    assert main(make) == 2
+    assert "no text under key 'text' in 1 input file" in capsys.readouterr().err
+
+
 def test_options_that_cannot_be(
     corpus: str, tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -418,6 +418,11 @@ RECORDS = [{"text": f"Nummer {index}: äöü"} for index in range(50)]
         ("a.json", json.dumps(RECORDS * 2000).encode(), "is one JSON array"),
         ("a.json", json.dumps(RECORDS[0], indent=2).encode(), "span several lines, .* jq -c "),
         ("a.json", b'\n{"text": "x",\n "id": 1}\n{"text": "y",\n "id": 2}\n', "span several lines"),
+        ("a.json", b'{"text": "x"}{"text": "y"}\n', "stand side by side in a line, .* jq -c "),
+        ("a.jsonl", JSONL.replace(b"\n", b"\r"), "stand side by side in a line"),
+        ("a.jsonl", b"PK\x03\x04" + bytes(50), "is a ZIP archive, .* unpack it"),
+        ("a.tar", b"a.jsonl".ljust(257, b"\0") + b"ustar\0" + JSONL, "is a tar archive"),
+        ("a.txt", b"%PDF-1.7\n%", "is a PDF file"),
         ("a.jsonl", JSONL.decode().encode("utf-16"), "is UTF-16, .* iconv -f UTF-16 -t UTF-8"),
         ("a.jsonl", JSONL.decode().encode("utf-16-be"), "is UTF-16BE"),
         ("a.txt", "Einige Wörter.\n".encode("utf-16"), "is UTF-16,"),
@@ -436,8 +441,25 @@ def test_other_forms_name_their_cause(
         check_input(find_sources([str(path)]), ReadOptions())
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.TSV", "a.csv.gz"])
+def test_lines_of_tables_are_no_text_unless_so_said(name: str, tmp_path: Path) -> None:
+    content = b"text,label\nA line.,good\n"
+    path = write(tmp_path, name, gzip.compress(content) if name.endswith("gz") else content)
+    with pytest.raises(ConfigError, match="is a table by its suffix"):
+        find_sources([str(path)])
+    (source,) = find_sources([str(path)], file_format="text")
+    assert source.text_format == "paragraph"
+
+
 def test_one_odd_first_line_refuses_no_file(tmp_path: Path) -> None:
-    for first in (b"[1, 2]\n", b'{"text": "x"\n', b"{broken\n", b"\xef\xbb\xbf", b"\0\n"):
+    for first in (
+        b'{"text": "x"} y\n',
+        b"[1, 2]\n",
+        b'{"text": "x"\n',
+        b"{broken\n",
+        b"\xef\xbb\xbf",
+        b"\0\n",
+    ):
         check_input(find_sources([str(write(tmp_path, "a.jsonl", first + JSONL))]), ReadOptions())
 
 
