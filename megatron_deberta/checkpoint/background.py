@@ -7,6 +7,7 @@ the ranks agree on the commit in the main thread.
 
 from __future__ import annotations
 
+import datetime
 import os
 import threading
 import time
@@ -57,6 +58,7 @@ class Saver:
         specs: this rank's part of every parameter.
         groups: the rank grid.
         fence: lock of the run folder.
+        timeout_minutes: of each collective of a save in the background.
     """
 
     run_dir: str | os.PathLike[str]
@@ -64,6 +66,7 @@ class Saver:
     specs: Mapping[str, ParameterSpec]
     groups: ProcessGroups
     fence: Fence = UNLOCKED
+    timeout_minutes: float = 30.0
     _thread: _WriterThread | None = field(default=None, init=False)
     _collector: StateCollector | None = field(default=None, init=False)
 
@@ -107,7 +110,10 @@ class Saver:
         assert self._thread is None, "call finish() first"
         start = time.monotonic() if began is None else began
         if self._collector is None:
-            group = dist.new_group(backend="gloo") if self.groups.world_size > 1 else None
+            group = None
+            if self.groups.world_size > 1:
+                timeout = datetime.timedelta(minutes=self.timeout_minutes)
+                group = dist.new_group(backend="gloo", timeout=timeout)
             self._collector = StateCollector(self.engine, self.specs, self.groups, group)
         metadata = store.with_engine_state(metadata, self.engine, self.groups)
         kinds = state_kinds(metadata.config)

@@ -153,7 +153,8 @@ def pretrain(
         stack.callback(engine.destroy)
         with refusals():
             load_start(start, engine, model.specs, functools.partial(initial_weights, config))
-        saver = Saver(config.train.run_dir, engine, model.specs, groups, fence)
+        timeout = config.cluster.collective_timeout_minutes
+        saver = Saver(config.train.run_dir, engine, model.specs, groups, fence, timeout)
         if local is not None:
             local.start_saving(start.state.step, engine, model.specs)
         timeline = None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_deberta.checkpoint import store, writer
 from megatron_deberta.checkpoint.background import Saver
@@ -60,7 +62,10 @@ def save_while_training(rank: int, layout: Layout, run_dir: str) -> tuple[list[f
     try:
         run.step()
         run.step()
+        run.saver.timeout_minutes = 7.0
         run.saver.start(metadata(2), Retention(keep_last=1))
+        # Not the default of half an hour: ranks whose peers are gone would wait that long.
+        assert timeout_of(run.saver) == datetime.timedelta(minutes=7)
         for _ in range(2):
             run.step()
             assert run.saver.poll() is None
@@ -76,6 +81,14 @@ def save_while_training(rank: int, layout: Layout, run_dir: str) -> tuple[list[f
         writer.write_tensors = original
     run.engine.destroy()
     return run.losses, committed
+
+
+def timeout_of(saver: Saver) -> datetime.timedelta:
+    collector: Any = saver._collector
+    timeout: datetime.timedelta = collector._group._get_backend(
+        torch.device("cpu")
+    ).options._timeout
+    return timeout
 
 
 def save_and_train(rank: int, layout: Layout, run_dir: str) -> list[float]:

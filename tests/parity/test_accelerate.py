@@ -325,7 +325,7 @@ def test_compiled_model_trains(kind: str) -> None:
     assert_same(ours, stock)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_compiler
 def test_compiled_by_inductor_with_dropout() -> None:
     model = build(

@@ -32,7 +32,7 @@ def test_ranks_of_mpirun_share_the_work(corpus: str, tokenizer_dir: str, tmp_pat
         [
             str(mpirun), "-n", "4", "--allow-run-as-root", "--oversubscribe",
             sys.executable, "-m", "megatron_deberta",
-            *arguments(corpus, tokenizer_dir, tmp_path / "out"), "--workers", "0",
+            *arguments(corpus, tokenizer_dir, tmp_path / "out"),
         ],
         capture_output=True,
         check=False,
