@@ -37,6 +37,8 @@ def read_report(report: Path) -> dict[str, object]:
         # The name of a class, if any, is behind that of the module.
         while module and not ROOT.joinpath(*module).with_suffix(".py").exists():
             module.pop()
+        if not module:  # a skipped module
+            continue
         file, seconds = "/".join(module) + ".py", float(case.attrib["time"])
         files[file] += seconds
         tests[f"{file}::{case.attrib['name']}"] += seconds
