@@ -158,7 +158,7 @@ def read_value(hint: Any, value: Any, name: str, source: str) -> Any:
 
 
 def holds_text(name: str) -> bool:
-    """Return whether ``section.key`` holds a string, or several."""
+    """Return whether the type of ``section.key`` is a string or a list of strings."""
     section, _, key = name.partition(".")
     return key_types(section).get(key) in (str, tuple[str, ...])
 

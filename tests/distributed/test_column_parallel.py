@@ -142,7 +142,7 @@ class Events(TorchDispatchMode):
         return out
 
     def recorded(self, collective: Any, name: str) -> Any:
-        """Return ``collective`` with its start, and its end if asynchronous, among the events."""
+        """Wrap ``collective`` to append each call, and each wait for it, to ``events``."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not kwargs.get("async_op"):

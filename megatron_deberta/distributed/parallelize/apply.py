@@ -163,7 +163,7 @@ def token_order(x: Tensor, per_token: bool) -> TokenOrder:
 
 
 def _exchange(group: ProcessGroup, order: TokenOrder | None) -> InputExchange:
-    """Return the collectives of a block's input and of its gradient.
+    """Return the collectives that gather a block's input and reduce its gradient.
 
     Args:
         group: the tensor-parallel ranks.

@@ -158,7 +158,7 @@ def test_bf16_gradients_are_summed_in_backward() -> None:
 
 
 class Conversions(TorchDispatchMode):
-    """Counts conversions of 16-bit tensors to fp32 by their shape."""
+    """Dispatch mode that counts conversions of 16-bit tensors to fp32, by shape."""
 
     def __init__(self) -> None:
         super().__init__()

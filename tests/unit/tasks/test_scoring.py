@@ -65,7 +65,7 @@ def test_f1_of_the_positive_label(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_outputs_that_are_no_numbers_are_no_class(tokenizer: Tokenizer, value: float) -> None:
-    """numpy names a largest one of them, in most cases the first class."""
+    """``argmax`` of NaN or infinite scores returns a class, in most cases the first."""
     task = make_task("classification", "accuracy", labels=["a", "b"])
     examples = [Example(id=str(i), text="the fox", label=i % 2) for i in range(4)]
     encoded = encode(task, examples, tokenizer)
