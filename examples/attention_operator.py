@@ -20,8 +20,8 @@ class SelfAttention(nn.Module):
         self.position_key = nn.Linear(hidden_size, hidden_size)
         self.position_query = nn.Linear(hidden_size, hidden_size)
 
-    def forward(self, hidden: Tensor, key_padding: Tensor | None = None) -> Tensor:
-        """Map [batch, tokens, hidden] to the same shape; key_padding is True for tokens."""
+    def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Map [batch, tokens, hidden] to the same shape; attention_mask is True for tokens."""
         query, key, value = (self.split_heads(x) for x in self.qkv(hidden).chunk(3, dim=-1))
         attended = disentangled_attention(
             query,
@@ -30,7 +30,7 @@ class SelfAttention(nn.Module):
             self.split_heads(self.position_key(self.position_table)),
             self.split_heads(self.position_query(self.position_table)),
             self.positions,
-            key_padding=key_padding,
+            attention_mask=attention_mask,
         )
         return attended.transpose(1, 2).flatten(2)
 

@@ -118,7 +118,7 @@ def expected_tensors(case: Case, last_head: int) -> list[Tensor]:
     output = disentangled_attention(
         *x,
         positions=POSITIONS,
-        key_padding=case.real_keys(),
+        attention_mask=case.real_keys(),
         dropout_p=case.dropout,
         seed=SEED,
         head_offset=last_head,

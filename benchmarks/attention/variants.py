@@ -134,7 +134,7 @@ class Ours(Variant):
     def _attend(self, case: Case, *x: Tensor) -> Tensor:
         padding = case.real_keys() if case.padding else None
         options = {"dropout_p": case.dropout, "seed": SEED, "backend": self.backend}
-        return disentangled_attention(*x, positions=POSITIONS, key_padding=padding, **options)
+        return disentangled_attention(*x, positions=POSITIONS, attention_mask=padding, **options)
 
     def refusal(self, case: Case) -> str | None:
         """Return the operator's error for one row of one token, if any."""

@@ -101,7 +101,7 @@ class LoaderCase:
         start, masks = time.process_time(), []
         while (seconds := time.process_time() - start) < 0.25:
             samples = range(self.num_samples, self.num_samples + micro_batch)
-            masks.append(self.builder.build(samples).attention_mask)
+            masks.append(self.builder.build(samples).inputs.is_token)
             self.num_samples += micro_batch
         num_tokens = sum(int(mask.sum()) for mask in masks)
         self.num_positions += sum(mask.numel() for mask in masks)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from benchmarks.gpu.record import Item, Record
 from benchmarks.lib.tolerances import OPERATOR
-from megatron_deberta.distributed import vocab
 from megatron_deberta.model import fused
 from megatron_deberta.ops import RelativePositions, disentangled_attention
+from megatron_deberta.ops import cross_entropy as vocab
 
 POSITIONS = RelativePositions(40, 8)
 FULL_POSITIONS = RelativePositions(512, 256)
@@ -151,9 +151,8 @@ def cross_entropy(device: str, dtype: torch.dtype) -> Item:
 
     def loss_of(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         own = labels.to(states.device)
-        return vocab.vocab_parallel_loss(
-            states, weight, bias, own, 0, columns - 3, None, fuse=True
-        )[0]
+        vocabulary = vocab.Vocabulary(columns - 3, fuse=True)
+        return vocab.linear_cross_entropy(states, weight, bias, own, vocabulary).loss
 
     with (
         mock.patch.object(vocab, "runs_kernels", uses_kernels(device)),
@@ -184,7 +183,7 @@ def attention(
         backend = "reference" if q.dtype == torch.float64 else "triton"
         return disentangled_attention(
             q, k, v, *tables, POSITIONS,
-            q_positions=None if at is None else at.to(where), key_padding=real.to(where),
+            q_positions=None if at is None else at.to(where), attention_mask=real.to(where),
             document_ids=None if ids is None else ids.to(where),
             dropout_p=0.1, seed=torch.arange(2, device=where), backend=backend,
         )  # fmt: skip

@@ -22,7 +22,7 @@ from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine.factory import build_engine
-from megatron_deberta.model import DropoutSeeds
+from megatron_deberta.model import DropoutSeeds, ModelInputs
 from megatron_deberta.train.setup import DTYPES
 from megatron_deberta.train.step import TrainStep
 
@@ -85,7 +85,9 @@ def make_batch(model: ModelConfig) -> Batch:
     order = torch.rand(ROWS, LENGTH, generator=generator).masked_fill(~real, 2.0).argsort(1)
     positions = order[:, : round(0.15 * LENGTH)].sort(1).values
     labels = ids.gather(1, positions)
-    return Batch(ids.scatter(1, positions, 4), real, positions, labels, torch.arange(ROWS))
+    return Batch(
+        ModelInputs(ids.scatter(1, positions, 4), real), positions, labels, torch.arange(ROWS)
+    )
 
 
 def gradients(
@@ -96,7 +98,7 @@ def gradients(
     groups = single_process_groups(torch.device(device, 0))
     module = build_model(config, groups, DTYPES[dtype]).module.train()
     batch = make_batch(model).to(device)
-    loss, _ = module(batch, DropoutSeeds(1, 0, batch.sample_index))
+    loss = module(batch, DropoutSeeds(1, 0, batch.sample_index)).losses["masked"].loss
     loss = loss / batch.labels.numel()
     scale = 4096.0 if dtype == "fp16" else 1.0
     (loss * scale).backward()

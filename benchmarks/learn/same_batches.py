@@ -34,12 +34,12 @@ from megatron_deberta.tokenizer import load_tokenizer
 
 def loss_sum(model: DebertaV2ForMaskedLM, batch: Batch) -> tuple[torch.Tensor, int]:
     """Return the summed cross-entropy of transformers' own forward, and the number of targets."""
-    labels = torch.full_like(batch.input_ids, IGNORED_LABEL)
+    labels = torch.full_like(batch.inputs.input_ids, IGNORED_LABEL)
     valid = batch.labels != IGNORED_LABEL
     rows = torch.where(valid)[0]
     labels[rows, batch.masked_positions[valid]] = batch.labels[valid]
     count = int(valid.sum())
-    mean = model(batch.input_ids, batch.attention_mask.long(), labels=labels).loss
+    mean = model(batch.inputs.input_ids, batch.inputs.is_token.long(), labels=labels).loss
     return mean * count, count
 
 

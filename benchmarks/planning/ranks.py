@@ -30,8 +30,9 @@ from megatron_deberta.data.batch import Batch, TaskBatch
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import ProcessGroups, build_grid
 from megatron_deberta.engine.factory import build_engine
-from megatron_deberta.model import DropoutSeeds
+from megatron_deberta.model import DropoutSeeds, ModelInputs
 from megatron_deberta.model.flops import is_task_head, reads_first_token
+from megatron_deberta.objectives import ModelLosses
 from megatron_deberta.planning.work import micro_batch_rows
 from megatron_deberta.train.setup import DTYPES, build_rank_model
 
@@ -137,8 +138,7 @@ def micro_batch(config: RunConfig, device: str) -> tuple[Batch | TaskBatch, Drop
     masked = masked.expand(rows, -1).contiguous()
     ids = torch.full((rows, length), 5, device=device)
     samples = torch.arange(rows, device=device)
-    real = torch.ones_like(ids, dtype=torch.bool)
-    batch = Batch(ids, real, masked, torch.full_like(masked, 5), samples)
+    batch = Batch(ModelInputs(ids), masked, torch.full_like(masked, 5), samples)
     return batch, DropoutSeeds(1, 2, samples)
 
 
@@ -148,9 +148,9 @@ def task_batch(config: RunConfig, device: str) -> tuple[TaskBatch, DropoutSeeds]
     ids = torch.full((rows, config.data.sequence_length), 5, device=device)
     numbers, head = torch.arange(rows, device=device), config.model.head
     batch = TaskBatch(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids, dtype=torch.bool),
-        token_type_ids=torch.zeros_like(ids),
+        ModelInputs(
+            ids, torch.ones_like(ids, dtype=torch.bool), token_type_ids=torch.zeros_like(ids)
+        ),
         labels=torch.zeros((samples, 2) if head == "spans" else samples, device=device).long(),
         sample_index=numbers[:samples],
         row_index=numbers,
@@ -158,6 +158,12 @@ def task_batch(config: RunConfig, device: str) -> tuple[TaskBatch, DropoutSeeds]
         row_keys=numbers,
     )
     return batch, DropoutSeeds(1, 2, numbers)
+
+
+def first_loss(module: torch.nn.Module, inputs: Any) -> torch.Tensor:
+    """Return the objective's first loss of a micro batch."""
+    result: ModelLosses = module(*inputs)
+    return next(iter(result.losses.values())).loss
 
 
 def dry_run(config: RunConfig, rank: int) -> DryRun:
@@ -175,7 +181,7 @@ def dry_run(config: RunConfig, rank: int) -> DryRun:
         )
         module, inputs = model.module.train(), micro_batch(config, "meta")
         with Recorder(groups) as recorder, FlopCounterMode(display=False) as counter:
-            module(*inputs)[0].backward()
+            first_loss(module, inputs).backward()
         counts.flops = counter.get_total_flops()
         counts.collectives = _collectives(recorder)
     return counts
@@ -202,7 +208,7 @@ def _peak_bytes(module: torch.nn.Module, inputs: dict[str, Any]) -> int:
     tracker.track_external(module)
     with tracker:
         before = _total(tracker, "current")
-        module(*inputs)[0].backward()
+        first_loss(module, inputs).backward()
         return _total(tracker, "peak") - before
 
 
@@ -227,7 +233,7 @@ def engine_step(config: RunConfig, rank: int) -> dict[str, dict[str, int]]:
                 with Recorder(groups) as recorder:
                     unit = config.train.micro_batch_size * groups.dp_size
                     for _ in range(config.train.global_batch_size // unit):
-                        loss = engine.module(*inputs)[0]
+                        loss = first_loss(engine.module, inputs)
                         engine.backward(loss / 1e4)
                     outcome = engine.step(1e-4)
                 assert not outcome.skipped, "gradients overflowed; nothing was gathered"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.data.batch import Batch
+from megatron_deberta.model import ModelInputs
 
 MASKED_SHARE = 0.15
 
@@ -39,8 +40,8 @@ class StepBatch:
 
     def unpadded(self) -> Batch:
         """The rows as our models take them."""
-        real = torch.ones_like(self.input_ids, dtype=torch.bool)
-        return Batch(self.input_ids, real, self.masked_positions, self.labels, self.samples)
+        inputs = ModelInputs(self.input_ids)
+        return Batch(inputs, self.masked_positions, self.labels, self.samples)
 
     def dense_labels(self) -> Tensor:
         """Return the labels of transformers, int64 ``[B, N]``, -100 at other positions."""

@@ -138,7 +138,7 @@ def train_ours(work: Work, engine_name: str) -> None:
                 batches = inputs.take()
                 step(epoch * work.steps_per_epoch + number, batches.device)
                 for batch in batches.host:
-                    turns.count(batch.attention_mask[batch.row_index >= 0])
+                    turns.count(batch.inputs.is_token[batch.row_index >= 0])
             turns.report()
     finally:
         engine.destroy()

@@ -30,11 +30,10 @@ from benchmarks.lib.provenance import provenance
 from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import ModelConfig, ParallelConfig, RunConfig
 from megatron_deberta.data.batch import Batch
-from megatron_deberta.distributed import vocab
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
-from megatron_deberta.model import DropoutSeeds, dropout, fused
-from megatron_deberta.ops import dispatch
+from megatron_deberta.model import DropoutSeeds, ModelInputs, dropout, fused
+from megatron_deberta.ops import cross_entropy, dispatch
 
 MODELS = {"DeBERTa-base": "configs/models/base.yaml", "1.5B": "configs/models/1.5b.yaml"}
 ROWS, LENGTH, TARGETS = 2, 512, 77
@@ -89,7 +88,7 @@ def counting(count: OperatorCountT) -> Iterator[OperatorCountT]:
         mock.patch.object(fused, "compiled", count.compiled),
         mock.patch.object(dropout, "compiled", count.compiled),
         mock.patch.object(dispatch, "choose_backend", return_value="triton"),
-        mock.patch.object(vocab, "runs_kernels", return_value=True),
+        mock.patch.object(cross_entropy, "runs_kernels", return_value=True),
         mock.patch.dict(sys.modules, {KERNELS: kernels}),
         count,
     ):
@@ -112,7 +111,7 @@ def micro_batch(rows: int = ROWS) -> tuple[Batch, DropoutSeeds]:
     """Return rows without padding and their dropout keys, without values."""
     ids = torch.zeros(rows, LENGTH, dtype=torch.int64, device="meta")
     targets = ids[:, :TARGETS]
-    batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), targets, targets, ids[:, 0])
+    batch = Batch(ModelInputs(ids), targets, targets, ids[:, 0])
     return batch, DropoutSeeds(1, 2, batch.dropout_keys)
 
 
@@ -123,7 +122,7 @@ def count_pass(model: ModelConfig, depth: int) -> dict[str, Counter[str]]:
     module = build_model(config, groups, torch.bfloat16).module.train()
     batch, seeds = micro_batch()
     with counting(OperatorCount()) as forward:
-        loss, *_ = module(batch, seeds)
+        loss = module(batch, seeds).losses["masked"].loss
     with counting(OperatorCount()) as backward:
         loss.backward()
     return {"forward": forward.counts, "backward": backward.counts}

@@ -62,14 +62,14 @@ def batches(
 def seconds(module: nn.Module, batch: TaskBatch) -> float:
     """Return the time of a forward and a backward pass."""
     start = time.perf_counter()
-    module(batch, DropoutSeeds(1, 2, batch.dropout_keys))[0].backward()
+    module(batch, DropoutSeeds(1, 2, batch.dropout_keys)).losses["task"].loss.backward()
     return time.perf_counter() - start
 
 
 def places(batch: TaskBatch) -> int:
     """Return the number of computed places."""
-    index = batch.packed_index
-    return (batch.input_ids if index is None else index).numel()
+    packing = batch.packing
+    return (batch.inputs.input_ids if packing is None else packing.tokens).numel()
 
 
 def compare(module: nn.Module, pairs: list[dict[str, TaskBatch]], turns: int) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def compare(module: nn.Module, pairs: list[dict[str, TaskBatch]], turns: int) ->
         for kind in times if turn else ():
             times[kind].append(total[kind])
     medians = {kind: statistics.median(values) for kind, values in times.items()}
-    tokens = sum(int(pair["padded"].attention_mask.sum()) for pair in pairs)
+    tokens = sum(int(pair["padded"].inputs.is_token.sum()) for pair in pairs)
     return {
         "tokens": tokens,
         "places": {kind: sum(places(pair[kind]) for pair in pairs) for kind in times},

@@ -199,7 +199,7 @@ def costs(model: ModelConfig, rows: int, depth: int, side: Side) -> dict[str, li
     module = build_model(config, groups, side.dtype).module.train()
     batch, seeds = micro_batch(rows)
     with side.counting(CostCount(model.max_relative_positions)) as count:
-        loss, *_ = module(batch, seeds)
+        loss = module(batch, seeds).losses["masked"].loss
         loss.backward()
     return count.costs
 

@@ -18,7 +18,7 @@ from benchmarks.step.batch import MASKED_SHARE, StepBatch
 from megatron_deberta.config.schema import ModelConfig, ParallelConfig, RunConfig
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
-from megatron_deberta.model import DropoutSeeds
+from megatron_deberta.model import DropoutSeeds, ModelInputs
 from megatron_deberta.model.attention import DisentangledSelfAttention
 from megatron_deberta.model.flops import (
     BACKWARD_FACTOR,
@@ -103,8 +103,8 @@ class Ours:
 
     def loss(self, batch: StepBatch, step: int) -> Tensor:
         """Return the mean loss per masked token of the model's own objective."""
-        total, *_ = self.model(batch.unpadded(), DropoutSeeds(1, step, batch.samples))
-        return cast(Tensor, total) / batch.labels.numel()
+        losses = self.model(batch.unpadded(), DropoutSeeds(1, step, batch.samples)).losses
+        return cast(Tensor, losses["masked"].loss) / batch.labels.numel()
 
     def eager(self) -> AbstractContextManager[Any]:
         """Return a context in which nothing is compiled."""
@@ -125,7 +125,7 @@ class OurEncoder(Ours):
     def loss(self, batch: StepBatch, step: int) -> Tensor:
         """Return the mean square of a feature; LayerNorm fixes that of all features together."""
         seeds = DropoutSeeds(1, step, batch.samples)
-        hidden: Tensor = self.model.encode(batch.input_ids, seeds=seeds)  # type: ignore[operator]
+        hidden: Tensor = self.model.encode(ModelInputs(batch.input_ids), seeds)  # type: ignore[operator]
         return hidden[..., 0].float().square().mean()
 
     def flops_per_token(self, batch: StepBatch) -> float:

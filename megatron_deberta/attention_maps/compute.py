@@ -16,7 +16,7 @@ from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.finetune.models import open_source_model
 from megatron_deberta.hf.loading import build_encoder
-from megatron_deberta.model import DebertaModel
+from megatron_deberta.model import DebertaModel, ModelInputs
 from megatron_deberta.model.attention import DisentangledSelfAttention
 from megatron_deberta.model.layers import Layer
 from megatron_deberta.ops.maps import AttentionMaps
@@ -158,7 +158,8 @@ def record_maps(
         for number in layers
     ]
     try:
-        model.encode(torch.tensor([ids]), causal=model.config.head == "autoregressive")
+        causal = model.config.head == "autoregressive"
+        model.encode(ModelInputs(torch.tensor([ids]), causal=causal))
     finally:
         for hook in hooks:
             hook.remove()

@@ -11,7 +11,7 @@ import torch
 
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.hf.loading import build_model, open_trained_model
-from megatron_deberta.model import DropoutSeeds
+from megatron_deberta.model import DropoutSeeds, ModelInputs
 from megatron_deberta.objectives.rtd import draws
 from megatron_deberta.tokenizer import Tokenizer
 
@@ -49,7 +49,7 @@ def open_generator(path: Path, tokenizer: Tokenizer) -> Generate:
 
     @torch.no_grad()
     def generate(tokens: Integers, positions: Integers, sample: int) -> Integers:
-        logits = model.logits(torch.from_numpy(tokens)[None])[0, positions]
+        logits = model.logits(ModelInputs(torch.from_numpy(tokens)[None]))[0, positions]
         step = sample // run.train.global_batch_size
         keys = DropoutSeeds(run.train.seed, step, torch.tensor([sample]))
         draw = draws(keys, torch.from_numpy(positions)[None], run.rtd.excluded_ids)

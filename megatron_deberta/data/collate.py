@@ -11,10 +11,11 @@ import numpy.typing as npt
 import torch
 
 from megatron_deberta.data.arrays import Integers
-from megatron_deberta.data.batch import IGNORED_LABEL, Batch, CausalBatch, MicroBatch
+from megatron_deberta.data.batch import IGNORED_LABEL, Batch, MicroBatch
 from megatron_deberta.data.dataset.rows import RowBatch, RowSource
 from megatron_deberta.data.masking import MaskedRows
 from megatron_deberta.data.vocabulary import Vocabulary
+from megatron_deberta.model.inputs import ModelInputs
 
 # Sample index of a padding row without labels.
 FILLER = -1
@@ -95,25 +96,27 @@ class BatchBuilder:
             filler = indices == FILLER
             input_ids[filler, :2] = self.vocabulary.cls_id, self.vocabulary.sep_id
             attention_mask[filler, :2] = True
-        is_padded = not attention_mask.all()
-        fields: dict[str, npt.NDArray[Any]] = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "masked_positions": masked_positions,
-            "labels": labels,
-            "sample_index": indices,
-        }
+        optional: dict[str, npt.NDArray[Any]] = {}
+        if not attention_mask.all():
+            optional["attention_mask"] = attention_mask
         if not self.attend_across_documents:
             # Padding belongs to the last document.
             document_ids = np.maximum.accumulate(parts, axis=1)
-            fields["document_ids"] = document_ids
-            fields["position_ids"] = _restarting(document_ids)
+            optional["document_ids"] = document_ids
+            optional["position_ids"] = _restarting(document_ids)
         if is_random_next is not None:
-            fields["token_type_ids"] = parts
-            fields["next_sentence_labels"] = is_random_next
-        tensors = {name: torch.from_numpy(array) for name, array in fields.items()}
-        batch_class = CausalBatch if self.causal else Batch
-        return batch_class(**tensors, is_padded=is_padded)
+            optional["token_type_ids"] = parts
+        return Batch(
+            ModelInputs(
+                torch.from_numpy(input_ids),
+                causal=self.causal,
+                **{name: torch.from_numpy(array) for name, array in optional.items()},
+            ),
+            torch.from_numpy(masked_positions),
+            torch.from_numpy(labels),
+            torch.from_numpy(indices),
+            None if is_random_next is None else torch.from_numpy(is_random_next),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from megatron_deberta.config.schema import Head
 from megatron_deberta.data.arrays import Integers
 from megatron_deberta.data.batch import IGNORED_LABEL, TaskBatch
 from megatron_deberta.data.bin_packing import best_fit
+from megatron_deberta.model.inputs import ModelInputs, RowPacking
 from megatron_deberta.tasks.encoded import EncodedDataset
 
 # Dropout keys per sample: more than any example's choices
@@ -99,17 +100,18 @@ class TaskRows:
         if labels is None:
             labels = np.full(mask.shape, IGNORED_LABEL, np.int64)
             labels[source] = encoded.labels[tokens]
-        packed = packed_rows(sizes, length) if self.pack else {}
         return TaskBatch(
-            input_ids=torch.from_numpy(ids),
-            attention_mask=torch.from_numpy(mask),
-            token_type_ids=torch.from_numpy(types),
-            labels=torch.from_numpy(labels),
+            ModelInputs(
+                torch.from_numpy(ids),
+                torch.from_numpy(mask),
+                token_type_ids=torch.from_numpy(types),
+            ),
+            torch.from_numpy(labels),
             sample_index=torch.from_numpy(indices),
             row_index=torch.from_numpy(rows),
             choice_rows=None if choice_rows is None else torch.from_numpy(choice_rows),
             row_keys=None if keys is None else torch.from_numpy(keys),
-            **{name: torch.from_numpy(array) for name, array in packed.items()},
+            packing=pack_rows(sizes, length) if self.pack else None,
         )
 
     def _labels(self, rows: Integers) -> npt.NDArray[Any] | None:
@@ -124,15 +126,12 @@ class TaskRows:
         return labels
 
 
-def packed_rows(sizes: Integers, length: int) -> dict[str, Integers]:
+def pack_rows(sizes: Integers, length: int) -> RowPacking:
     """Put the rows of a batch side by side, best fit decreasing.
 
     Args:
         sizes: [B] tokens of each row.
         length: N of the batch, and of the packed rows.
-
-    Returns:
-        ``packed_index``, ``packed_firsts`` and ``packed_places`` of ``TaskBatch``.
     """
     order = np.argsort(-sizes, kind="stable")
     bins = np.empty(sizes.size, np.int64)
@@ -153,7 +152,7 @@ def packed_rows(sizes: Integers, length: int) -> dict[str, Integers]:
     index[bins[rows], begins.repeat(sizes[order]) + place] = rows * length + place
     places = np.empty(sizes.size, np.int64)
     places[order] = of * firsts.shape[1] + number
-    return {"packed_index": index, "packed_firsts": firsts, "packed_places": places}
+    return RowPacking(*(torch.from_numpy(array) for array in (index, firsts, places)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,5 +238,5 @@ class OutputCollector:
             return
         places = torch.from_numpy(self._offsets[batch.row_index.cpu().numpy()]).to(outputs.device)
         places = places[:, None] + torch.arange(outputs.size(1), device=outputs.device)
-        real = batch.attention_mask & live[:, None]
+        real = batch.inputs.is_token & live[:, None]
         self.outputs[places[real]] = outputs[real]

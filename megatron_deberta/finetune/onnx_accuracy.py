@@ -76,6 +76,6 @@ def score_logits(
     outputs = num_outputs(config.model)
     collector = OutputCollector(config.model.head, split.encoded, outputs, torch.device("cpu"))
     for batch in TaskBatches(rows, config.train.micro_batch_size, 0, 1):
-        found = logits(batch.input_ids, batch.attention_mask, batch.token_type_ids)
+        found = logits(batch.inputs)
         collector.add(batch, objective.outputs(found, batch))
     return score(task, split.examples, split.encoded, collector.outputs.numpy())

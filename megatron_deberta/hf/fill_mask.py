@@ -25,6 +25,7 @@ from megatron_deberta.hf.loading import (
     load_model_tokenizer,
     open_trained_model,
 )
+from megatron_deberta.model import ModelInputs
 from megatron_deberta.tokenizer import Tokenizer
 
 
@@ -44,13 +45,13 @@ class MaskFiller:
     """A masked language model with its tokenizer.
 
     Args:
-        logits: maps token ids ``[1, N]`` to logits ``[1, N, V]``.
+        logits: maps tokens ``[1, N]`` to logits ``[1, N, V]``.
         tokenizer: the model's tokenizer.
         max_tokens: maximum input length; 0: unlimited.
         training_data: ``data.train`` of the run; empty: unknown, as for an export.
     """
 
-    logits: Callable[[Tensor], Tensor]
+    logits: Callable[[ModelInputs], Tensor]
     tokenizer: Tokenizer
     max_tokens: int
     training_data: tuple[str, ...] = ()
@@ -88,7 +89,8 @@ class MaskFiller:
                 f"text {text[:60]!r} has {len(ids)} tokens, but the model has "
                 f"{self.max_tokens} positions; shorten it"
             )
-        logits = self.logits(torch.tensor([ids]))[0, masked, : tokenizer.num_tokens].float()
+        logits = self.logits(ModelInputs(torch.tensor([ids])))[0, masked]
+        logits = logits[:, : tokenizer.num_tokens].float()
         if not logits.isfinite().all():
             raise CheckpointError(NONFINITE)
         if penalty is not None:

@@ -85,7 +85,7 @@ class PaddedLayout:
             heads.pos_key,
             heads.pos_query,
             heads.positions,
-            key_padding=self.mask,
+            attention_mask=self.mask,
             dropout_p=heads.dropout_p,
             seed=heads.seeds(len(heads.query)),
             scale=heads.scale,

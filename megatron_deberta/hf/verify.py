@@ -17,7 +17,7 @@ from megatron_deberta.hf.config import DTYPES
 from megatron_deberta.hf.heads import HEADS
 from megatron_deberta.hf.loading import load_pretrained, quiet_transformers, temporary_module_cache
 from megatron_deberta.hf.names import ModelType
-from megatron_deberta.model import DebertaBackbone
+from megatron_deberta.model import DebertaBackbone, ModelInputs
 from megatron_deberta.tokenizer import Tokenizer
 
 FP32_TOLERANCE = 1e-4
@@ -199,17 +199,17 @@ def _batch(rows: list[dict[str, list[int]]], pad_id: int) -> _Tensors:
 
 @torch.no_grad()
 def _our_outputs(ours: Any, batch: _Tensors) -> _Tensors:
-    ids, types, mask = batch["input_ids"], batch.get("token_type_ids"), batch.get("attention_mask")
-    mask = None if mask is None else mask.bool()
+    mask, types = batch.get("attention_mask"), batch.get("token_type_ids")
+    inputs = ModelInputs(batch["input_ids"], mask, token_type_ids=types)
     head, outputs = HEADS[ours.config.head], {}
     if head.is_encoder:
-        outputs["encoder states"] = ours.encode(ids, mask, token_type_ids=types)
+        outputs["encoder states"] = ours.encode(inputs)
     if head.kind:
-        logits = ours.logits(ids, mask, types)
+        logits = ours.logits(inputs)
         # transformers expects [examples, choices, N].
         outputs["logits"] = logits.view(1, -1) if ours.config.head == "choices" else logits
     if ours.config.next_sentence_head and ours.config.head == "mlm":
-        outputs["next-sentence logits"] = ours.next_sentence_logits(ids, mask, types)
+        outputs["next-sentence logits"] = ours.next_sentence_logits(inputs)
     return outputs
 
 

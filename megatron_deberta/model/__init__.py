@@ -18,6 +18,7 @@ from megatron_deberta.model.deberta import (
     RuntimeOptions,
 )
 from megatron_deberta.model.dropout import DropoutSeeds
+from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.model.shapes import count_parameters, parameter_shapes
 from megatron_deberta.model.task_models import DebertaForTask, task_model
 
@@ -30,6 +31,7 @@ __all__ = [
     "DropoutSeeds",
     "EncoderOutput",
     "MaskedLMOutput",
+    "ModelInputs",
     "RuntimeOptions",
     "count_parameters",
     "parameter_shapes",

@@ -32,7 +32,7 @@ class AttentionContext:
 
     Attributes:
         position_table: ``[S, D]`` normalised relative-position table; None: no position terms.
-        key_padding: bool ``[B, N]``, True = token; None: no padding.
+        attention_mask: bool ``[B, N]``, True = token; None: no padding.
         document_ids: int64 ``[B, N]``; attention stays inside packed documents. None: no
             restriction.
         seeds: dropout keys; None: no dropout.
@@ -47,7 +47,7 @@ class AttentionContext:
     """
 
     position_table: Tensor | None
-    key_padding: Tensor | None
+    attention_mask: Tensor | None
     document_ids: Tensor | None
     seeds: DropoutSeeds | None
     backend: str | None
@@ -210,7 +210,7 @@ class DisentangledSelfAttention(nn.Module):
             key_value.position_query,
             self.positions,
             q_positions=query_positions,
-            key_padding=context.key_padding,
+            attention_mask=context.attention_mask,
             document_ids=context.document_ids,
             causal=context.causal,
             dropout_p=dropout_p,

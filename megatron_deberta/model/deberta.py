@@ -5,7 +5,7 @@ Shapes: B batch, N sequence length, M selected positions, D hidden size, V vocab
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, cast
 
 import torch
@@ -19,7 +19,7 @@ from megatron_deberta.model.dropout import Dropout, DropoutExecution, DropoutSee
 from megatron_deberta.model.embeddings import Embeddings, Perturbation
 from megatron_deberta.model.encoder import Encoder
 from megatron_deberta.model.heads import MaskedLanguageModelHead, NextSentenceHead
-from megatron_deberta.model.input_checks import check_inputs
+from megatron_deberta.model.inputs import ModelInputs, check_inputs
 from megatron_deberta.model.layers import Layer
 from megatron_deberta.model.mask_decoder import EnhancedMaskDecoder, gather_tokens
 from megatron_deberta.model.tp_hooks import SequenceExit, TokenLayout
@@ -116,65 +116,39 @@ class DebertaBackbone(nn.Module):
 
     def encode(
         self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        document_ids: Tensor | None = None,
+        inputs: ModelInputs,
         seeds: DropoutSeeds | None = None,
-        token_type_ids: Tensor | None = None,
         perturbation: Perturbation | None = None,
-        causal: bool = False,
     ) -> Tensor:
         """Run all layers.
 
         Args:
-            input_ids: int64 ``[B, N]``.
-            attention_mask: bool (or 0 and 1) ``[B, N]``, True = token; None: no padding.
-            position_ids: int64 ``[B, N]`` absolute positions; None: 0 to N-1.
-            document_ids: int64 ``[B, N]``, non-decreasing; attention, convolution and positions
-                stay inside a document. None: each row is one sequence.
+            inputs: the tokens ``[B, N]``.
             seeds: dropout keys; None: no dropout.
-            token_type_ids: int64 ``[B, N]`` segments of a pair; None: all 0.
             perturbation: of the normalised embeddings (SiFT).
-            causal: no state depends on later tokens.
 
         Returns:
             ``[B, N, D]`` hidden states of the last layer, replicated on all ranks.
         """
-        layout = TokenLayout.of_sequence(
-            _token_mask(input_ids, attention_mask),
-            position_ids,
-            token_type_ids,
-            is_padded=attention_mask is not None,
-        )
+        layout = TokenLayout.of_sequence(inputs)
         num_layers = self.config.num_layers
-        hidden, _ = self._run_layers(
-            input_ids, layout, document_ids, seeds, num_layers, perturbation, causal
-        )
+        hidden, _ = self._run_layers(inputs, layout, seeds, num_layers, perturbation)
         return hidden
 
     def encode_selected(
         self,
-        input_ids: Tensor,
-        selected: Tensor,
-        attention_mask: Tensor | None = None,
+        inputs: ModelInputs,
+        positions: Tensor,
         seeds: DropoutSeeds | None = None,
-        token_type_ids: Tensor | None = None,
         perturbation: Perturbation | None = None,
-        position_ids: Tensor | None = None,
-        document_ids: Tensor | None = None,
     ) -> Tensor:
         """Run all layers, the last one at selected positions only.
 
         Args:
-            input_ids: int64 ``[B, N]``.
-            selected: int64 ``[B, M]`` positions, -1 = padding.
-            attention_mask: as in `encode`, like the following.
-            seeds: dropout keys.
-            token_type_ids: segments of a pair.
+            inputs: the tokens ``[B, N]``.
+            positions: int64 ``[B, M]`` positions in the row, -1 = padding.
+            seeds: dropout keys; None: no dropout.
             perturbation: of the normalised embeddings.
-            position_ids: absolute positions.
-            document_ids: documents of each row.
 
         Returns:
             ``[B, M, D]`` hidden states of the last layer, replicated on all ranks.
@@ -182,53 +156,42 @@ class DebertaBackbone(nn.Module):
         config = self.config
         if config.num_layers == 1 and config.conv_kernel_size:
             # The convolution is added to the first layer's output at every token.
-            states = self.encode(
-                input_ids, attention_mask, position_ids, document_ids, seeds, token_type_ids,
-                perturbation,
-            )  # fmt: skip
-            return gather_tokens(states, selected)
-        layout = TokenLayout.of_sequence(
-            _token_mask(input_ids, attention_mask),
-            position_ids,
-            token_type_ids,
-            is_padded=attention_mask is not None,
-        )
+            return gather_tokens(self.encode(inputs, seeds, perturbation), positions)
+        layout = TokenLayout.of_sequence(inputs)
         hidden, context = self._run_layers(
-            input_ids, layout, document_ids, seeds, config.num_layers - 1, perturbation
+            inputs, layout, seeds, config.num_layers - 1, perturbation
         )
         last_layer = cast(Layer, self.encoder.layers[-1])
-        attention = last_layer.attention
         replicated = layout.replicated()
-        key_value = attention.project_key_value(hidden, replicated, context)
-        states = gather_tokens(hidden, selected)
-        out: Tensor = last_layer(states, replicated.select(selected), context, key_value)
+        key_value = last_layer.attention.project_key_value(hidden, replicated, context)
+        states = gather_tokens(hidden, positions)
+        out: Tensor = last_layer(states, replicated.select(positions), context, key_value)
         return out
 
     def _run_layers(
         self,
-        input_ids: Tensor,
+        inputs: ModelInputs,
         layout: TokenLayout,
-        document_ids: Tensor | None,
         seeds: DropoutSeeds | None,
         num_layers: int,
         perturbation: Perturbation | None = None,
-        causal: bool = False,
     ) -> tuple[Tensor, AttentionContext]:
-        slots = self._table_slots(input_ids.size(1))
+        """Run the embeddings and the first layers; return also what later layers share."""
+        slots = self._table_slots(inputs.input_ids.size(1))
         if seeds is not None:
             seeds = seeds.of_sites(self._dropout_sites, self.config.mask_decoder_passes)
         context = AttentionContext(
             position_table=self.encoder.position_table(slots),
-            key_padding=layout.real if layout.is_padded else None,
-            document_ids=document_ids,
+            attention_mask=None if inputs.attention_mask is None else layout.is_token,
+            document_ids=inputs.document_ids,
             seeds=seeds,
             backend=self.options.attention_backend,
             recompute_cheap=self.options.recompute == "selective" and self.training,
             table_slots=slots,
-            causal=causal,
-            table_positions=self._table_positions(slots, input_ids.device),
+            causal=inputs.causal,
+            table_positions=self._table_positions(slots, inputs.input_ids.device),
         )
-        embedded, local_layout = self.embeddings(input_ids, layout, seeds, perturbation)
+        embedded, local_layout = self.embeddings(inputs.input_ids, layout, seeds, perturbation)
         hidden: Tensor = self.exit(self.encoder(embedded, local_layout, context, num_layers))
         return hidden, context
 
@@ -260,7 +223,7 @@ class DebertaModel(DebertaBackbone):
         token_type_ids: Tensor | None = None,
         seeds: DropoutSeeds | None = None,
     ) -> EncoderOutput:
-        """Encode; arguments as in `encode`.
+        """Encode; tensors as in `ModelInputs`.
 
         In training mode without ``seeds``, the dropout key is drawn from torch's default
         generator, once per call.
@@ -268,20 +231,10 @@ class DebertaModel(DebertaBackbone):
         Raises:
             ModelInputError: a tensor has a wrong shape, or values out of range.
         """
-        check_inputs(
-            self.config,
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            has_positions=self.config.absolute_positions == "input",
-        )
-        seeds = seeds or self._default_seeds(input_ids)
-        return EncoderOutput(
-            self.encode(
-                input_ids, attention_mask, position_ids, document_ids, seeds, token_type_ids
-            )
-        )
+        inputs = ModelInputs(input_ids, attention_mask, position_ids, token_type_ids, document_ids)
+        has_positions = self.config.absolute_positions == "input"
+        check_inputs(self.config, inputs, has_positions=has_positions)
+        return EncoderOutput(self.encode(inputs, seeds or self._default_seeds(input_ids)))
 
 
 class DebertaForPretraining(DebertaBackbone):
@@ -294,14 +247,9 @@ class DebertaForPretraining(DebertaBackbone):
 
     def decode(
         self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
+        inputs: ModelInputs,
         masked_positions: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        document_ids: Tensor | None = None,
         seeds: DropoutSeeds | None = None,
-        token_type_ids: Tensor | None = None,
-        causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the hidden states that the vocabulary head reads, at selected positions.
 
@@ -309,30 +257,18 @@ class DebertaForPretraining(DebertaBackbone):
         only, so the last layer runs inside the decoder only (docs/model.md).
 
         Args:
-            input_ids: int64 ``[B, N]``.
-            attention_mask: as in `encode`.
+            inputs: the tokens ``[B, N]``.
             masked_positions: int64 ``[B, M]`` positions in the row, -1 = padding; None: all N.
-            position_ids: as in `encode`.
-            document_ids: as in `encode`.
             seeds: dropout keys; None: no dropout.
-            token_type_ids: as in `encode`.
-            causal: no state depends on later tokens (attention and convolution).
 
         Returns:
             ``[B, M, D]`` decoded states, and the next-sentence head's logits ``[B, 2]`` or None.
         """
-        layout = TokenLayout.of_sequence(
-            _token_mask(input_ids, attention_mask),
-            position_ids,
-            token_type_ids,
-            is_padded=attention_mask is not None,
-        )
+        layout = TokenLayout.of_sequence(inputs)
         if masked_positions is None:
             masked_positions = layout.positions
         num_layers = self.config.num_layers - (1 if self.mask_decoder is not None else 0)
-        hidden, context = self._run_layers(
-            input_ids, layout, document_ids, seeds, num_layers, causal=causal
-        )
+        hidden, context = self._run_layers(inputs, layout, seeds, num_layers)
         first: Tensor | None
         if self.mask_decoder is None:
             decoded, first = gather_tokens(hidden, masked_positions), hidden[:, 0]
@@ -349,14 +285,9 @@ class DebertaForPretraining(DebertaBackbone):
 
     def masked_logits(
         self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
+        inputs: ModelInputs,
         masked_positions: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        document_ids: Tensor | None = None,
         seeds: DropoutSeeds | None = None,
-        token_type_ids: Tensor | None = None,
-        causal: bool = False,
     ) -> Tensor:
         """Compute logits at selected positions; arguments as in `decode`.
 
@@ -366,62 +297,25 @@ class DebertaForPretraining(DebertaBackbone):
         Raises:
             ModelInputError: a tensor has a wrong shape, or values out of range.
         """
-        self._check_inputs(input_ids, attention_mask, token_type_ids, position_ids)
-        decoded, _ = self.decode(
-            input_ids,
-            attention_mask,
-            masked_positions,
-            position_ids,
-            document_ids,
-            seeds,
-            token_type_ids,
-            causal,
-        )
+        self._check_inputs(inputs)
+        decoded, _ = self.decode(inputs, masked_positions, seeds)
         logits: Tensor = self.head(decoded, self.embeddings.token.weight)
         return logits
 
-    def _check_inputs(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-    ) -> None:
-        check_inputs(
-            self.config,
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            labels,
-            has_positions=self.config.absolute_positions != "none",
-        )
+    def _check_inputs(self, inputs: ModelInputs, labels: Tensor | None = None) -> None:
+        has_positions = self.config.absolute_positions != "none"
+        check_inputs(self.config, inputs, labels, has_positions=has_positions)
 
-    def logits(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-    ) -> Tensor:
+    def logits(self, inputs: ModelInputs) -> Tensor:
         """Compute logits ``[B, N, V]`` at every position, in the head's form, without dropout."""
-        return self.masked_logits(
-            input_ids,
-            attention_mask,
-            token_type_ids=token_type_ids,
-            causal=self.config.head == "autoregressive",
-        )
+        if isinstance(inputs, ModelInputs) and self.config.head == "autoregressive":
+            inputs = replace(inputs, causal=True)
+        return self.masked_logits(inputs)
 
-    def next_sentence_logits(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-    ) -> Tensor:
+    def next_sentence_logits(self, inputs: ModelInputs) -> Tensor:
         """Compute the next-sentence head's logits ``[B, 2]``, without dropout."""
         assert self.next_sentence is not None
-        states = self.encode(input_ids, attention_mask, token_type_ids=token_type_ids)
-        out: Tensor = self.next_sentence(states[:, 0])
+        out: Tensor = self.next_sentence(self.encode(inputs)[:, 0])
         return out
 
 
@@ -446,10 +340,10 @@ class DebertaForMaskedLM(DebertaForPretraining):
         only is cheaper.
 
         Args:
-            input_ids: int64 ``[B, N]``.
-            attention_mask: bool (or 0 and 1) ``[B, N]``, True = token; None: no padding.
+            input_ids: int64 ``[B, N]``; this and the other tensors as in `ModelInputs`.
+            attention_mask: ``[B, N]`` or None.
             labels: int64 ``[B, N]``, -100 = not scored.
-            position_ids: as in `encode`, like the following.
+            position_ids: int64 ``[B, N]`` or None.
             document_ids: int64 ``[B, N]`` or None.
             token_type_ids: int64 ``[B, N]`` or None.
             seeds: dropout keys.
@@ -457,22 +351,10 @@ class DebertaForMaskedLM(DebertaForPretraining):
         Raises:
             ModelInputError: a tensor has a wrong shape, or values out of range.
         """
-        self._check_inputs(input_ids, labels=labels)
-        logits = self.masked_logits(
-            input_ids,
-            attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            document_ids=document_ids,
-            seeds=seeds or self._default_seeds(input_ids),
-        )
+        inputs = ModelInputs(input_ids, attention_mask, position_ids, token_type_ids, document_ids)
+        self._check_inputs(inputs, labels)
+        logits = self.masked_logits(inputs, seeds=seeds or self._default_seeds(input_ids))
         if labels is None:
             return MaskedLMOutput(None, logits)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
         return MaskedLMOutput(loss, logits)
-
-
-def _token_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    if attention_mask is None:
-        return torch.ones_like(input_ids, dtype=torch.bool)
-    return attention_mask.bool()

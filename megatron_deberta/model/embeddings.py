@@ -96,7 +96,7 @@ class Embeddings(nn.Module):
             hidden = hidden + self.token_type(local_layout)
         if perturbation is not None:
             hidden = perturbation(hidden, local_layout)
-        hidden = self.norm(hidden, local_layout) * local_layout.real.unsqueeze(-1)
+        hidden = self.norm(hidden, local_layout) * local_layout.is_token.unsqueeze(-1)
         return self.dropout(hidden, local_layout.positions, seeds), local_layout
 
 

@@ -11,6 +11,12 @@ from torch.nn import functional as F
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.tp_hooks import SharedInput
+from megatron_deberta.ops.cross_entropy import (
+    CrossEntropy,
+    Draw,
+    Vocabulary,
+    linear_cross_entropy,
+)
 
 
 class MaskedLanguageModelHead(nn.Module):
@@ -45,6 +51,33 @@ class MaskedLanguageModelHead(nn.Module):
         if loss is None:
             return F.linear(transformed, token_weight, self.bias)
         return loss(transformed, token_weight, self.bias, labels)
+
+
+class TokenLoss(nn.Module):
+    """Cross-entropy of the vocabulary projection, without keeping all logits.
+
+    Attributes:
+        vocabulary: the part of it that the rank holds; set by ``distributed.parallelize``.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.vocabulary = Vocabulary(vocab_size)
+
+    def forward(
+        self,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        labels: Tensor,
+        *,
+        reduction: Literal["sum", "none"] = "sum",
+        draw: Draw | None = None,
+    ) -> CrossEntropy:
+        """Compute the loss; see `ops.cross_entropy.linear_cross_entropy`."""
+        return linear_cross_entropy(
+            states, weight, bias, labels, self.vocabulary, reduction=reduction, draw=draw
+        )
 
 
 class NextSentenceHead(nn.Module):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_deberta.model.attention import AttentionContext, KeyValue
 from megatron_deberta.model.deberta import DebertaForPretraining
+from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.model.layers import Layer
 from megatron_deberta.model.tp_hooks import TokenLayout
 
@@ -18,7 +19,7 @@ class IncrementalDecoder:
     """Computes the logits after a sequence from those tokens that the call before did not have.
 
     Keys and values of every layer are kept, and so are the inputs of the convolution that the next
-    tokens read. Results are those of `DebertaForPretraining.masked_logits` with ``causal=True``, up
+    tokens read. Results are those of `DebertaForPretraining.logits`, up
     to rounding.
 
     Args:
@@ -42,12 +43,12 @@ class IncrementalDecoder:
         if start >= len(row) or not torch.equal(row[:start], self._ids):
             self._reset()
             start = 0
-        everything = TokenLayout.of_sequence(torch.ones_like(ids, dtype=torch.bool))
+        everything = TokenLayout.of_sequence(ModelInputs(ids))
         layout = everything.select(everything.positions[:, start:])
         context = AttentionContext(
             # The cache has its projections after the first call.
             position_table=None if self._cache else model.encoder.position_table(),
-            key_padding=None,
+            attention_mask=None,
             document_ids=None,
             seeds=None,
             backend=model.options.attention_backend,

@@ -162,7 +162,7 @@ class ConvolutionBranch(nn.Module):
     ) -> Tensor:
         """Return ``[B, R, D]``: LayerNorm(layer_output + act(conv(embedded))), zero at padding."""
         convolved = self.conv(self.input(embedded, layout), context.document_ids, context.causal)
-        mask = layout.real.unsqueeze(-1)
+        mask = layout.is_token.unsqueeze(-1)
         convolved = self.exit(convolved, layout) * mask
         convolved = self.dropout(convolved, layout.positions, context.seeds)
         activated = F.gelu(convolved) if self.activation == "gelu" else torch.tanh(convolved)

@@ -39,18 +39,18 @@ class EnhancedMaskDecoder(nn.Module):
         self,
         hidden: Tensor,
         layout: TokenLayout,
-        selected: Tensor,
+        masked_positions: Tensor,
         last_layer: Layer,
         context: AttentionContext,
         *,
         with_first: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Decode the tokens at ``selected``.
+        """Decode the tokens at ``masked_positions``.
 
         Args:
             hidden: ``[B, N, D]`` input of the last layer, replicated on all ranks.
             layout: tokens of ``hidden``.
-            selected: int64 ``[B, M]`` positions to decode, -1 = padding.
+            masked_positions: int64 ``[B, M]`` positions to decode, -1 = padding.
             last_layer: the encoder's last layer.
             context: inputs shared by all layers.
             with_first: also compute the last layer's ordinary output at [CLS].
@@ -60,12 +60,12 @@ class EnhancedMaskDecoder(nn.Module):
         """
         attention = last_layer.attention
         key_value = attention.project_key_value(hidden, layout, context)
-        selected_layout = layout.select(selected)
-        query = gather_tokens(hidden, selected)
-        query = self.decode(query, selected_layout, last_layer, context, key_value)
+        masked_layout = layout.select(masked_positions)
+        query = gather_tokens(hidden, masked_positions)
+        query = self.decode(query, masked_layout, last_layer, context, key_value)
         if not with_first:
             return query, None
-        cls = torch.zeros_like(selected[:, :1])
+        cls = torch.zeros_like(masked_positions[:, :1])
         output = last_layer(gather_tokens(hidden, cls), layout.select(cls), context, key_value)
         return query, output[:, 0]
 
@@ -86,9 +86,9 @@ class EnhancedMaskDecoder(nn.Module):
         return query
 
 
-def gather_tokens(hidden: Tensor, selected: Tensor) -> Tensor:
+def gather_tokens(hidden: Tensor, positions: Tensor) -> Tensor:
     """Gather ``[B, M, D]`` from ``[B, N, D]`` at positions ``[B, M]``; -1 reads position 0."""
     rows, length, _ = hidden.shape
     starts = torch.arange(0, rows * length, length, device=hidden.device).unsqueeze(1)
     # Backward of an embedding is deterministic on CUDA, where that of ``gather`` sorts and waits.
-    return functional.embedding(selected.clamp(min=0) + starts, hidden.flatten(0, 1))
+    return functional.embedding(positions.clamp(min=0) + starts, hidden.flatten(0, 1))

@@ -12,6 +12,7 @@ from megatron_deberta.model.deberta import DebertaBackbone, DebertaForPretrainin
 from megatron_deberta.model.dropout import DropoutSeeds
 from megatron_deberta.model.embeddings import SharedTokenEmbedding
 from megatron_deberta.model.heads import ReplacedTokenHead
+from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.model.weight_init import init_parameters
 
 GENERATOR, DISCRIMINATOR = "generator.", "discriminator."
@@ -58,17 +59,9 @@ class DebertaDiscriminator(DebertaBackbone):
     def _build_heads(self, config: ModelConfig) -> None:
         self.head = ReplacedTokenHead(config)
 
-    def logits(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        seeds: DropoutSeeds | None = None,
-    ) -> Tensor:
+    def logits(self, inputs: ModelInputs, seeds: DropoutSeeds | None = None) -> Tensor:
         """Compute the logits ``[B, N]`` of being replaced; arguments as in `encode`."""
-        states = self.encode(input_ids, attention_mask, position_ids, document_ids, seeds)
-        out: Tensor = self.head(states)
+        out: Tensor = self.head(self.encode(inputs, seeds))
         return out
 
     forward = logits

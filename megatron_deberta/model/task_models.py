@@ -5,19 +5,15 @@ Shapes: B rows, N tokens, K outputs of the head.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.deberta import DebertaBackbone, DebertaForPretraining
 from megatron_deberta.model.dropout import Dropout, DropoutSeeds
 from megatron_deberta.model.embeddings import Perturbation
 from megatron_deberta.model.heads import ContextPooler, num_outputs
-from megatron_deberta.model.input_checks import check_inputs
+from megatron_deberta.model.inputs import ModelInputs, RowPacking, check_inputs
 from megatron_deberta.model.replaced_tokens import DebertaDiscriminator, DebertaForReplacedTokens
 from megatron_deberta.ops import RelativePositions
 
@@ -37,18 +33,14 @@ class DebertaForTask(DebertaBackbone):
 
     def logits(
         self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
+        inputs: ModelInputs,
         seeds: DropoutSeeds | None = None,
         perturbation: Perturbation | None = None,
     ) -> Tensor:
         """Compute the head's outputs.
 
         Args:
-            input_ids: int64 ``[B, N]``.
-            attention_mask: bool (or 0 and 1) ``[B, N]``, True = token; None: no padding.
-            token_type_ids: int64 ``[B, N]``; ignored by models without token types.
+            inputs: the tokens ``[B, N]``.
             seeds: dropout keys; None: no dropout.
             perturbation: of the normalised embeddings (SiFT).
 
@@ -60,32 +52,16 @@ class DebertaForTask(DebertaBackbone):
         """
         raise NotImplementedError
 
-    def _check_inputs(
-        self, input_ids: Tensor, attention_mask: Tensor | None, token_type_ids: Tensor | None
-    ) -> None:
-        check_inputs(
-            self.config,
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            has_positions=self.config.absolute_positions == "input",
-        )
-
     def packed_logits(
-        self,
-        input_ids: Tensor,
-        packing: RowPacking,
-        token_type_ids: Tensor | None = None,
-        seeds: DropoutSeeds | None = None,
+        self, inputs: ModelInputs, packing: RowPacking, seeds: DropoutSeeds | None = None
     ) -> Tensor:
         """Compute the outputs of ``logits``, with hardly any computation for padding.
 
         Exact without dropout, which has the key of the first of the rows side by side.
 
         Args:
-            input_ids: int64 ``[B, N]``.
+            inputs: the tokens ``[B, N]``; their mask is not read.
             packing: which of these tokens stand side by side.
-            token_type_ids: int64 ``[B, N]``.
             seeds: dropout keys of the B rows; None: no dropout.
 
         Returns:
@@ -93,60 +69,9 @@ class DebertaForTask(DebertaBackbone):
         """
         raise NotImplementedError
 
-
-class _PackedInputs(NamedTuple):
-    """Arguments of `DebertaBackbone.encode` for rows side by side."""
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    seeds: DropoutSeeds | None
-    token_type_ids: Tensor | None
-    position_ids: Tensor
-    document_ids: Tensor
-
-
-class RowPacking(NamedTuple):
-    """Which rows of a batch ``[B, N]`` stand side by side, in fewer rows ``[P, L]``.
-
-    Attributes:
-        tokens: int64 ``[P, L]``: token ``N * row + place`` of the batch, -1 = padding at the end.
-            The rows of a packed row are in ascending order.
-        firsts: int64 ``[P, S]``: place of the first token of each of its rows, -1 = padding.
-        places: int64 ``[B]``: where each row is in ``firsts``, flattened.
-    """
-
-    tokens: Tensor
-    firsts: Tensor
-    places: Tensor
-
-    def inputs(
-        self, input_ids: Tensor, token_type_ids: Tensor | None, seeds: DropoutSeeds | None
-    ) -> _PackedInputs:
-        """Return the inputs of the encoder; arguments as in `DebertaForTask.packed_logits`."""
-        real, index = self.tokens >= 0, self.tokens.clamp(min=0)
-        row = index // input_ids.size(1)
-        return _PackedInputs(
-            input_ids.take(index),
-            real,
-            None if seeds is None else replace(seeds, samples=seeds.samples[row[:, 0]]),
-            None if token_type_ids is None else token_type_ids.take(index),
-            index % input_ids.size(1),
-            # Padding at the end belongs to a document of its own.
-            row.masked_fill(~real, len(input_ids)),
-        )
-
-    def unpacked(self, x: Tensor, length: int) -> Tensor:
-        """Return the values ``[B, N, K]`` of ``[P, L, K]``; those of padding have no meaning.
-
-        Args:
-            x: a value of each token side by side.
-            length: N.
-        """
-        packed_row = self.places // self.firsts.size(1)
-        begins = packed_row * x.size(1) + self.firsts.flatten()[self.places]
-        index = begins.unsqueeze(1) + torch.arange(length, device=x.device)
-        # Deterministic on CUDA, as in `gather_tokens`
-        return functional.embedding(index.clamp(max=x[..., 0].numel() - 1), x.flatten(0, 1))
+    def _check_inputs(self, inputs: ModelInputs) -> None:
+        has_positions = self.config.absolute_positions == "input"
+        check_inputs(self.config, inputs, has_positions=has_positions)
 
 
 class DebertaForRows(DebertaForTask):
@@ -159,9 +84,7 @@ class DebertaForRows(DebertaForTask):
 
     def logits(
         self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
+        inputs: ModelInputs,
         seeds: DropoutSeeds | None = None,
         perturbation: Perturbation | None = None,
     ) -> Tensor:
@@ -169,25 +92,18 @@ class DebertaForRows(DebertaForTask):
 
         The last layer runs at the first token only, which is exact.
         """
-        self._check_inputs(input_ids, attention_mask, token_type_ids)
-        first = torch.zeros_like(input_ids[:, :1])
-        state = self.encode_selected(
-            input_ids, first, attention_mask, seeds, token_type_ids, perturbation
-        )
+        self._check_inputs(inputs)
+        first = torch.zeros_like(inputs.input_ids[:, :1])
+        state = self.encode_selected(inputs, first, seeds, perturbation)
         return self._classify(state, first, seeds)[:, 0]
 
     def packed_logits(
-        self,
-        input_ids: Tensor,
-        packing: RowPacking,
-        token_type_ids: Tensor | None = None,
-        seeds: DropoutSeeds | None = None,
+        self, inputs: ModelInputs, packing: RowPacking, seeds: DropoutSeeds | None = None
     ) -> Tensor:
         """Compute ``[B, K]``; arguments as in the base class."""
-        packed = packing.inputs(input_ids, token_type_ids, seeds)
-        states = self.encode_selected(selected=packing.firsts, **packed._asdict())
-        out = self._classify(states, packing.firsts, packed.seeds)
-        return out.flatten(0, 1)[packing.places]
+        seeds = packing.seeds(seeds, inputs.input_ids.size(1))
+        states = self.encode_selected(packing.inputs(inputs), packing.firsts, seeds)
+        return self._classify(states, packing.firsts, seeds).flatten(0, 1)[packing.places]
 
     def _classify(self, states: Tensor, positions: Tensor, seeds: DropoutSeeds | None) -> Tensor:
         """Return the outputs for ``states`` ``[B, M, D]`` at ``positions`` ``[B, M]``."""
@@ -210,34 +126,23 @@ class DebertaForTokens(DebertaForTask):
 
     def logits(
         self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
+        inputs: ModelInputs,
         seeds: DropoutSeeds | None = None,
         perturbation: Perturbation | None = None,
     ) -> Tensor:
         """Compute ``[B, N, K]``; arguments as in the base class."""
-        self._check_inputs(input_ids, attention_mask, token_type_ids)
-        states = self.encode(
-            input_ids,
-            attention_mask,
-            seeds=seeds,
-            token_type_ids=token_type_ids,
-            perturbation=perturbation,
-        )
-        return self._project(states, seeds)
+        self._check_inputs(inputs)
+        return self._project(self.encode(inputs, seeds, perturbation), seeds)
 
     def packed_logits(
-        self,
-        input_ids: Tensor,
-        packing: RowPacking,
-        token_type_ids: Tensor | None = None,
-        seeds: DropoutSeeds | None = None,
+        self, inputs: ModelInputs, packing: RowPacking, seeds: DropoutSeeds | None = None
     ) -> Tensor:
         """Compute ``[B, N, K]``; arguments as in the base class."""
-        packed = packing.inputs(input_ids, token_type_ids, seeds)
-        out = self._project(self.encode(**packed._asdict()), packed.seeds)
-        return packing.unpacked(out, input_ids.size(1))
+        length = inputs.input_ids.size(1)
+        seeds = packing.seeds(seeds, length)
+        return packing.unpacked(
+            self._project(self.encode(packing.inputs(inputs), seeds), seeds), length
+        )
 
 
 class DebertaForSpans(DebertaForTokens):

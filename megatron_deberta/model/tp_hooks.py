@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_deberta.model.fused import PendingResidual, layer_norm
+from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.model.projections import project_together
 
 
@@ -25,33 +26,25 @@ class TokenLayout:
         positions: int64 ``[B, R]``: index of the token in its sequence, a dropout key; -1 =
             padding.
         position_ids: int64 ``[B, R]``: absolute position, which restarts in packed documents.
-        real: bool ``[B, R]``: False for padding.
+        is_token: bool ``[B, R]``: False for padding.
         sequence: True: the token sequence, possibly sharded over ranks; False: replicated on all
             ranks.
         token_types: int64 ``[B, R]``: segment of a pair; None: all 0. Used by the embeddings only.
-        is_padded: False: ``real`` is known to be all True.
     """
 
     positions: Tensor
     position_ids: Tensor
-    real: Tensor
+    is_token: Tensor
     sequence: bool
     token_types: Tensor | None = None
-    is_padded: bool = True
 
     @staticmethod
-    def of_sequence(
-        attention_mask: Tensor,
-        position_ids: Tensor | None = None,
-        token_types: Tensor | None = None,
-        *,
-        is_padded: bool = True,
-    ) -> TokenLayout:
-        """Return the layout of a batch; ``attention_mask`` is bool ``[B, N]``, True = token."""
-        positions = torch.arange(attention_mask.size(1), device=attention_mask.device)
-        positions = positions.expand(attention_mask.shape)
-        ids = positions if position_ids is None else position_ids
-        return TokenLayout(positions, ids, attention_mask, True, token_types, is_padded)
+    def of_sequence(inputs: ModelInputs) -> TokenLayout:
+        """Return the layout of a batch ``[B, N]``."""
+        ids = inputs.input_ids
+        positions = torch.arange(ids.size(1), device=ids.device).expand(ids.shape)
+        position_ids = positions if inputs.position_ids is None else inputs.position_ids
+        return TokenLayout(positions, position_ids, inputs.is_token, True, inputs.token_type_ids)
 
     def select(self, positions: Tensor) -> TokenLayout:
         """Return the layout of the tokens at ``positions``, int64 ``[B, M]``, -1 = padding."""

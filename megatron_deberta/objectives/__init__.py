@@ -9,18 +9,14 @@ from megatron_deberta.objectives.autoregressive import (
 )
 from megatron_deberta.objectives.choices import Choices
 from megatron_deberta.objectives.classification import Classification
-from megatron_deberta.objectives.mlm import (
-    MaskedBatch,
-    MaskedLanguageModel,
-    MaskedLanguageModelling,
-    TokenLoss,
-)
+from megatron_deberta.objectives.mlm import MaskedLanguageModel, MaskedLanguageModelling
 from megatron_deberta.objectives.objective import (
     NO_COUNTS,
-    LossPart,
+    LossSums,
+    LossTerm,
     Mean,
+    ModelLosses,
     Objective,
-    Sums,
     Update,
 )
 from megatron_deberta.objectives.regression import Regression
@@ -48,13 +44,12 @@ def build_objective(config: RunConfig) -> Objective:
 
 __all__ = [
     "NO_COUNTS",
-    "LossPart",
-    "MaskedBatch",
+    "LossSums",
+    "LossTerm",
     "MaskedLanguageModel",
     "Mean",
+    "ModelLosses",
     "Objective",
-    "Sums",
-    "TokenLoss",
     "Update",
     "build_objective",
 ]

@@ -7,22 +7,21 @@ masked. The state at position i, whose query and keys are tokens 0 to i, predict
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import Tensor
 
-from megatron_deberta.model import DropoutSeeds
+from megatron_deberta.data.batch import IGNORED_LABEL, Batch
 from megatron_deberta.model.flops import pretraining_flops_per_token
 from megatron_deberta.objectives.mlm import (
-    IGNORED_LABEL,
-    MaskedBatch,
+    AUTOREGRESSIVE,
+    MASKED,
     MaskedLanguageModel,
     MaskedLanguageModelling,
-    Reduction,
     masked_metrics,
     perplexity,
 )
-from megatron_deberta.objectives.objective import NO_COUNTS, LossPart, Mean, Objective
+from megatron_deberta.objectives.objective import NO_COUNTS, LossTerm, Mean, Objective
 
 
 class AutoregressiveModelling(Objective):
@@ -31,15 +30,20 @@ class AutoregressiveModelling(Objective):
     loss_unit = "nats per predicted token"
     model_class = MaskedLanguageModel
 
-    def count_targets(self, batch: MaskedBatch) -> list[Tensor]:
+    @property
+    def losses(self) -> dict[str, LossTerm]:
+        """The loss of the next tokens."""
+        return {AUTOREGRESSIVE: LossTerm()}
+
+    def count_targets(self, batch: Batch) -> dict[str, Tensor]:
         """Return the number of predicted tokens."""
-        return [(batch.labels != IGNORED_LABEL).sum()]
+        return {AUTOREGRESSIVE: (batch.labels != IGNORED_LABEL).sum()}
 
     def validation_metrics(
-        self, means: Sequence[Mean], counts: Mapping[str, int] = NO_COUNTS
+        self, means: Mapping[str, Mean], counts: Mapping[str, int] = NO_COUNTS
     ) -> dict[str, float]:
         """Return loss, perplexity and accuracy per piece, and the number of pieces."""
-        tokens = means[0]
+        tokens = means[AUTOREGRESSIVE]
         return {
             "loss": tokens.loss,
             "perplexity": perplexity(tokens.loss),
@@ -59,67 +63,45 @@ class AutoregressiveModelling(Objective):
         return generation_commands(run_dir)
 
 
-class TwoFormModel(MaskedLanguageModel):
-    """The pretraining model with the losses of masked and of autoregressive batches."""
-
-    def forward(
-        self,
-        batch: MaskedBatch,
-        seeds: DropoutSeeds | None = None,
-        reduction: Reduction = "sum",
-    ) -> tuple[Tensor, ...]:
-        """Compute the loss of the batch's form; arguments as in `MaskedLanguageModel.forward`.
-
-        Returns:
-            Sum of the losses and number of correct predictions in the masked form, then in the
-            autoregressive one; those of the form that the batch has not are zero. With
-            ``reduction="none"``, the losses of the tokens, and the number of correct predictions.
-        """
-        loss, correct = super().forward(batch, seeds, reduction)
-        if reduction == "none":
-            return loss, correct
-        nothing = loss.new_zeros(()), correct.new_zeros(())
-        return (*nothing, loss, correct) if batch.is_causal else (loss, correct, *nothing)
-
-
 class MaskedAndAutoregressiveModelling(MaskedLanguageModelling):
     """Each step's batch is either masked or autoregressive; validation measures both forms."""
 
     loss_unit = "nats per predicted token"
     validation_loss_name = "masked loss"
-    model_class = TwoFormModel
 
     @property
-    def parts(self) -> tuple[LossPart, ...]:
+    def losses(self) -> dict[str, LossTerm]:
         """The loss of masked tokens, and of next tokens."""
-        return (LossPart(), LossPart("autoregressive"))
+        return {MASKED: LossTerm(), AUTOREGRESSIVE: LossTerm()}
 
-    def count_targets(self, batch: MaskedBatch) -> list[Tensor]:
+    def count_targets(self, batch: Batch) -> dict[str, Tensor]:
         """Return the number of masked tokens, and of next tokens."""
         count = (batch.labels != IGNORED_LABEL).sum()
         nothing = count.new_zeros(())
-        return [nothing, count] if batch.is_causal else [count, nothing]
+        if batch.inputs.causal:
+            return {MASKED: nothing, AUTOREGRESSIVE: count}
+        return {MASKED: count, AUTOREGRESSIVE: nothing}
 
-    def step_loss(self, means: Sequence[Mean]) -> float:
+    def step_loss(self, means: Mapping[str, Mean]) -> float:
         """Return the loss of the form that the step's batch has; the other one's is 0."""
-        return sum(mean.loss for mean in means)
+        return sum(mean.loss for mean in means.values())
 
     def step_metrics(
-        self, means: Sequence[Mean], counts: Mapping[str, int] = NO_COUNTS
+        self, means: Mapping[str, Mean], counts: Mapping[str, int] = NO_COUNTS
     ) -> dict[str, float]:
         """Return loss and accuracy under the name of the form."""
         metrics: dict[str, float] = {}
-        for name, mean in zip(("masked", "autoregressive"), means, strict=True):
+        for name, mean in means.items():
             if mean.loss != 0:
                 metrics |= {f"{name}_loss": mean.loss, f"{name}_accuracy": mean.accuracy}
         return metrics
 
     def validation_metrics(
-        self, means: Sequence[Mean], counts: Mapping[str, int] = NO_COUNTS
+        self, means: Mapping[str, Mean], counts: Mapping[str, int] = NO_COUNTS
     ) -> dict[str, float]:
         """Return the metrics per masked token, and per next token."""
-        following = means[1]
-        return masked_metrics(means[0]) | {
+        following = means[AUTOREGRESSIVE]
+        return masked_metrics(means[MASKED]) | {
             "autoregressive_loss": following.loss,
             "autoregressive_perplexity": perplexity(following.loss),
             "autoregressive_accuracy": following.accuracy,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from megatron_deberta.data.batch import IGNORED_LABEL, TaskBatch
 from megatron_deberta.objectives.labelled import (
-    IGNORED_LABEL,
-    LabelledBatch,
     LabelledObjective,
     RowsModel,
     cross_entropy,
@@ -18,14 +17,14 @@ class Classification(LabelledObjective):
 
     model_class = RowsModel
 
-    def loss(self, logits: Tensor, batch: LabelledBatch) -> tuple[Tensor, Tensor]:
+    def loss(self, logits: Tensor, batch: TaskBatch) -> tuple[Tensor, Tensor]:
         """Return the sum of cross-entropies and the number of correct rows."""
         return cross_entropy(logits, batch.labels)
 
-    def scored(self, batch: LabelledBatch) -> Tensor:
+    def scored(self, batch: TaskBatch) -> Tensor:
         """Return which rows have a label."""
         return batch.labels != IGNORED_LABEL
 
-    def distributions(self, logits: Tensor, batch: LabelledBatch) -> list[Tensor]:
+    def distributions(self, logits: Tensor, batch: TaskBatch) -> list[Tensor]:
         """Return the logits of the classes."""
         return [logits]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import shlex
 from abc import abstractmethod
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron_deberta.data.batch import IGNORED_LABEL, TaskBatch
 from megatron_deberta.model import DebertaForTask, DropoutSeeds, RuntimeOptions
 from megatron_deberta.model.embeddings import Perturbation
 from megatron_deberta.model.flops import training_flops_per_token
@@ -18,52 +19,15 @@ from megatron_deberta.model.task_models import (
     DebertaForRows,
     DebertaForSpans,
     DebertaForTokens,
-    RowPacking,
 )
-from megatron_deberta.objectives.objective import LossPart, Objective
+from megatron_deberta.objectives.objective import LossSums, LossTerm, ModelLosses, Objective
 from megatron_deberta.objectives.sift import Sift
 
-# Label of a place that is not scored
-IGNORED_LABEL = -100
+TASK, SIFT = "task", "sift"
+"""Names of the two losses."""
 
 # Logit of what cannot be chosen. Finite, because its probability of 0 is multiplied with it.
 MASKED_LOGIT = -1e9
-
-
-class LabelledBatch(Protocol):
-    """A micro batch of a labelled task; `data.batch.TaskBatch` is one and describes the fields."""
-
-    @property
-    def input_ids(self) -> Tensor:
-        """Tokens."""
-
-    @property
-    def attention_mask(self) -> Tensor:
-        """True = token."""
-
-    @property
-    def token_type_ids(self) -> Tensor:
-        """Segments."""
-
-    @property
-    def labels(self) -> Tensor:
-        """What is to be predicted."""
-
-    @property
-    def choice_rows(self) -> Tensor | None:
-        """Rows of each example's choices."""
-
-    @property
-    def packed_index(self) -> Tensor | None:
-        """Rows side by side; like the following a field of `RowPacking`."""
-
-    @property
-    def packed_firsts(self) -> Tensor | None:
-        """Their first tokens."""
-
-    @property
-    def packed_places(self) -> Tensor | None:
-        """Where they are."""
 
 
 class LabelledObjective(Objective):
@@ -74,24 +38,26 @@ class LabelledObjective(Objective):
     squared_error: ClassVar[bool] = False
 
     @property
-    def parts(self) -> tuple[LossPart, ...]:
+    def losses(self) -> dict[str, LossTerm]:
         """The task's loss and, with SiFT, the divergence under perturbation."""
-        first, weight = LossPart("", not self.squared_error), self.config.objective.sift_weight
-        return (first, LossPart("sift", False, weight)) if weight else (first,)
+        losses = {TASK: LossTerm(has_accuracy=not self.squared_error)}
+        if weight := self.config.objective.sift_weight:
+            losses[SIFT] = LossTerm(weight, has_accuracy=False)
+        return losses
 
     @abstractmethod
-    def loss(self, logits: Tensor, batch: LabelledBatch) -> tuple[Tensor, Tensor]:
+    def loss(self, logits: Tensor, batch: TaskBatch) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses (fp32) and the number of correct predictions."""
 
     @abstractmethod
-    def scored(self, batch: LabelledBatch) -> Tensor:
+    def scored(self, batch: TaskBatch) -> Tensor:
         """Return which targets have a label, bool ``[T]``."""
 
     @abstractmethod
-    def distributions(self, logits: Tensor, batch: LabelledBatch) -> list[Tensor]:
+    def distributions(self, logits: Tensor, batch: TaskBatch) -> list[Tensor]:
         """Return the logits of the predicted distributions, one or more of ``[T, K]``."""
 
-    def outputs(self, logits: Tensor, batch: LabelledBatch) -> Tensor:
+    def outputs(self, logits: Tensor, batch: TaskBatch) -> Tensor:
         """Return the predictions for `tasks.scoring`, fp32."""
         return logits.detach().float()
 
@@ -103,9 +69,9 @@ class LabelledObjective(Objective):
         model.sift = Sift.of_run(self.config)
         return model
 
-    def count_targets(self, batch: LabelledBatch) -> list[Tensor]:
+    def count_targets(self, batch: TaskBatch) -> dict[str, Tensor]:
         """Return the number of labelled targets, for each loss."""
-        return [self.scored(batch).sum()] * len(self.parts)
+        return dict.fromkeys(self.losses, self.scored(batch).sum())
 
     def training_flops(self, sequence_length: float, micro_batch_size: int) -> float:
         """Count the FLOPs of forward and backward per token, without recomputation.
@@ -115,7 +81,7 @@ class LabelledObjective(Objective):
         flops = training_flops_per_token(
             self.config.model, max(1, round(sequence_length)), micro_batch_size
         )
-        return flops * (1 + 2 / 3 + 1) if len(self.parts) > 1 else flops
+        return flops * (1 + 2 / 3 + 1) if SIFT in self.losses else flops
 
     def commands(self, run_dir: str, split: str = "test") -> list[str]:
         """Return the commands that predict and export."""
@@ -134,55 +100,39 @@ class TaskModel(DebertaForTask):
     objective: LabelledObjective
     sift: Sift | None = None
 
-    def forward(
-        self, batch: LabelledBatch, seeds: DropoutSeeds | None = None
-    ) -> tuple[Tensor, ...]:
+    def forward(self, batch: TaskBatch, seeds: DropoutSeeds | None = None) -> ModelLosses:
         """Compute the losses of a micro batch.
 
         Args:
             batch: on the model's device.
-            seeds: dropout keys; None: no dropout and no SiFT, though its loss is returned as 0.
+            seeds: dropout keys; None: no dropout and no SiFT, whose loss is then left out.
 
         Returns:
-            For each loss, its **sum** (fp32 scalar) and the number of correct predictions; then
-            the outputs of the head.
+            The losses, and the outputs of the head.
         """
-        packing = row_packing(batch)
+        packing = batch.packing
 
         def logits_of(seeds: DropoutSeeds | None, perturbation: Perturbation | None) -> Tensor:
             if packing is not None:
-                return self.packed_logits(batch.input_ids, packing, batch.token_type_ids, seeds)
-            return self.logits(
-                batch.input_ids, batch.attention_mask, batch.token_type_ids, seeds, perturbation
-            )
+                return self.packed_logits(batch.inputs, packing, seeds)
+            return self.logits(batch.inputs, seeds, perturbation)
 
         task, sift = self.objective, self.sift
         is_sift = sift is not None and seeds is not None
         logits = logits_of(seeds, Perturbation() if is_sift else None)
-        loss, correct = task.loss(logits, batch)
+        losses = {TASK: LossSums(*task.loss(logits, batch))}
         outputs = task.outputs(logits, batch)
-        if sift is None:
-            return loss, correct, outputs
-        zero = torch.zeros_like(correct)
-        if seeds is None:
-            return loss, correct, torch.zeros_like(loss), zero, outputs
-        divergence = sift(
-            logits_of,
-            lambda logits: task.distributions(logits, batch),
-            logits,
-            task.scored(batch),
-            seeds,
-            squared_error=task.squared_error,
-        )
-        return loss, correct, divergence, zero, outputs
-
-
-def row_packing(batch: LabelledBatch) -> RowPacking | None:
-    """Return which rows of a batch stand side by side; None: none."""
-    index, firsts, places = batch.packed_index, batch.packed_firsts, batch.packed_places
-    if index is None or firsts is None or places is None:
-        return None
-    return RowPacking(index, firsts, places)
+        if sift is not None and seeds is not None:
+            divergence = sift(
+                logits_of,
+                lambda logits: task.distributions(logits, batch),
+                logits,
+                task.scored(batch),
+                seeds,
+                squared_error=task.squared_error,
+            )
+            losses[SIFT] = LossSums(divergence, torch.zeros_like(losses[TASK].correct))
+        return ModelLosses(losses, outputs=outputs)
 
 
 class RowsModel(TaskModel, DebertaForRows):

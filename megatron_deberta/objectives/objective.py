@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -18,39 +18,53 @@ NO_COUNTS: Mapping[str, int] = MappingProxyType({})
 """Counts of an objective without counters."""
 
 
-class LossPart(NamedTuple):
-    """One of the losses whose means an objective adds up.
+class LossTerm(NamedTuple):
+    """How one of an objective's losses counts.
 
     Attributes:
-        name: prefix of its metrics; empty for the first loss of an objective, which is recorded as
-            ``loss`` and watched by the numeric guard.
-        has_accuracy: predictions are counted as correct or not.
         weight: factor of its mean in the objective.
+        has_accuracy: predictions are counted as correct or not.
     """
 
-    name: str = ""
-    has_accuracy: bool = True
     weight: float = 1.0
+    has_accuracy: bool = True
 
 
-class Sums(NamedTuple):
-    """Result of a model with its loss on one micro batch.
+class LossSums(NamedTuple):
+    """One loss of a micro batch.
 
     Attributes:
-        losses: fp32 scalars, one per loss: sum over its targets.
-        correct: int64 scalars, one per loss: number of correct predictions.
-        outputs: predictions of the model's head, without gradient; None: the objective has none.
-        counts: int64 scalars, one per counter of the objective.
+        loss: fp32 scalar: sum over its targets.
+        correct: int64 scalar: number of correct predictions.
     """
 
-    losses: tuple[Tensor, ...]
-    correct: tuple[Tensor, ...]
-    outputs: Tensor | None = None
-    counts: tuple[Tensor, ...] = ()
+    loss: Tensor
+    correct: Tensor
 
-    def totals(self) -> Tensor:
-        """Return losses, correct predictions and counts as one fp64 tensor, without gradient."""
-        numbers = (*self.losses, *self.correct, *self.counts)
+
+class ModelLosses(NamedTuple):
+    """Result of a model with its losses on one micro batch.
+
+    Attributes:
+        losses: by name; those of which the batch has no targets may be left out.
+        counts: int64 scalars, by the name of the objective's counters.
+        outputs: predictions of the model's head, without gradient; None: the objective has none.
+    """
+
+    losses: dict[str, LossSums]
+    counts: dict[str, Tensor] = {}
+    outputs: Tensor | None = None
+
+    def totals(self, names: Iterable[str], counters: Iterable[str]) -> Tensor:
+        """Return the sums of the named losses, then correct predictions, then counts.
+
+        Returns:
+            fp64, without gradient; 0 for what is not here.
+        """
+        zero = next(iter(self.losses.values())).loss.new_zeros(())
+        sums = [self.losses.get(name, LossSums(zero, zero)) for name in names]
+        numbers = [*(each.loss for each in sums), *(each.correct for each in sums)]
+        numbers += [self.counts.get(name, zero) for name in counters]
         return torch.stack([number.detach().double() for number in numbers])
 
 
@@ -59,16 +73,16 @@ class Update:
     """Forward, backward and update of some of an objective's losses.
 
     Attributes:
-        parts: its losses; those of all updates, in order, are the objective's.
-        counters: its counters, likewise.
+        losses: their names; those of all updates, in order, are the objective's.
+        counters: names of its counters, likewise.
         compute: called with the model, a micro batch, its dropout seeds, and its outputs in the
             update before (None in the first); returns these losses and counts.
         learning_rate: peak; None: ``optimizer.learning_rate``.
     """
 
-    parts: tuple[LossPart, ...]
+    losses: tuple[str, ...]
     counters: tuple[str, ...]
-    compute: Callable[[nn.Module, Any, DropoutSeeds | None, Tensor | None], Sums]
+    compute: Callable[[nn.Module, Any, DropoutSeeds | None, Tensor | None], ModelLosses]
     learning_rate: float | None = None
 
 
@@ -97,14 +111,12 @@ class Objective(ABC):
 
     Attributes:
         model_class: model with loss. Called with a micro batch and ``DropoutSeeds`` or None, it
-            returns sum of losses and number of correct predictions for each of ``parts``, then
-            its ``counters``, then its outputs, if any, as a flat tuple of tensors. An objective
-            without it overrides ``build_model``.
+            returns `ModelLosses`. An objective without it overrides ``build_model``.
         loss_unit: unit of the recorded loss.
         step_loss_name: which loss of a training step is recorded as ``loss``, for people.
         validation_loss_name: likewise, of a validation.
         counters: names of further numbers that its metrics need, summed over the global batch.
-        parts: the losses.
+        losses: the losses by name.
     """
 
     model_class: ClassVar[type[DebertaBackbone]]
@@ -118,9 +130,9 @@ class Objective(ABC):
         self.config = config
 
     @property
-    def parts(self) -> tuple[LossPart, ...]:
-        """The losses of the objective."""
-        return (LossPart(),)
+    @abstractmethod
+    def losses(self) -> dict[str, LossTerm]:
+        """The losses by name; the first one is recorded as ``loss``."""
 
     @property
     def updates(self) -> tuple[Update, ...]:
@@ -131,10 +143,11 @@ class Objective(ABC):
 
         def compute(
             module: nn.Module, batch: Any, seeds: DropoutSeeds | None, before: Tensor | None
-        ) -> Sums:
-            return self.sums(module(batch, seeds))
+        ) -> ModelLosses:
+            found: ModelLosses = module(batch, seeds)
+            return found
 
-        return (Update(self.parts, self.counters, compute),)
+        return (Update(tuple(self.losses), self.counters, compute),)
 
     def build_model(self, options: RuntimeOptions) -> nn.Module:
         """Build the model with its loss."""
@@ -149,23 +162,15 @@ class Objective(ABC):
         return self.config
 
     @abstractmethod
-    def count_targets(self, batch: Any) -> list[Tensor]:
+    def count_targets(self, batch: Any) -> dict[str, Tensor]:
         """Return int64 scalars: the number of targets of each loss in a micro batch."""
 
-    def sums(self, result: Sequence[Tensor]) -> Sums:
-        """Name the tensors that the model returned."""
-        num = 2 * len(self.parts)
-        end = num + len(self.counters)
-        outputs = result[end] if len(result) > end else None
-        counts = tuple(result[num:end])
-        return Sums(tuple(result[0:num:2]), tuple(result[1:num:2]), outputs, counts)
-
-    def step_loss(self, means: Sequence[Mean]) -> float:
+    def step_loss(self, means: Mapping[str, Mean]) -> float:
         """Return the loss of a training step that is recorded and watched by the numeric guard."""
-        return means[0].loss
+        return next(iter(means.values())).loss
 
     def step_metrics(
-        self, means: Sequence[Mean], counts: Mapping[str, int] = NO_COUNTS
+        self, means: Mapping[str, Mean], counts: Mapping[str, int] = NO_COUNTS
     ) -> dict[str, float]:
         """Return the metrics of a training step besides its loss, by name.
 
@@ -174,20 +179,20 @@ class Objective(ABC):
             counts: totals of the counters; empty if a loss is not finite.
         """
         metrics = {}
-        for part, mean in zip(self.parts[1:], means[1:], strict=True):
-            metrics[f"{part.name}_loss"] = mean.loss
-            if part.has_accuracy:
-                metrics[f"{part.name}_accuracy"] = mean.accuracy
+        for name, term in list(self.losses.items())[1:]:
+            metrics[f"{name}_loss"] = means[name].loss
+            if term.has_accuracy:
+                metrics[f"{name}_accuracy"] = means[name].accuracy
         return metrics
 
     def validation_metrics(
-        self, means: Sequence[Mean], counts: Mapping[str, int] = NO_COUNTS
+        self, means: Mapping[str, Mean], counts: Mapping[str, int] = NO_COUNTS
     ) -> dict[str, float]:
         """Return the metrics of a validation, by name; ``loss`` is one of them."""
-        first = {"loss": means[0].loss, "accuracy": means[0].accuracy}
-        if not self.parts[0].has_accuracy:
-            del first["accuracy"]
-        return {**first, "num_targets": means[0].num_targets}
+        name, term = next(iter(self.losses.items()))
+        mean = means[name]
+        accuracy = {"accuracy": mean.accuracy} if term.has_accuracy else {}
+        return {"loss": mean.loss, **accuracy, "num_targets": mean.num_targets}
 
     def describe(self, metrics: dict[str, float]) -> str:
         """Format the metrics of a validation as one line."""

@@ -7,6 +7,7 @@ loss covers all tokens but padding.
 
 from __future__ import annotations
 
+import functools
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,44 +18,32 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_deberta.config.schema import ModelConfig, RunConfig
+from megatron_deberta.data.batch import IGNORED_LABEL, Batch
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.model import DebertaForPretraining, DropoutSeeds, RuntimeOptions
 from megatron_deberta.model.dropout import site_id
 from megatron_deberta.model.flops import training_flops_per_token
+from megatron_deberta.model.heads import TokenLoss
 from megatron_deberta.model.replaced_tokens import DebertaForReplacedTokens
 from megatron_deberta.model.sampling import GumbelMax
-from megatron_deberta.objectives.mlm import IGNORED_LABEL, MaskedBatch, TokenLoss, masked_metrics
+from megatron_deberta.objectives.mlm import masked_metrics
 from megatron_deberta.objectives.objective import (
     NO_COUNTS,
-    LossPart,
+    LossSums,
+    LossTerm,
     Mean,
+    ModelLosses,
     Objective,
-    Sums,
     Update,
 )
+from megatron_deberta.ops.cross_entropy import CrossEntropy
+
+GENERATOR, DISCRIMINATOR = "generator", "discriminator"
+"""Names of the two losses."""
 
 # Separate the noise of the samples, and the discriminator's dropout, from the generator's dropout.
 _SAMPLES = site_id("rtd.samples")
 _DISCRIMINATOR = site_id("rtd.discriminator")
-
-
-class SampledTokenLoss(nn.Module):
-    """Vocabulary projection, cross-entropy, and a sample of each predicted distribution.
-
-    ``distributed.parallelize`` replaces it by a vocabulary-parallel implementation.
-    """
-
-    def forward(
-        self, states: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, draw: GumbelMax
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute loss, number of correct predictions and samples, int64 ``[T]``.
-
-        Arguments and the first two results are those of `TokenLoss`; ``draw`` has T keys.
-        """
-        loss, correct = TokenLoss()(states, weight, bias, labels)
-        with torch.no_grad():
-            samples = draw(F.linear(states, weight, bias))[1]
-        return loss, correct, samples
 
 
 class _Generator(DebertaForPretraining):
@@ -62,28 +51,15 @@ class _Generator(DebertaForPretraining):
 
     def _build_heads(self, config: ModelConfig) -> None:
         super()._build_heads(config)
-        self.token_loss = SampledTokenLoss()
+        self.token_loss = TokenLoss(config.vocab_size)
 
-    def forward(
-        self, batch: MaskedBatch, seeds: DropoutSeeds | None, draw: GumbelMax
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return loss, number of correct predictions and samples ``[B, M]``."""
-        decoded, _ = self.decode(
-            batch.input_ids,
-            batch.padding_mask,
-            batch.masked_positions,
-            batch.position_ids,
-            batch.document_ids,
-            seeds,
-        )
-
-        def sampled_loss(*arguments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            out: tuple[Tensor, Tensor, Tensor] = self.token_loss(*arguments, draw)
-            return out
-
+    def forward(self, batch: Batch, seeds: DropoutSeeds | None, draw: GumbelMax) -> CrossEntropy:
+        """Return loss, number of correct predictions and samples ``[B * M]``."""
+        decoded, _ = self.decode(batch.inputs, batch.masked_positions, seeds)
         weight, labels = self.embeddings.token.weight, batch.labels.flatten()
-        loss, correct, samples = self.head(decoded.flatten(0, 1), weight, sampled_loss, labels)
-        return loss, correct, samples.view(batch.labels.shape)
+        token_loss = functools.partial(self.token_loss, draw=draw)
+        out: CrossEntropy = self.head(decoded.flatten(0, 1), weight, token_loss, labels)
+        return out
 
 
 class ReplacedTokenModel(DebertaForReplacedTokens):
@@ -100,7 +76,7 @@ class ReplacedTokenModel(DebertaForReplacedTokens):
     excluded_ids: tuple[int, ...] = ()
     updated_separately: tuple[str, ...] = ()
 
-    def forward(self, batch: MaskedBatch, seeds: DropoutSeeds | None = None) -> tuple[Tensor, ...]:
+    def forward(self, batch: Batch, seeds: DropoutSeeds | None = None) -> ModelLosses:
         """Compute the losses of a micro batch.
 
         Args:
@@ -108,42 +84,45 @@ class ReplacedTokenModel(DebertaForReplacedTokens):
             seeds: dropout keys; None: no dropout, and the samples of step 0.
 
         Returns:
-            The sum of the generator's losses (fp32 scalar) and its number of correct predictions;
-            the same of the discriminator; the numbers of replaced tokens, of tokens said to be
-            replaced, and of those that are both; then the drawn pieces, int64 ``[B, M]``.
+            Both losses; the numbers of replaced tokens, of tokens said to be replaced, and of those
+            that are both; the drawn pieces, int64 ``[B, M]``, as outputs.
         """
-        loss, correct, samples = self.generate(batch, seeds)
-        return loss, correct, *self.detect(batch, samples, seeds), samples
+        generated = self.generate(batch, seeds)
+        samples = generated.outputs
+        assert samples is not None
+        detected = self.detect(batch, samples, seeds)
+        return ModelLosses(generated.losses | detected.losses, detected.counts, samples)
 
-    def generate(self, batch: MaskedBatch, seeds: DropoutSeeds | None) -> tuple[Tensor, ...]:
-        """Return the generator's loss, number of correct predictions, and samples ``[B, M]``."""
+    def generate(self, batch: Batch, seeds: DropoutSeeds | None) -> ModelLosses:
+        """Return the generator's loss; the drawn pieces, int64 ``[B, M]``, are the outputs."""
         keys = DropoutSeeds(
             self.sample_seed, 0 if seeds is None else seeds.step, batch.dropout_keys
         )
         draw = draws(keys, batch.masked_positions, self.excluded_ids)
-        out: tuple[Tensor, ...] = self.generator(batch, seeds, draw)
-        return out
+        loss, correct, samples = self.generator(batch, seeds, draw)
+        losses = {GENERATOR: LossSums(loss, correct)}
+        return ModelLosses(losses, outputs=samples.view(batch.labels.shape))
 
-    def detect(
-        self, batch: MaskedBatch, samples: Tensor, seeds: DropoutSeeds | None
-    ) -> tuple[Tensor, ...]:
+    def detect(self, batch: Batch, samples: Tensor, seeds: DropoutSeeds | None) -> ModelLosses:
         """Return the discriminator's loss and counts, as `forward`."""
-        input_ids = fill(batch.input_ids, batch.masked_positions, samples)
-        is_replaced = input_ids != fill(batch.input_ids, batch.masked_positions, batch.labels)
+        masked, positions = batch.inputs.input_ids, batch.masked_positions
+        input_ids = fill(masked, positions, samples)
+        is_replaced = input_ids != fill(masked, positions, batch.labels)
         if seeds is not None:
             seeds = replace(seeds, run_seed=seeds.run_seed ^ _DISCRIMINATOR)
-        logits = self.discriminator(
-            input_ids, batch.padding_mask, batch.position_ids, batch.document_ids, seeds
-        ).float()
-        real = batch.attention_mask
+        inputs = replace(batch.inputs, input_ids=input_ids)
+        logits = self.discriminator(inputs, seeds).float()
+        is_token = inputs.is_token
         losses = F.binary_cross_entropy_with_logits(logits, is_replaced.float(), reduction="none")
-        said = logits > 0
-        return (
-            torch.where(real, losses, 0.0).sum(),
-            (real & (said == is_replaced)).sum(),
-            (real & is_replaced).sum(),
-            (real & said).sum(),
-            (real & said & is_replaced).sum(),
+        loss = torch.where(is_token, losses, 0.0).sum()
+        is_detected = logits > 0
+        return ModelLosses(
+            {DISCRIMINATOR: LossSums(loss, (is_token & (is_detected == is_replaced)).sum())},
+            {
+                "replaced": (is_token & is_replaced).sum(),
+                "detected": (is_token & is_detected).sum(),
+                "true_positives": (is_token & is_detected & is_replaced).sum(),
+            },
         )
 
 
@@ -161,20 +140,18 @@ def fill(input_ids: Tensor, positions: Tensor, pieces: Tensor) -> Tensor:
 
 
 def _generate(
-    module: nn.Module, batch: MaskedBatch, seeds: DropoutSeeds | None, before: Tensor | None
-) -> Sums:
+    module: nn.Module, batch: Batch, seeds: DropoutSeeds | None, before: Tensor | None
+) -> ModelLosses:
     assert isinstance(module, ReplacedTokenModel)
-    loss, correct, samples = module.generate(batch, seeds)
-    return Sums((loss,), (correct,), samples)
+    return module.generate(batch, seeds)
 
 
 def _detect(
-    module: nn.Module, batch: MaskedBatch, seeds: DropoutSeeds | None, samples: Tensor | None
-) -> Sums:
+    module: nn.Module, batch: Batch, seeds: DropoutSeeds | None, samples: Tensor | None
+) -> ModelLosses:
     assert isinstance(module, ReplacedTokenModel)
     assert samples is not None
-    loss, correct, *counts = module.detect(batch, samples, seeds)
-    return Sums((loss,), (correct,), None, tuple(counts))
+    return module.detect(batch, samples, seeds)
 
 
 class ReplacedTokenDetection(Objective):
@@ -184,10 +161,10 @@ class ReplacedTokenDetection(Objective):
     step_loss_name = validation_loss_name = "generator loss"
 
     @property
-    def parts(self) -> tuple[LossPart, ...]:
+    def losses(self) -> dict[str, LossTerm]:
         """The generator's loss per masked token, the discriminator's per token."""
         weight = self.config.rtd.discriminator_weight
-        return (LossPart(), LossPart("discriminator", weight=weight))
+        return {GENERATOR: LossTerm(), DISCRIMINATOR: LossTerm(weight)}
 
     @property
     def updates(self) -> tuple[Update, ...]:
@@ -198,11 +175,10 @@ class ReplacedTokenDetection(Objective):
         """
         if self.config.rtd.update == "joint":
             return super().updates
-        generator, discriminator = self.parts
         rate = self.config.rtd.discriminator_learning_rate or None
         return (
-            Update((generator,), (), _generate),
-            Update((discriminator,), self.counters, _detect, rate),
+            Update((GENERATOR,), (), _generate),
+            Update((DISCRIMINATOR,), self.counters, _detect, rate),
         )
 
     def build_model(self, options: RuntimeOptions) -> ReplacedTokenModel:
@@ -231,12 +207,13 @@ class ReplacedTokenDetection(Objective):
             return self.config
         return replace(self.config, rtd=replace(rtd, excluded_ids=tuple(special_ids)))
 
-    def count_targets(self, batch: MaskedBatch) -> list[Tensor]:
+    def count_targets(self, batch: Batch) -> dict[str, Tensor]:
         """Return the number of masked tokens, and of tokens."""
-        return [(batch.labels != IGNORED_LABEL).sum(), batch.attention_mask.sum()]
+        masked = (batch.labels != IGNORED_LABEL).sum()
+        return {GENERATOR: masked, DISCRIMINATOR: batch.inputs.is_token.sum()}
 
     def step_metrics(
-        self, means: Sequence[Mean], counts: Mapping[str, int] = NO_COUNTS
+        self, means: Mapping[str, Mean], counts: Mapping[str, int] = NO_COUNTS
     ) -> dict[str, float]:
         """Return the discriminator's loss and accuracy, and how well it finds replaced tokens."""
         metrics = super().step_metrics(means, counts)
@@ -246,14 +223,14 @@ class ReplacedTokenDetection(Objective):
             metrics["discriminator_precision"] = hits / max(detected, 1)
             metrics["discriminator_recall"] = hits / max(replaced, 1)
             metrics["discriminator_f1"] = 2 * hits / max(detected + replaced, 1)
-            metrics["replaced_fraction"] = replaced / max(means[1].num_targets, 1)
+            metrics["replaced_fraction"] = replaced / max(means[DISCRIMINATOR].num_targets, 1)
         return metrics
 
     def validation_metrics(
-        self, means: Sequence[Mean], counts: Mapping[str, int] = NO_COUNTS
+        self, means: Mapping[str, Mean], counts: Mapping[str, int] = NO_COUNTS
     ) -> dict[str, float]:
         """Return the generator's metrics per masked token and the discriminator's per token."""
-        return masked_metrics(means[0]) | self.step_metrics(means, counts)
+        return masked_metrics(means[GENERATOR]) | self.step_metrics(means, counts)
 
     def describe(self, metrics: dict[str, float]) -> str:
         """Format the metrics of a validation as one line."""

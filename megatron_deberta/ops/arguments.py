@@ -33,7 +33,7 @@ class AttentionArguments(NamedTuple):
     pos_query: Tensor | None
     positions: RelativePositions
     q_positions: Tensor | None
-    key_padding: Tensor | None
+    attention_mask: Tensor | None
     document_ids: Tensor | None
     causal: bool
     dropout_p: float
@@ -107,12 +107,12 @@ def without_idle_masks(a: AttentionArguments) -> AttentionArguments:
     """
     if a.q.device.type != "cpu":
         return a
-    padding, documents = a.key_padding, a.document_ids
+    padding, documents = a.attention_mask, a.document_ids
     if padding is not None and bool(padding.all()):
         padding = None
     if documents is not None and bool((documents == documents[:, :1]).all()):
         documents = None
-    return a._replace(key_padding=padding, document_ids=documents)
+    return a._replace(attention_mask=padding, document_ids=documents)
 
 
 def _check(
@@ -158,14 +158,14 @@ def _check_rows(a: AttentionArguments) -> None:
     """Check the tensors with one entry per batch row."""
     batch, q_len, k_len = a.q.shape[0], a.q.shape[2], a.k.shape[2]
     _check("q_positions", a.q_positions, (batch, q_len), _INTEGERS, a.q)
-    _check("key_padding", a.key_padding, (batch, k_len), (torch.bool,), a.q)
+    _check("attention_mask", a.attention_mask, (batch, k_len), (torch.bool,), a.q)
     _check("document_ids", a.document_ids, (batch, k_len), _INTEGERS, a.q)
     _check("seed", a.seed, (batch,), (torch.int64,), a.q)
 
 
 def _check_values(a: AttentionArguments) -> None:
     """Check the values of positions and masks."""
-    positions, padding, documents = a.q_positions, a.key_padding, a.document_ids
+    positions, padding, documents = a.q_positions, a.attention_mask, a.document_ids
     if positions is not None and positions.numel():
         low, high = (int(x) for x in torch.aminmax(positions))
         if low < -1 or high >= a.k.shape[2]:
@@ -179,7 +179,7 @@ def _check_values(a: AttentionArguments) -> None:
         if bool(wrong.any()):
             row = int(torch.nonzero(wrong)[0])
             raise ValueError(
-                f"key_padding: got a gap between real keys in row {row}, expected one run of True"
+                f"attention_mask: got a gap between tokens in row {row}, expected one run of True"
             )
     if documents is not None and bool((wrong := (documents.diff(dim=1) < 0).any(1)).any()):
         row = int(torch.nonzero(wrong)[0])

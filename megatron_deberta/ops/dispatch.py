@@ -45,7 +45,7 @@ def disentangled_attention(
     positions: RelativePositions,
     *,
     q_positions: Tensor | None = ...,
-    key_padding: Tensor | None = ...,
+    attention_mask: Tensor | None = ...,
     document_ids: Tensor | None = ...,
     causal: bool = ...,
     dropout_p: float = ...,
@@ -69,7 +69,7 @@ def disentangled_attention(
     positions: RelativePositions,
     *,
     q_positions: Tensor | None = ...,
-    key_padding: Tensor | None = ...,
+    attention_mask: Tensor | None = ...,
     document_ids: Tensor | None = ...,
     causal: bool = ...,
     dropout_p: float = ...,
@@ -92,7 +92,7 @@ def disentangled_attention(
     positions: RelativePositions,
     *,
     q_positions: Tensor | None = None,
-    key_padding: Tensor | None = None,
+    attention_mask: Tensor | None = None,
     document_ids: Tensor | None = None,
     causal: bool = False,
     dropout_p: float = 0.0,
@@ -123,7 +123,7 @@ def disentangled_attention(
         positions: map from distances to slots.
         q_positions: int ``[batch, q_len]``, positions of gathered queries in ``[0, k_len)``, or
             -1 for padding (zero output, no gradient). None: query i is at i, q_len = k_len.
-        key_padding: bool ``[batch, k_len]``, True = real key; real keys form one run.
+        attention_mask: bool ``[batch, k_len]``, True = real key; real keys form one run.
         document_ids: int ``[batch, k_len]``, non-decreasing along a row; a query sees only keys
             of its own document.
         causal: a query sees only keys at or before its own position.
@@ -136,7 +136,7 @@ def disentangled_attention(
         backend: ``"reference"``, ``"chunked"``, ``"native"`` (compiled for this CPU), ``"triton"``
             or ``"auto"`` (None), which takes the value of the environment variable
             ``MEGATRON_DEBERTA_ATTENTION`` if that is set.
-        masks: the same dictionary, empty at first, in all calls with the same ``key_padding``,
+        masks: the same dictionary, empty at first, in all calls with the same ``attention_mask``,
             ``document_ids`` and ``causal``, so that only the first one converts them.
 
     Returns:
@@ -151,14 +151,14 @@ def disentangled_attention(
     if torch.compiler.is_dynamo_compiling() and not _is_traceable(backend, q):
         return _outside_graph(
             q, k, v, pos_key, pos_query, positions, q_positions=q_positions,
-            key_padding=key_padding, document_ids=document_ids, causal=causal, dropout_p=dropout_p,
-            seed=seed, head_offset=head_offset, scale=scale, p2c_index=p2c_index,
-            return_lse=return_lse, backend=backend, masks=masks,
+            attention_mask=attention_mask, document_ids=document_ids, causal=causal,
+            dropout_p=dropout_p, seed=seed, head_offset=head_offset, scale=scale,
+            p2c_index=p2c_index, return_lse=return_lse, backend=backend, masks=masks,
         )  # fmt: skip
     if scale is None:
         scale = default_scale(q.shape[-1], pos_key, pos_query)
     arguments = AttentionArguments(
-        q, k, v, pos_key, pos_query, positions, q_positions, key_padding, document_ids, causal,
+        q, k, v, pos_key, pos_query, positions, q_positions, attention_mask, document_ids, causal,
         dropout_p, row_seeds(seed, dropout_p, q), head_offset, scale, p2c_index, return_lse,
         masks,
     )  # fmt: skip

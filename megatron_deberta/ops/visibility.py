@@ -21,7 +21,7 @@ def query_positions(a: AttentionArguments) -> Tensor:
 
 def hides_keys(a: AttentionArguments) -> bool:
     """Return whether any key may be hidden from any query."""
-    masks = (a.key_padding, a.document_ids, a.q_positions)
+    masks = (a.attention_mask, a.document_ids, a.q_positions)
     return a.causal or any(mask is not None for mask in masks)
 
 
@@ -37,8 +37,8 @@ def visible_keys(a: AttentionArguments, at: Tensor, rows: slice) -> Tensor:
         bool, broadcastable to ``[batch rows, queries, k_len]``, three-dimensional.
     """
     visible = (at >= 0)[:, :, None]
-    if a.key_padding is not None:
-        visible = visible & a.key_padding[rows, None, :]
+    if a.attention_mask is not None:
+        visible = visible & a.attention_mask[rows, None, :]
     if a.document_ids is not None:
         documents = a.document_ids[rows]
         own = documents.gather(1, at.clamp(min=0).expand(documents.shape[0], -1))

@@ -15,7 +15,6 @@ from typing import Literal, NamedTuple
 
 from megatron_deberta.config.schema import ModelConfig, RunConfig
 from megatron_deberta.distributed.parallelize.plan import shard_spec, vocabulary_rows
-from megatron_deberta.distributed.vocab import chunk_rows
 from megatron_deberta.engine.deepspeed_config import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS
 from megatron_deberta.model import parameter_shapes
 from megatron_deberta.model.flops import (
@@ -26,6 +25,7 @@ from megatron_deberta.model.flops import (
 )
 from megatron_deberta.model.replaced_tokens import single_models
 from megatron_deberta.ops.batched import block_size, strip_size
+from megatron_deberta.ops.cross_entropy import chunk_rows
 from megatron_deberta.planning.work import masked_tokens, micro_batch_rows
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

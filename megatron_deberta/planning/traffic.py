@@ -14,11 +14,11 @@ from typing import Literal, NamedTuple
 from megatron_deberta.config.rules import batch_arithmetic
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.parallelize.plan import vocabulary_rows
-from megatron_deberta.distributed.vocab import chunk_rows
 from megatron_deberta.engine.deepspeed_config import LIVE_ELEMENTS, PERSISTENCE_THRESHOLD
 from megatron_deberta.engine.optimizer import decays
 from megatron_deberta.model.flops import is_task_head, num_used_slots, reads_first_token
 from megatron_deberta.model.replaced_tokens import single_models
+from megatron_deberta.ops.cross_entropy import chunk_rows
 from megatron_deberta.planning.memory import ELEMENT_BYTES, local_sizes
 from megatron_deberta.planning.work import masked_tokens, micro_batch_rows
 

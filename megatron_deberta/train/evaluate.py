@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
 
 from megatron_deberta.data.batch import MicroBatch
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.objectives import Mean, Objective, Sums
+from megatron_deberta.objectives import Mean, ModelLosses, Objective
 from megatron_deberta.train.step import sum_over_batch_ranks
 
 
@@ -30,11 +31,6 @@ class Evaluation:
 def never() -> bool:
     """Return False: the default where no stop can be requested."""
     return False
-
-
-def forward(module: nn.Module, batch: MicroBatch, objective: Objective) -> Sums:
-    """Compute the objective of a batch without dropout."""
-    return objective.sums(module(batch, None))
 
 
 def evaluate(
@@ -58,9 +54,8 @@ def evaluate(
     Returns:
         The metrics; None: told to stop before the last batch.
     """
-    num_parts = len(objective.parts)
-    size = 3 * num_parts + len(objective.counters)
-    sums = torch.zeros(size, dtype=torch.float64, device=groups.device)
+    names, counters = tuple(objective.losses), objective.counters
+    sums = torch.zeros(3 * len(names) + len(counters), dtype=torch.float64, device=groups.device)
     module.eval()
     with torch.no_grad():
         for batch in batches:
@@ -68,18 +63,19 @@ def evaluate(
                 module.train()
                 return None
             batch = batch.to(groups.device)
-            result = forward(module, batch, objective)
-            targets = torch.stack(objective.count_targets(batch)).double()
-            sums += torch.cat([targets, result.totals()])
+            result: ModelLosses = module(batch, None)
+            found = objective.count_targets(batch)
+            targets = torch.stack([found[name] for name in names]).double()
+            sums += torch.cat([targets, result.totals(names, counters)])
             if collect is not None and result.outputs is not None:
                 collect(batch, result.outputs)
     module.train()
-    totals = sum_over_batch_ranks(sums, groups).tolist()
-    rows = (totals[part * num_parts : (part + 1) * num_parts] for part in range(3))
-    means = [
-        Mean(loss / max(count, 1.0), correct / max(count, 1.0), int(count))
-        for count, loss, correct in zip(*rows, strict=True)
-    ]
-    counts = dict(zip(objective.counters, map(int, totals[3 * num_parts :]), strict=True))
+    read = iter(sum_over_batch_ranks(sums, groups).tolist())
+    rows = [list(islice(read, len(names))) for _ in range(3)]
+    means = {
+        name: Mean(loss / max(count, 1.0), correct / max(count, 1.0), int(count))
+        for name, count, loss, correct in zip(names, *rows, strict=True)
+    }
+    counts = dict(zip(counters, map(int, read), strict=True))
     metrics = objective.validation_metrics(means, counts)
     return Evaluation(metrics, objective.describe(metrics))

@@ -19,6 +19,7 @@ from megatron_deberta.data.arrays import Booleans, Integers
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.distributed.topology import ProcessGroups
+from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.train.evaluate import never
 from megatron_deberta.train.row_scores import batches_by_size, score_rows
 from megatron_deberta.train.windows import WindowRows
@@ -85,8 +86,7 @@ class MaskedRows:
         ids[:, 1 : length - 1] = np.where(masked, words.mask_id, texts)
         mask = np.broadcast_to(np.arange(ids.shape[1]) < length, ids.shape).copy()
         return Batch(
-            input_ids=torch.from_numpy(ids),
-            attention_mask=torch.from_numpy(mask),
+            ModelInputs(torch.from_numpy(ids), torch.from_numpy(mask)),
             masked_positions=torch.from_numpy(places[:, None] + 1),
             labels=torch.from_numpy(labels[:, None].astype(np.int64)),
             sample_index=torch.from_numpy(numbers),

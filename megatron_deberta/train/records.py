@@ -109,7 +109,7 @@ class RunRecords:
         frequencies = unigram_log_probabilities(corpora.train, corpora.weights, vocabulary.size)
         # Of the form to which ``loss`` belongs.
         is_causal = causal_fraction(self._config.objective) == 1
-        of_loss = (batch for batch in batches if batch.is_causal == is_causal)
+        of_loss = (batch for batch in batches if batch.inputs.causal == is_causal)
         total, targets = unigram_cross_entropy(frequencies, of_loss)
         self._unigram = total / max(targets, 1)
         recorded = [

@@ -99,7 +99,8 @@ def score_rows(
                 if must_stop():
                     return None
                 batch = rows.batch(numbers, multiple).to(groups.device)
-                losses = module(batch, None, "none")[0].view(batch.labels.shape)
+                (tokens,) = module(batch, None, reduction="none").losses.values()
+                losses = tokens.loss.view(batch.labels.shape)
                 if numbers.size:
                     scores[batch.sample_index] = -losses.double().sum(1)
                 advance(done, len(own))

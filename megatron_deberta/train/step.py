@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -23,7 +24,7 @@ from megatron_deberta.model.dropout import DropoutSeeds
 from megatron_deberta.objectives import (
     NO_COUNTS,
     Mean,
-    Sums,
+    ModelLosses,
     Update,
     build_objective,
 )
@@ -43,7 +44,7 @@ def forward(
     seeds: DropoutSeeds | None,
     update: Update,
     outputs: Tensor | None = None,
-) -> Sums:
+) -> ModelLosses:
     """Compute an update's losses of a micro batch.
 
     Args:
@@ -71,7 +72,7 @@ class _Task:
         step: completed steps.
         engine: makes the update.
         update: its losses.
-        num_targets: of each loss, in the global batch.
+        num_targets: fp32 ``[losses]``: of each loss, in the global batch.
     """
 
     step: int
@@ -84,7 +85,7 @@ class _Task:
 class _Done:
     """An update of a step: means of its losses, its counts, and what the engine did."""
 
-    means: list[Mean]
+    means: dict[str, Mean]
     counts: Mapping[str, int]
     rate: float
     outcome: StepOutcome
@@ -107,17 +108,17 @@ class _Reading:
     """Reads the numbers of an update from the device, together with its gradient norm.
 
     Attributes:
-        numbers: fp64, equal on all ranks: sums of losses, correct predictions and counters, flags,
-            numbers of targets, and whether a sum is not finite.
+        numbers: fp64, equal on all ranks: sums of losses, correct predictions and counters, numbers
+            of targets, whether a sum is not finite, and flags.
+        update: whose losses and counters they are.
         decide: given means, returns why the update is skipped, and the limit of its norm.
         means: of each loss; NaN if a sum is not finite; set by ``__call__`` like the following.
     """
 
     numbers: Tensor
-    size: int
-    counters: Sequence[str]
-    decide: Callable[[Sequence[Mean]], tuple[Skip | None, float]]
-    means: list[Mean] = field(default_factory=list)
+    update: Update
+    decide: Callable[[Mapping[str, Mean]], tuple[Skip | None, float]]
+    means: dict[str, Mean] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=lambda: NO_COUNTS)
     flags: Sequence[bool] = ()
     skip: Skip | None = None
@@ -125,17 +126,19 @@ class _Reading:
     def __call__(self, norm: Tensor) -> tuple[float, float]:
         """See `ReadNorm`. The only host synchronization of an update."""
         *numbers, norm_read = torch.cat([self.numbers, norm.to(self.numbers).view(1)]).tolist()
-        *sums, is_nonfinite = numbers
-        size, flags = self.size, 2 * self.size + len(self.counters)
-        targets = map(int, sums[-size:])
-        self.flags = [flag > 0 for flag in sums[flags:-size]]
+        names, counters, read = self.update.losses, self.update.counters, iter(numbers)
+        sums, correct = list(islice(read, len(names))), list(islice(read, len(names)))
+        counts = [int(count) for count in islice(read, len(counters))]
+        targets = [int(count) for count in islice(read, len(names))]
+        is_nonfinite = next(read)
+        self.flags = [flag > 0 for flag in read]
         if is_nonfinite:
-            self.means = [Mean(math.nan, math.nan, count) for count in targets]
+            means = [Mean(math.nan, math.nan, count) for count in targets]
         else:
-            rows = zip(sums[:size], sums[size : 2 * size], targets, strict=True)
-            self.means = [Mean(loss / n, correct / n, n) for loss, correct, n in rows]
-            counts = map(int, sums[2 * size : flags])
-            self.counts = dict(zip(self.counters, counts, strict=True))
+            rows = zip(sums, correct, targets, strict=True)
+            means = [Mean(loss / n, hits / n, n) for loss, hits, n in rows]
+            self.counts = dict(zip(counters, counts, strict=True))
+        self.means = dict(zip(names, means, strict=True))
         self.skip, limit = self.decide(self.means)
         return norm_read, -math.inf if self.skip else limit
 
@@ -173,6 +176,7 @@ class TrainStep:
         self._engine = engine
         self._config = config
         self._objective = build_objective(config)
+        self._weights = {name: term.weight for name, term in self._objective.losses.items()}
         self._groups = groups
         self._is_fp16 = config.precision.dtype == "fp16"
         self._guard = guard or Guard.of_run(config)
@@ -214,7 +218,7 @@ class TrainStep:
         if self._config.guard.rerun:
             self._last = step, batches
         for engine, update in zip(self._engine.parts, self._objective.updates, strict=True):
-            targets, num_targets = num_targets.tensor_split([len(update.parts)])
+            targets, num_targets = num_targets.tensor_split([len(update.losses)])
             task = _Task(step, engine, update, targets)
             done.append(self._update(task, batches, outputs, done[:1], prefetch))
         first, skipped = done[0], next((update for update in done if update.skip), done[0])
@@ -265,8 +269,7 @@ class TrainStep:
         flags = self._flags if is_first else None
         reading = _Reading(
             self._reduce(totals, task.num_targets, flags.own() if flags else ()),
-            len(task.num_targets),
-            task.update.counters,
+            task.update,
             lambda means: self._check_loss(means, first),
         )
         self._on_progress()
@@ -353,7 +356,7 @@ class TrainStep:
             return None
         step, batches = self._last
         update = self._objective.updates[0]
-        targets = self._count_targets(batches)[: len(update.parts)]
+        targets = self._count_targets(batches)[: len(update.losses)]
         task = _Task(step, self._engine.parts[0], update, targets)
         compute, none = functools.partial(self._compute, task), [None] * len(batches)
         first, _ = compute(batches, none)
@@ -365,13 +368,13 @@ class TrainStep:
         return verdict
 
     def _check_loss(
-        self, means: Sequence[Mean], first: Sequence[_Done]
+        self, means: Mapping[str, Mean], first: Sequence[_Done]
     ) -> tuple[Skip | None, float]:
         """Return why an update is skipped, or None, and the limit of its gradient norm."""
         if not first:
             loss = self._objective.step_loss(means)
             return self._guard.check_loss(loss), self._guard.norm_limit()
-        if not math.isfinite(means[0].loss):
+        if not all(math.isfinite(mean.loss) for mean in means.values()):
             return "loss not finite", math.inf
         return None if first[0].skip == "overflow" else first[0].skip, math.inf
 
@@ -389,11 +392,11 @@ class TrainStep:
 
     def _metrics(self, done: Sequence[_Done]) -> dict[str, float]:
         """Return the objective's metrics, and what later updates did."""
-        means = [mean for update in done for mean in update.means]
+        means = {name: mean for update in done for name, mean in update.means.items()}
         counts = {name: count for update in done for name, count in update.counts.items()}
         metrics = self._objective.step_metrics(means, counts)
         for update, made in zip(self._objective.updates[1:], done[1:], strict=True):
-            name = update.parts[0].name
+            name = update.losses[0]
             metrics[f"{name}_learning_rate"] = made.rate
             metrics[f"{name}_grad_norm"] = made.outcome.grad_norm
             if self._is_fp16:
@@ -410,33 +413,36 @@ class TrainStep:
         """Run forward and backward of all micro batches.
 
         Returns:
-            fp64 [2 P + C]: this rank's sums of each of the P losses, then of correct predictions,
-            then of the C counters.
+            fp64 ``[2 L + C]``: this rank's sums of each of the L losses, then of correct
+            predictions, then of the C counters.
         """
-        groups, update, parts = self._groups, task.update, task.update.parts
-        size = 2 * len(parts) + len(update.counters)
+        groups, losses, counters = self._groups, task.update.losses, task.update.counters
+        size = 2 * len(losses) + len(counters)
         totals = torch.zeros(size, dtype=torch.float64, device=groups.device)
+        num_targets = dict(zip(losses, task.num_targets.unbind(), strict=True))
         self._step_number.fill_(task.step)
         for index, batch in enumerate(batches):
             seeds = DropoutSeeds(self._config.train.seed, self._step_number, batch.dropout_keys)
             with self._forward_timer.measure():
-                result = forward(self._engine.module, batch, seeds, update, outputs[index])
+                result = forward(self._engine.module, batch, seeds, task.update, outputs[index])
             # The engine averages over data-parallel ranks; the factor turns that into a sum.
-            losses = [
-                summed * (groups.dp_size / count) * part.weight
-                for part, summed, count in zip(parts, result.losses, task.num_targets, strict=True)
+            summands = [
+                found.loss * (groups.dp_size / num_targets[name]) * self._weights[name]
+                for name, found in result.losses.items()
             ]
-            totals += result.totals()
+            totals += result.totals(losses, counters)
             record.add(totals)
-            task.engine.backward(sum(losses[1:], losses[0]))
+            task.engine.backward(sum(summands[1:], summands[0]))
             outputs[index] = result.outputs
             self._on_progress()
         return totals
 
     def _count_targets(self, batches: Sequence[MicroBatch]) -> Tensor:
         """Count the targets of each loss in the global batch, without a host synchronization."""
-        counts = [torch.stack(self._objective.count_targets(batch)) for batch in batches]
-        total = torch.stack(counts).sum(0).to(torch.float32)
+        counts = [self._objective.count_targets(batch) for batch in batches]
+        names = self._objective.losses
+        rows = [torch.stack([each[name] for name in names]) for each in counts]
+        total = torch.stack(rows).sum(0).to(torch.float32)
         return sum_over_batch_ranks(total, self._groups).clamp_min(1.0)
 
     def _reduce(self, totals: Tensor, num_targets: Tensor, flags: Sequence[bool]) -> Tensor:
@@ -452,7 +458,7 @@ class TrainStep:
         nonfinite = torch.isfinite(totals).all().logical_not()
         totals = totals.masked_fill(nonfinite, 0.0)
         numbers = torch.cat(
-            [totals, any_flag, num_targets.double(), nonfinite.double().unsqueeze(0)]
+            [totals, num_targets.double(), nonfinite.double().unsqueeze(0), any_flag]
         )
         if groups.tp_group is not None:
             # Tensor-parallel ranks compute the same loss, unless one of them is faulty.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.collectives import all_gather
 from megatron_deberta.distributed.topology import ProcessGroups
+from megatron_deberta.model.heads import TokenLoss
 from megatron_deberta.observe.json_lines import JsonLines
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 from megatron_deberta.train.evaluate import Evaluation
@@ -94,7 +95,7 @@ class SampleRecorder:
 
     def _keep_batch(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         batch = arguments[0]
-        is_masked = isinstance(batch, Batch) and not batch.is_causal
+        is_masked = isinstance(batch, Batch) and not batch.inputs.causal
         is_missing = len(self._found) < self._num_rows
         self._batch = batch if is_masked and is_missing else None
 
@@ -108,14 +109,15 @@ class SampleRecorder:
         rows, masks = min(rows, self._num_rows - len(self._found)), min(masks, MAX_MASKS)
         states, weight, bias = arguments[:3]
         states = states.view(*batch.masked_positions.shape, -1)[:rows, :masks].flatten(0, 1)
-        start, size = getattr(head, "vocab_start", 0), getattr(head, "vocab_size", len(weight))
+        vocabulary = cast(TokenLoss, head).vocabulary
+        start, size = vocabulary.start, vocabulary.size
         group = self._groups.tp_group
         candidates = best_tokens(F.linear(states, weight, bias), start, size, group)
         ids, shares = (each.view(rows, masks, -1).tolist() for each in candidates)
         tokens, attended, positions, labels = (
             each[:rows].tolist()
             for each in (
-                batch.input_ids, batch.attention_mask, batch.masked_positions, batch.labels,
+                batch.inputs.input_ids, batch.inputs.is_token, batch.masked_positions, batch.labels,
             )
         )  # fmt: skip
         for row, sample in enumerate(batch.sample_index[:rows].tolist()):

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from megatron_deberta.data.arrays import Booleans, Integers
-from megatron_deberta.data.batch import IGNORED_LABEL, Batch, CausalBatch
+from megatron_deberta.data.batch import IGNORED_LABEL, Batch
 from megatron_deberta.data.vocabulary import Vocabulary
+from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.train.row_scores import batches_by_size
 
 
@@ -101,9 +102,11 @@ class WindowRows:
         # The state before a token predicts it, or that of the masked token.
         positions[row, slot] = place + bool(self.mask_every)
         labels[row, slot] = texts[row, place]
-        real = np.broadcast_to(np.arange(ids.shape[1]) < size + 2, ids.shape).copy()
-        batch_class = Batch if self.mask_every else CausalBatch
-        return batch_class(*(torch.from_numpy(x) for x in (ids, real, positions, labels, numbers)))
+        is_token = np.broadcast_to(np.arange(ids.shape[1]) < size + 2, ids.shape).copy()
+        inputs = ModelInputs(
+            torch.from_numpy(ids), torch.from_numpy(is_token), causal=not self.mask_every
+        )
+        return Batch(inputs, *(torch.from_numpy(x) for x in (positions, labels, numbers)))
 
     def _chosen(self, numbers: Integers, size: int) -> Booleans:
         """Return which tokens ``[rows, size]`` of rows are predicted."""

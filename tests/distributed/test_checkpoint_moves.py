@@ -32,9 +32,11 @@ from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import Engine
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import CheckpointError, NumericsError
+from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.step import TrainStep
 from tests.support.checkpoints import metadata
+from tests.support.losses import with_first_loss
 from tests.support.ranks import RankPool, grid
 from tests.support.tiny_models import V2, tiny_tokenizer
 
@@ -65,8 +67,10 @@ def micro_batches(groups: ProcessGroups, config: RunConfig) -> list[Batch]:
     generator = torch.Generator().manual_seed(1)
     shape = (8, 16)
     whole = Batch(
-        input_ids=torch.randint(5, V2.vocab_size, shape, generator=generator),
-        attention_mask=torch.ones(shape, dtype=torch.bool),
+        ModelInputs(
+            torch.randint(5, V2.vocab_size, shape, generator=generator),
+            torch.ones(shape, dtype=torch.bool),
+        ),
         masked_positions=torch.tensor([[1, 5, 9]]).repeat(8, 1),
         labels=torch.randint(5, V2.vocab_size, (8, 3), generator=generator),
         sample_index=torch.arange(8),
@@ -212,7 +216,9 @@ def not_finite_on_rank_one(rank: int, tp_size: int, stage: int) -> tuple[str, bo
     before = {name: state.weight for name, state in engine.gather_states()}
     step = TrainStep(engine, config, groups)
     if rank == 1:
-        engine.module.register_forward_hook(lambda _, __, out: (out[0] * float("nan"), out[1]))
+        engine.module.register_forward_hook(
+            lambda _, __, out: with_first_loss(out, lambda loss: loss * float("nan"))
+        )
     try:
         step(0, micro_batches(groups, config))
     except NumericsError as error:

@@ -18,6 +18,7 @@ from megatron_deberta.engine import deepspeed_config
 from megatron_deberta.engine.deepspeed_runtime import zero3_partition
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model import DropoutSeeds
+from megatron_deberta.model.inputs import ModelInputs
 from tests.support.ranks import RankPool, grid
 from tests.support.toy_engine import DTYPES, MICRO_BATCHES, assert_same_states, states, toy_config
 
@@ -45,7 +46,7 @@ def batch(step: int, index: int, groups: ProcessGroups) -> tuple[Batch, DropoutS
     labels = torch.where(picked >= 0, ids.gather(1, picked.clamp(min=0)), -100)
     row = groups.dp_rank + groups.dp_size * (index + MICRO_BATCHES * step)
     samples = torch.arange(2) + 2 * row
-    batch = Batch(ids.masked_fill(~mask, 0), mask, picked, labels, samples)
+    batch = Batch(ModelInputs(ids.masked_fill(~mask, 0), mask), picked, labels, samples)
     return batch, DropoutSeeds(7, step, samples)
 
 
@@ -67,7 +68,7 @@ def trained(
     # gradients, and Adam takes full steps for small gradients.
     for step in range(1 if dtype == "fp16" else 3):
         for index in range(MICRO_BATCHES):
-            loss, _ = engine.module(*batch(step, index, groups))
+            loss = engine.module(*batch(step, index, groups)).losses["masked"].loss
             engine.backward(loss / 14)
         history.append((loss.item(), engine.step(1e-3).grad_norm))
     result = states(engine)

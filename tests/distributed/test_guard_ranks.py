@@ -20,10 +20,12 @@ from megatron_deberta.engine.base import Engine
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.engine.schedule import learning_rate
 from megatron_deberta.errors import EXIT_NEVER_REQUEUE, LossScaleError
+from megatron_deberta.objectives import ModelLosses
 from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.stability.guard import Guard, GuardState
 from megatron_deberta.train.step import TrainStep
 from tests.support.layout_matrix import GLOBAL_BATCH, Layout, micro_batches, moments, run_config
+from tests.support.losses import with_first_loss
 from tests.support.ranks import RankPool, grid
 from tests.support.tolerances import LAYOUT_LOSS
 from tests.support.toy_engine import (
@@ -106,17 +108,17 @@ class LossFault:
         self.step = step
         self.left = iter(batches)
 
-    def __call__(self, module: Any, args: Any, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        loss, *rest = out
+    def __call__(self, module: Any, args: Any, out: ModelLosses) -> ModelLosses:
         if self.step * GLOBAL_BATCH + 3 not in next(self.left).sample_index.tolist():
             return out
+        return with_first_loss(out, self.corrupted)
+
+    def corrupted(self, loss: Tensor) -> Tensor:
         if self.step == LOSS_SPIKE:
-            loss = loss * 100
-        elif self.step == GRADIENT_SPIKE:
-            loss = loss * 1000 - (loss * 999).detach()
-        elif self.step == NOT_A_NUMBER:
-            loss = loss * float("nan")
-        return (loss, *rest)
+            return loss * 100
+        if self.step == GRADIENT_SPIKE:
+            return loss * 1000 - (loss * 999).detach()
+        return loss * float("nan") if self.step == NOT_A_NUMBER else loss
 
 
 def build(config: RunConfig, groups: Any) -> tuple[ShardedModel, Engine]:

@@ -31,7 +31,8 @@ from megatron_deberta.engine import deepspeed_config
 from megatron_deberta.engine.deepspeed_runtime import zero3_partition
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model import DebertaBackbone, DropoutSeeds
-from megatron_deberta.objectives import MaskedLanguageModel
+from megatron_deberta.model.inputs import ModelInputs
+from megatron_deberta.objectives import LossSums, MaskedLanguageModel, ModelLosses
 from tests.support.ranks import RankPool, grid
 from tests.support.tolerances import FP64, LAYOUT_GRADIENT
 
@@ -76,11 +77,12 @@ MODELS |= {
 class EncoderProbe(DebertaBackbone):
     """The plain encoder, every layer on the token sequence, with an artificial loss."""
 
-    def forward(self, batch: Batch, seeds: DropoutSeeds | None) -> tuple[Tensor, Tensor]:
-        hidden = self.encode(batch.input_ids, batch.attention_mask, seeds=seeds)
+    def forward(self, batch: Batch, seeds: DropoutSeeds | None) -> ModelLosses:
+        hidden = self.encode(batch.inputs, seeds)
         weights = torch.linspace(-1, 1, hidden.size(-1), dtype=hidden.dtype)
-        real = batch.attention_mask.unsqueeze(-1)
-        return (torch.sin(hidden * weights) * real).sum(), batch.attention_mask.sum()
+        real = batch.inputs.is_token.unsqueeze(-1)
+        loss = (torch.sin(hidden * weights) * real).sum()
+        return ModelLosses({"probe": LossSums(loss, batch.inputs.is_token.sum())})
 
 
 def make_batch(documents: bool, pairs: bool = False) -> tuple[Batch, DropoutSeeds]:
@@ -99,8 +101,9 @@ def make_batch(documents: bool, pairs: bool = False) -> tuple[Batch, DropoutSeed
         optional["position_ids"] = torch.where(place >= edges, place - edges, place)
     if pairs:
         optional["token_type_ids"] = (torch.arange(16) > 7).long().expand(2, 16)
-        optional["next_sentence_labels"] = torch.tensor([1, 0])
-    batch = Batch(ids.masked_fill(~mask, 0), mask, picked, labels, samples, **optional)
+    inputs = ModelInputs(ids.masked_fill(~mask, 0), mask, **optional)
+    next_sentence = torch.tensor([1, 0]) if pairs else None
+    batch = Batch(inputs, picked, labels, samples, next_sentence)
     return batch, DropoutSeeds(11, 5, samples)
 
 
@@ -118,15 +121,16 @@ def run_layout(rank: int, config: RunConfig, probe: bool, documents: bool) -> di
     # Only the position of the fused functions matters here; compiling them takes seconds per shape.
     torch.compiler.set_stance("force_eager")
     pairs = config.model.next_sentence_head
-    sums = sharded.module(*make_batch(documents, pairs))
-    loss, count = (sums[0] + sums[2], sums[1] + sums[3]) if pairs else sums
+    losses = sharded.module(*make_batch(documents, pairs)).losses.values()
+    loss = torch.stack([each.loss for each in losses]).sum()
+    count = sum(int(each.correct) for each in losses)
     loss.backward()
     gradients = {
         name: (sharded.specs[name], sharded.specs[name].true_part(parameter.grad))
         for name, parameter in sharded.module.named_parameters()
         if parameter.grad is not None
     }
-    return {"loss": loss.item(), "count": int(count), "gradients": gradients}
+    return {"loss": loss.item(), "count": count, "gradients": gradients}
 
 
 def assemble(parts: list[tuple[ParameterSpec, Tensor]]) -> Tensor:
@@ -217,7 +221,7 @@ def encoder_moments(rank: int, config: RunConfig) -> dict[str, tuple[ParameterSp
     model.module.train()
     torch.compiler.set_stance("force_eager")
     engine = build_engine(config, model.module, model.specs, groups)
-    engine.backward(engine.module(*make_batch(documents=False))[0])
+    engine.backward(engine.module(*make_batch(documents=False)).losses["probe"].loss)
     assert not engine.step(1e-3).skipped
     found = {
         name: (model.specs[name], model.specs[name].true_part(state.exp_avg).clone())

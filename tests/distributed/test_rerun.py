@@ -17,6 +17,7 @@ from megatron_deberta.config.schema import GuardConfig
 from megatron_deberta.engine import deepspeed_config, loss_scale
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import EXIT_FAILURE, ReplicaError
+from megatron_deberta.objectives import ModelLosses
 from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.stability.faults import FaultReports
 from megatron_deberta.train.stability.replicas import check_replicas
@@ -24,6 +25,7 @@ from megatron_deberta.train.stability.verdict import Verdict
 from megatron_deberta.train.state import FolderLock
 from megatron_deberta.train.step import TrainStep
 from tests.support.layout_matrix import GLOBAL_BATCH, Layout, micro_batches, moments, run_config
+from tests.support.losses import with_first_loss
 from tests.support.ranks import RankPool, grid
 
 STEPS, FAULTY_STEP, FAULTY_RANK = 4, 2, 2
@@ -67,11 +69,11 @@ class Fault:
         self.count += 1
         return gradient if self.kind == "once" and self.count > 1 else flipped(gradient)
 
-    def loss(self, module: Any, args: Any, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def loss(self, module: Any, args: Any, out: ModelLosses) -> ModelLosses:
         sample = FAULTY_STEP * GLOBAL_BATCH + 3
         if self.kind != "data" or sample not in args[0].sample_index.tolist():
             return out
-        return (out[0] * math.nan, *out[1:])
+        return with_first_loss(out, lambda loss: loss * math.nan)
 
 
 def train(

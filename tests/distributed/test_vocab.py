@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_deberta.distributed import vocab
 from megatron_deberta.distributed.collectives import copy_to_tensor_parallel_region
-from megatron_deberta.distributed.vocab import vocab_parallel_embedding, vocab_parallel_loss
+from megatron_deberta.distributed.vocab import vocab_parallel_embedding, vocabulary_part
+from megatron_deberta.ops import cross_entropy
+from megatron_deberta.ops.cross_entropy import linear_cross_entropy
 from megatron_deberta.train.validation_samples import best_tokens
 from tests.support.ranks import RankPool, grid
 
@@ -83,7 +84,7 @@ def _projection(vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Te
 def run_loss(
     rank: int, tp: int, vocab_size: int, dtype: torch.dtype, fuse: bool = False
 ) -> tuple[Tensor, ...]:
-    with mock.patch.object(vocab, "runs_kernels", return_value=fuse):
+    with mock.patch.object(cross_entropy, "runs_kernels", return_value=fuse):
         return _loss(tp, vocab_size, dtype, fuse)
 
 
@@ -94,11 +95,10 @@ def _loss(tp: int, vocab_size: int, dtype: torch.dtype, fuse: bool) -> tuple[Ten
     inputs = [states, *(t[start : start + PADDED // tp].clone() for t in (weight, bias))]
     for tensor in inputs:
         tensor.requires_grad_()
-    vocab._CHUNK_ELEMENTS["cpu"] = 4 * (PADDED // tp)
+    cross_entropy._CHUNK_ELEMENTS["cpu"] = 4 * (PADDED // tp)
     whole = copy_to_tensor_parallel_region(inputs[0], groups.tp_group)
-    loss, right = vocab_parallel_loss(
-        whole, *inputs[1:], _labels(vocab_size), start, vocab_size, groups.tp_group, fuse=fuse
-    )
+    part = vocabulary_part(vocab_size, start, groups.tp_group, fuse=fuse)
+    loss, right, _ = linear_cross_entropy(whole, *inputs[1:], _labels(vocab_size), part)
     (0.7 * loss).backward()
     assert all(t.grad is not None and t.grad.dtype == dtype for t in inputs)
     return loss.detach(), right, *(t.grad for t in inputs if t.grad is not None)
@@ -152,7 +152,8 @@ def run_no_tokens(rank: int) -> tuple[float, list[int]]:
     states, weight, bias = torch.zeros(0, 3), torch.ones(4, 3), torch.ones(4)
     weight.requires_grad_()
     labels = torch.zeros(0, dtype=torch.int64)
-    loss, _ = vocab_parallel_loss(states, weight, bias, labels, 4 * rank, 8, groups.tp_group)
+    part = vocabulary_part(8, 4 * rank, groups.tp_group)
+    loss = linear_cross_entropy(states, weight, bias, labels, part).loss
     loss.backward()
     assert weight.grad is not None
     return float(loss), weight.grad.tolist()

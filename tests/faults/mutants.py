@@ -125,7 +125,7 @@ MUTANTS = (
     ),
     Mutant(
         "padding is visible", "ops/visibility.py",
-        "    if a.key_padding is not None:\n", "    if False:\n",
+        "    if a.attention_mask is not None:\n", "    if False:\n",
         "unit/ops/test_attention.py",
     ),
     Mutant(
@@ -151,7 +151,7 @@ MUTANTS = (
     ),
     Mutant(
         "the loss ignores the number of ranks", "train/step.py",
-        "summed * (groups.dp_size / count)", "summed * (1 / count)",
+        "(groups.dp_size / num_targets[name])", "(1 / num_targets[name])",
         f"{_STEP}::test_the_sum_of_all_ranks_is_divided_by_the_targets_of_all_ranks",
     ),
     Mutant(
@@ -162,7 +162,7 @@ MUTANTS = (
     ),
     Mutant(
         "the loss is divided by the targets of the first micro batch", "train/step.py",
-        "torch.stack(counts).sum(0)", "torch.stack(counts)[0]",
+        "torch.stack(rows).sum(0)", "torch.stack(rows)[0]",
         f"{_STEP}::test_micro_batches_with_unequal_targets_change_nothing",
     ),
     Mutant(
@@ -197,8 +197,8 @@ MUTANTS = (
     ),
     Mutant(
         "in RTD a drawn original counts as replaced", "objectives/rtd.py",
-        "input_ids != fill(batch.input_ids, batch.masked_positions, batch.labels)",
-        "fill(torch.zeros_like(input_ids), batch.masked_positions, torch.ones_like(samples)) > 0",
+        "input_ids != fill(masked, positions, batch.labels)",
+        "fill(torch.zeros_like(input_ids), positions, torch.ones_like(samples)) > 0",
         "unit/train/test_rtd_steps.py::test_a_drawn_original_is_not_replaced",
     ),
     Mutant(

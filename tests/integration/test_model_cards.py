@@ -136,9 +136,11 @@ def masked_figures(folder: Path, run: Path, form: str) -> dict[str, float]:
     with torch.no_grad():
         model = load_pretrained(model_class, folder)
         for batch in validation_batches(run)[1]:
-            if batch.is_causal != (form == "autoregressive"):
+            if batch.inputs.causal != (form == "autoregressive"):
                 continue
-            out = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask.long())
+            out = model(
+                input_ids=batch.inputs.input_ids, attention_mask=batch.inputs.is_token.long()
+            )
             for row, (places, right) in enumerate(
                 zip(batch.masked_positions, batch.labels, strict=True)
             ):
@@ -246,13 +248,13 @@ def test_figures_of_a_discriminator(runs: Path) -> None:
     with torch.no_grad():
         for batch in batches:
             _, _, drawn = model.eval().generate(batch, None)
-            ids, right = batch.input_ids.clone(), batch.input_ids.clone()
+            ids, right = batch.inputs.input_ids.clone(), batch.inputs.input_ids.clone()
             for row, places in enumerate(batch.masked_positions):
                 known = places >= 0
                 ids[row, places[known]] = drawn[row, known]
                 right[row, places[known]] = batch.labels[row, known]
-            logits = discriminator(ids, batch.padding_mask)
-            real = batch.attention_mask
+            logits = discriminator(ids, batch.inputs.attention_mask)
+            real = batch.inputs.is_token
             said.append(logits[real])
             truth.append((ids != right)[real])
     logits, is_replaced = torch.cat(said).double(), torch.cat(truth)

@@ -19,6 +19,7 @@ from megatron_deberta.errors import EXIT_DONE, EXIT_NEVER_REQUEUE
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 from megatron_deberta.train.step import TrainStep, forward
 from tests.support.jobs import Run, assert_same_checkpoints, losses, records
+from tests.support.losses import with_first_loss
 
 BATCH = 8
 GUARDED = (
@@ -39,9 +40,10 @@ def poison(monkeypatch: pytest.MonkeyPatch, samples: range) -> None:
     """Make the losses of some samples infinite."""
 
     def spoiled(module: Any, batch: Any, *rest: Any) -> Any:
-        sums = forward(module, batch, *rest)
-        bad = any(sample in samples for sample in batch.sample_index.tolist())
-        return sums._replace(losses=(sums.losses[0] * float("inf"),)) if bad else sums
+        found = forward(module, batch, *rest)
+        if not any(sample in samples for sample in batch.sample_index.tolist()):
+            return found
+        return with_first_loss(found, lambda loss: loss * float("inf"))
 
     monkeypatch.setattr("megatron_deberta.train.step.forward", spoiled)
 
@@ -169,12 +171,12 @@ def test_nonfinite_gradient_is_skipped(
     """The loss is finite, its gradient is not."""
 
     def spoiled(module: Any, batch: Any, *rest: Any) -> Any:
-        sums = forward(module, batch, *rest)
+        found = forward(module, batch, *rest)
         if 20 not in batch.sample_index.tolist():
-            return sums
-        loss = sums.losses[0]
-        wrong = torch.where(torch.tensor(True), loss, loss * float("inf"))
-        return sums._replace(losses=(wrong,))
+            return found
+        return with_first_loss(
+            found, lambda loss: torch.where(torch.tensor(True), loss, loss * float("inf"))
+        )
 
     monkeypatch.setattr("megatron_deberta.train.step.forward", spoiled)
     assert pretrain(*GUARDED, "train.exit_step=4")[0] == EXIT_DONE

@@ -29,6 +29,7 @@ from megatron_deberta.observe.metrics import read_metrics
 from megatron_deberta.train.preemption import STOP_SIGNALS
 from megatron_deberta.train.step import forward
 from tests.support.jobs import Run
+from tests.support.losses import with_first_loss
 
 REFUSED = {
     "unknown key": ("model.hiden_size=3", "hidden_size"),
@@ -163,7 +164,7 @@ def test_nonfinite_loss_requests_no_restart(
     assert pretrain(strict, "train.exit_step=1") == (EXIT_DONE, "")
     monkeypatch.setattr(
         "megatron_deberta.train.step.forward",
-        lambda *args: (sums := forward(*args))._replace(losses=(sums.losses[0] * math.nan,)),
+        lambda *args: with_first_loss(forward(*args), lambda loss: loss * math.nan),
     )
     # A restart would repeat the same steps.
     for _ in range(2):

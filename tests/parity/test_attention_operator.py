@@ -54,7 +54,7 @@ def project_and_attend(
         heads(module.value_proj(hidden)),
         *tables,
         RelativePositions(module.max_relative_positions, buckets),
-        key_padding=real_tokens(),
+        attention_mask=real_tokens(),
         backend=options["backend"],
     )
     return output.transpose(1, 2).flatten(2)

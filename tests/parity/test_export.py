@@ -28,6 +28,7 @@ from megatron_deberta.hf.export_model import ExportResult, export_model, write_h
 from megatron_deberta.hf.import_model import open_release
 from megatron_deberta.hf.loading import build_model, temporary_module_cache
 from megatron_deberta.hf.model_card import loading_lines
+from megatron_deberta.model.inputs import ModelInputs
 from tests.support.stock_weights import stock_name
 from tests.support.tiny_models import V2, random_weights, reader, tiny_tokenizer
 from tests.support.tolerances import FP32_MODEL
@@ -112,7 +113,9 @@ def make_batch(length: int = 41) -> tuple[Tensor, Tensor]:
 
 def our_logits(config: ModelConfig, ids: Tensor, mask: Tensor | None) -> Tensor:
     with torch.no_grad():
-        return build_model(config, reader(random_weights(config)), "reference").logits(ids, mask)
+        return build_model(config, reader(random_weights(config)), "reference").logits(
+            ModelInputs(ids, mask)
+        )
 
 
 @pytest.mark.parametrize("name", STOCK)
@@ -134,8 +137,10 @@ def test_stock_encoder_and_exported_fill_mask_load(name: str, exported: Exported
     with torch.no_grad():
         states = encoder.eval()(ids, attention_mask=mask.long()).last_hidden_state
         logits = filler.eval()(ids, attention_mask=mask.long()).logits
-        torch.testing.assert_close(logits[mask], model.logits(ids, mask)[mask], **FP32_MODEL)
-        expected = model.encode(ids, mask)
+        torch.testing.assert_close(
+            logits[mask], model.logits(ModelInputs(ids, mask))[mask], **FP32_MODEL
+        )
+        expected = model.encode(ModelInputs(ids, mask))
         torch.testing.assert_close(states[mask], expected[mask], **FP32_MODEL)
 
 
@@ -206,11 +211,11 @@ def test_segment_pairs_keep_token_types_and_the_next_sentence_head(
     inputs = {"attention_mask": mask.long(), "token_type_ids": types}
     with torch.no_grad():
         logits = classifier.eval()(ids, **inputs).logits
-        expected = model.next_sentence_logits(ids, mask, types)
+        expected = model.next_sentence_logits(inputs)
         torch.testing.assert_close(logits, expected, **FP32_MODEL)
         # The mask decoder's results are unchanged.
         picked = torch.tensor([[3, 5, -1]] * 3)
-        _, pairs = model.decode(ids, mask, picked, token_type_ids=types)
+        _, pairs = model.decode(inputs, picked)
         torch.testing.assert_close(pairs, expected, **FP32_MODEL)
 
 
@@ -318,7 +323,7 @@ def test_autoregressive_form_is_a_causal_language_model(base: str, tmp_path: Pat
     ids, mask = make_batch(19)
     ours = build_model(config, reader(random_weights(config)), "reference")
     with torch.no_grad():
-        expected = ours.masked_logits(ids, mask, causal=True)
+        expected = ours.masked_logits(ModelInputs(ids, mask, causal=True))
         out = model(ids, attention_mask=mask.long(), labels=ids.masked_fill(~mask, -100))
         torch.testing.assert_close(out.logits[mask], expected[mask], **FP32_MODEL)
         following = ids[:, 1:].masked_fill(~mask[:, 1:], -100)
@@ -328,7 +333,7 @@ def test_autoregressive_form_is_a_causal_language_model(base: str, tmp_path: Pat
         torch.testing.assert_close(out.loss, loss, **FP32_MODEL)
         row = ids[:1]
         for _ in range(3):
-            best = ours.masked_logits(row, causal=True)[:, -1].argmax(-1, keepdim=True)
+            best = ours.masked_logits(ModelInputs(row, causal=True))[:, -1].argmax(-1, keepdim=True)
             row = torch.cat([row, best], 1)
     options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
     assert torch.equal(model.generate(ids[:1], **options), row)

@@ -19,6 +19,7 @@ from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.model import RuntimeOptions
 from megatron_deberta.model.flops import forward_flops, recomputed_flops, training_flops_per_token
+from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.objectives import MaskedLanguageModel
 
 ROWS, MASKED_SHARE = 2, 0.125
@@ -61,8 +62,7 @@ def batch(length: int) -> Batch:
     generator = torch.Generator().manual_seed(length)
     masked = torch.arange(0, length, round(1 / MASKED_SHARE)).expand(ROWS, -1)
     return Batch(
-        input_ids=torch.randint(5, 131, (ROWS, length), generator=generator),
-        attention_mask=torch.ones(ROWS, length, dtype=torch.bool),
+        ModelInputs(torch.randint(5, 131, (ROWS, length), generator=generator)),
         masked_positions=masked,
         labels=torch.randint(5, 131, masked.shape, generator=generator),
         sample_index=torch.arange(ROWS),
@@ -75,7 +75,7 @@ def counted(model: ModelConfig, length: int, recompute: Any) -> tuple[float, flo
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     with FlopCounterMode(display=False) as counter:
-        loss, _ = module(batch(length))
+        loss = module(batch(length)).losses["masked"].loss
         forward = counter.get_total_flops()
         loss.backward()
     return forward / (ROWS * length), counter.get_total_flops() / (ROWS * length)

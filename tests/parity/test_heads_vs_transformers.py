@@ -21,6 +21,7 @@ from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.engine.optimizer import decays
 from megatron_deberta.engine.schedule import learning_rate
 from megatron_deberta.model.heads import num_outputs
+from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.train.step import TrainStep
 from tests.support.labelled import HEADS, encoded, labelled_run, labelled_steps
 from tests.support.stock_weights import randomize, stock_config, stock_name
@@ -47,17 +48,19 @@ def stock_model(config: RunConfig) -> Any:
 
 def padded(batches: Sequence[TaskBatch]) -> list[TaskBatch]:
     """Return the batches with rows as long as the longest of all."""
-    longest = max(batch.input_ids.size(1) for batch in batches)
+    longest = max(batch.inputs.input_ids.size(1) for batch in batches)
 
     def pad(values: Tensor, value: float) -> Tensor:
         return F.pad(values, (0, longest - values.size(1)), value=value)
 
     return [
         TaskBatch(
-            pad(batch.input_ids, 0),
-            pad(batch.attention_mask, False),
-            pad(batch.token_type_ids, 0),
-            pad(batch.labels, -100) if batch.labels.size(-1) == batch.input_ids.size(1)
+            ModelInputs(
+                pad(batch.inputs.input_ids, 0),
+                pad(batch.inputs.is_token, False),
+                token_type_ids=torch.zeros(len(batch.row_index), longest).long(),
+            ),
+            pad(batch.labels, -100) if batch.labels.size(-1) == batch.inputs.input_ids.size(1)
             and batch.labels.dim() == 2 else batch.labels,
             batch.sample_index,
             batch.row_index,
@@ -74,8 +77,8 @@ def stock_loss(model: Any, head: Head, batches: Sequence[TaskBatch]) -> Tensor:
     transformers' own cross-entropies: its loss depends on the amount of padding.
     """
     parts = padded(batches)
-    ids = torch.cat([part.input_ids for part in parts])
-    mask = torch.cat([part.attention_mask for part in parts])
+    ids = torch.cat([part.inputs.input_ids for part in parts])
+    mask = torch.cat([part.inputs.is_token for part in parts])
     if head == "spans":
         out = model(input_ids=ids, attention_mask=mask.long())
         labels = torch.cat([part.labels for part in parts])
@@ -99,8 +102,8 @@ def choice_loss(model: Any, parts: Sequence[TaskBatch]) -> Tensor:
     for part in parts:
         assert part.choice_rows is not None
         rows = F.pad(part.choice_rows, (0, most - part.choice_rows.size(1)), value=-1)
-        ids.append(part.input_ids[rows.clamp(min=0)])
-        masks.append(part.attention_mask[rows.clamp(min=0)])
+        ids.append(part.inputs.input_ids[rows.clamp(min=0)])
+        masks.append(part.inputs.is_token[rows.clamp(min=0)])
         present.append(rows >= 0)
     logits = model(input_ids=torch.cat(ids), attention_mask=torch.cat(masks).long()).logits
     labels = torch.cat([part.labels for part in parts])
@@ -150,7 +153,7 @@ def our_losses(config: RunConfig, stock: Any, steps: Sequence[list[TaskBatch]]) 
 def test_twenty_steps(head: Head) -> None:
     config = labelled_run(head)
     steps = list(labelled_steps(config, GROUPS))
-    assert len({batch.input_ids.size(1) for batches in steps for batch in batches}) > 4
+    assert len({batch.inputs.input_ids.size(1) for batches in steps for batch in batches}) > 4
     stock = stock_model(config)
     ours = our_losses(config, stock, steps)
     expected = stock_losses(config, stock, steps)
@@ -164,9 +167,8 @@ def test_the_loss_is_that_of_the_stock_class_where_nothing_is_padded(head: Head)
     data = encoded(head, choices=(3,), lengths=(12, 12))
     (batches, *_) = labelled_steps(config, GROUPS, data)
     stock = stock_model(config)
-    ids, labels = (
-        torch.cat([getattr(batch, name) for batch in batches]) for name in ("input_ids", "labels")
-    )
+    ids = torch.cat([batch.inputs.input_ids for batch in batches])
+    labels = torch.cat([batch.labels for batch in batches])
     if head == "spans":
         out = stock(input_ids=ids, start_positions=labels[:, 0], end_positions=labels[:, 1])
     else:

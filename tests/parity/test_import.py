@@ -30,6 +30,7 @@ from megatron_deberta.hf.export_model import write_hf_model
 from megatron_deberta.hf.import_model import Release, Source, open_release
 from megatron_deberta.hf.loading import build_model
 from megatron_deberta.model import DebertaForPretraining
+from megatron_deberta.model.inputs import ModelInputs
 from tests.parity.test_export import make_batch
 from tests.support.stock_weights import randomize
 from tests.support.tolerances import FP32_MODEL
@@ -92,7 +93,7 @@ def test_stock_encoder(
     ids, mask = make_batch()
     with torch.no_grad():
         expected = stock(ids, attention_mask=mask.long()).last_hidden_state
-        states = filled(release).encode(ids, mask)
+        states = filled(release).encode(ModelInputs(ids, mask))
     torch.testing.assert_close(states[mask], expected[mask], **FP32_MODEL)
     fresh = weights_of(release)["head.transform.weight"]
     assert fresh.std().item() == pytest.approx(0.02, rel=0.2)
@@ -114,7 +115,7 @@ def test_stock_masked_lm(
     ids, mask = make_batch()
     with torch.no_grad():
         expected = stock(ids, attention_mask=mask.long()).logits
-        logits = filled(release).logits(ids, mask)
+        logits = filled(release).logits(ModelInputs(ids, mask))
     torch.testing.assert_close(logits[mask], expected[mask], **FP32_MODEL)
 
 
@@ -132,7 +133,7 @@ def test_roberta(tmp_path: Path) -> None:
     ids = ids.masked_fill(~mask, 1)
     with torch.no_grad():
         expected = stock(ids, attention_mask=mask.long()).logits
-        logits = filled(release).logits(ids, mask)
+        logits = filled(release).logits(ModelInputs(ids, mask))
     torch.testing.assert_close(logits[mask], expected[mask], **FP32_MODEL)
 
 

@@ -11,6 +11,7 @@ from transformers import DebertaV2ForMaskedLM
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.model import RuntimeOptions
+from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.model.tp_hooks import TokenLayout
 from megatron_deberta.objectives import MaskedLanguageModel
 from tests.support.stock_weights import (
@@ -61,7 +62,7 @@ def make_batch(config: ModelConfig, length: int, padded: bool) -> Batch:
         ids = ids.masked_fill(~mask, 0)
     selected = torch.tensor([[0, 3, 7], [1, 4, -1], [2, -1, -1]])
     labels = torch.where(selected >= 0, ids.gather(1, selected.clamp(min=0)), -100)
-    return Batch(ids, mask, selected, labels, sample_index=torch.arange(3))
+    return Batch(ModelInputs(ids, mask), selected, labels, sample_index=torch.arange(3))
 
 
 @pytest.mark.parametrize(
@@ -76,23 +77,23 @@ def test_outputs_and_gradients(variant: str, length: int, padded: bool, backend:
     copy_from_stock(model, stock)
     batch = make_batch(config, length, padded)
 
-    real = batch.attention_mask.unsqueeze(-1)
-    encoded = model.encode(batch.input_ids, batch.attention_mask)
-    stock_encoded = stock.deberta(batch.input_ids, batch.attention_mask.long())[0]
+    real = batch.inputs.is_token.unsqueeze(-1)
+    encoded = model.encode(batch.inputs)
+    stock_encoded = stock.deberta(batch.inputs.input_ids, batch.inputs.is_token.long())[0]
     torch.testing.assert_close(encoded * real, stock_encoded * real, **FP32_MODEL)
 
-    full_labels = torch.full_like(batch.input_ids, -100)
+    full_labels = torch.full_like(batch.inputs.input_ids, -100)
     for row, column, label in zip(
         *torch.where(batch.masked_positions >= 0),
         batch.labels[batch.masked_positions >= 0],
         strict=True,
     ):
         full_labels[row, batch.masked_positions[row, column]] = label
-    out = stock(batch.input_ids, batch.attention_mask.long(), labels=full_labels)
-    loss, _ = model(batch)
+    out = stock(batch.inputs.input_ids, batch.inputs.is_token.long(), labels=full_labels)
+    loss = model(batch).losses["masked"].loss
     count = (batch.labels >= 0).sum()
     torch.testing.assert_close(loss / count, out.loss, **FP32_MODEL)
-    logits = model.logits(batch.input_ids, batch.attention_mask)
+    logits = model.logits(batch.inputs)
     torch.testing.assert_close(logits * real, out.logits * real, **FP32_MODEL)
 
     (loss / count).backward()
@@ -124,11 +125,11 @@ def test_mask_decoder_built_from_stock_layers(variant: str, backend: str) -> Non
 
     encoder = stock.deberta.encoder
     states = stock.deberta(
-        batch.input_ids, batch.attention_mask.long(), output_hidden_states=True
+        batch.inputs.input_ids, batch.inputs.is_token.long(), output_hidden_states=True
     ).hidden_states
     hidden = states[-2]
     query = hidden + position_table[: hidden.size(1)]
-    extended = encoder.get_attention_mask(batch.attention_mask.long())
+    extended = encoder.get_attention_mask(batch.inputs.is_token.long())
     relative = encoder.get_rel_pos(hidden)
     table = encoder.get_rel_embedding()
     for _ in range(2):
@@ -141,10 +142,10 @@ def test_mask_decoder_built_from_stock_layers(variant: str, backend: str) -> Non
     selected = logits[rows, batch.masked_positions[valid]]
     expected = torch.nn.functional.cross_entropy(selected, batch.labels[valid], reduction="sum")
 
-    loss, _ = model(batch)
+    loss = model(batch).losses["masked"].loss
     torch.testing.assert_close(loss, expected, **FP32_MODEL)
-    everywhere = model.logits(batch.input_ids, batch.attention_mask)
-    real = batch.attention_mask.unsqueeze(-1)
+    everywhere = model.logits(batch.inputs)
+    real = batch.inputs.is_token.unsqueeze(-1)
     torch.testing.assert_close(everywhere * real, logits * real, **FP32_MODEL)
 
     loss.backward()
@@ -160,5 +161,5 @@ def test_mask_decoder_built_from_stock_layers(variant: str, backend: str) -> Non
 
 
 def test_layout_of_sequence_covers_the_batch() -> None:
-    layout = TokenLayout.of_sequence(torch.ones(2, 5, dtype=torch.bool))
+    layout = TokenLayout.of_sequence(ModelInputs(torch.ones(2, 5).long()))
     assert layout.positions.tolist() == [[0, 1, 2, 3, 4]] * 2

@@ -25,6 +25,7 @@ from megatron_deberta.hf.onnx.check import check_graph, graph_logits, graph_runn
 from megatron_deberta.hf.onnx.export import OnnxOptions, add_onnx
 from megatron_deberta.hf.onnx.graph import OnnxDtype, graph_kind, write_graph
 from megatron_deberta.hf.onnx.libraries import require_libraries
+from megatron_deberta.model.inputs import ModelInputs
 from tests.support.tiny_models import V2, random_weights, reader, tiny_tokenizer
 
 pytest.importorskip("onnx", reason="extra [onnx] is not installed")
@@ -224,7 +225,7 @@ def test_export_has_a_report_and_lines_in_the_card(tmp_path: Path) -> None:
     ids = torch.tensor([[1, 20, 21, 2]])
     logits = graph_logits(output / "onnx" / "model.onnx", "rows")(ids, torch.ones_like(ids), None)
     with torch.no_grad():
-        expected = build_task_model(config, read).logits(ids)
+        expected = build_task_model(config, read).logits(ModelInputs(ids))
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
 
 

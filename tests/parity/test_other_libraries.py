@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from megatron_deberta.config.task_head import with_task_head
 from megatron_deberta.hf.export_model import export_model
 from megatron_deberta.hf.loading import build_model
+from megatron_deberta.model.inputs import ModelInputs
 from tests.support.tiny_models import TEXT, V2, random_weights, reader, tiny_tokenizer
 
 ENCODE = """
@@ -78,7 +79,7 @@ def test_sentence_transformers_opens_our_own_architecture(tmp_path: Path) -> Non
 
     row = transformers.AutoTokenizer.from_pretrained(folder)(TEXT[0], return_tensors="pt")
     with torch.no_grad():
-        states = build_model(config, reader(weights)).encode(row["input_ids"])
+        states = build_model(config, reader(weights)).encode(ModelInputs(row["input_ids"]))
     torch.testing.assert_close(found, states.mean(1), rtol=1e-5, atol=1e-5)
     assert ", trust_remote_code=True)" in (folder / "README.md").read_text()
 

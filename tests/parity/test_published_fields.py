@@ -19,6 +19,7 @@ from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.finetune.models import open_source_model
 from megatron_deberta.hf import accelerate
 from megatron_deberta.hf.loading import build_encoder, build_with_head, quiet_transformers
+from megatron_deberta.model.inputs import ModelInputs
 from tests.support.stock_weights import randomize
 
 SIZES: dict[str, Any] = {
@@ -238,7 +239,7 @@ def our_outputs(folder: Path, head: str, inputs: dict[str, Tensor]) -> Tensor:
         encoder = build_encoder(source.config, source.read, "reference")
         return encoder(ids, mask, token_type_ids=types).last_hidden_state
     model: Any = build_with_head(source.config, source.read, "reference")
-    logits: Tensor = model.logits(ids, mask, types)
+    logits: Tensor = model.logits(ModelInputs(ids, mask, token_type_ids=types))
     return logits.view(1, -1) if head == CHOICES else logits
 
 

@@ -98,9 +98,9 @@ class Restatement:
 
     def generator_logits(self, batch: Batch) -> Tensor:
         """Logits at all positions, through the released mask decoder."""
-        deberta, mask = self.generator.deberta, batch.attention_mask.long()
+        deberta, mask = self.generator.deberta, batch.inputs.is_token.long()
         encoder = deberta.encoder
-        hidden = deberta(batch.input_ids, mask, output_hidden_states=True).hidden_states[-2]
+        hidden = deberta(batch.inputs.input_ids, mask, output_hidden_states=True).hidden_states[-2]
         query = hidden + self.positions[: hidden.size(1)]
         for _ in range(2):
             query = encoder.layer[-1](
@@ -119,7 +119,7 @@ class Restatement:
         if self.delta is not None:
             tables = {"embeddings.word_embeddings.weight": shared.detach() + self.delta}
         states = torch.func.functional_call(
-            self.discriminator.deberta, tables, (input_ids, batch.attention_mask.long())
+            self.discriminator.deberta, tables, (input_ids, batch.inputs.is_token.long())
         )[0]
         head, shape = self.head, states.shape[-1:]
         states = F.layer_norm(states[:, :1] + states, shape, **head["norm"], eps=1e-7)
@@ -143,13 +143,16 @@ class Restatement:
 
     def detect(self, batch: Batch, drawn: Tensor) -> Tensor:
         """Return the sum of the discriminator's losses."""
-        input_ids, is_replaced = batch.input_ids.clone(), torch.zeros_like(batch.attention_mask)
+        input_ids, is_replaced = (
+            batch.inputs.input_ids.clone(),
+            torch.zeros_like(batch.inputs.is_token),
+        )
         for row, column in (batch.masked_positions >= 0).nonzero().tolist():
             position, piece = batch.masked_positions[row, column], drawn[row, column]
             input_ids[row, position] = piece
             is_replaced[row, position] = piece != batch.labels[row, column]
         detected = self.discriminator_logits(batch, input_ids)
-        real = batch.attention_mask
+        real = batch.inputs.is_token
         return F.binary_cross_entropy_with_logits(
             detected[real], is_replaced[real].float(), reduction="sum"
         )
@@ -196,15 +199,16 @@ def test_losses_and_gradients(sharing: Sharing) -> None:
     restated = Restatement(model, sharing)
     batch = make_batch(MODEL, 37, padded=True)
     result = model(batch)
+    loss, detection = (result.losses[name].loss for name in ("generator", "discriminator"))
     expected_loss, drawn = restated.generate(batch)
     expected_detection = restated.detect(batch, drawn)
     valid = batch.masked_positions >= 0
-    assert torch.equal(result[-1][valid], drawn[valid])
-    assert int(result[4]) == int((drawn[valid] != batch.labels[valid]).sum()) > 0
-    torch.testing.assert_close(result[0], expected_loss, **FP32_MODEL)
-    torch.testing.assert_close(result[2], expected_detection, **FP32_MODEL)
+    assert torch.equal(result.outputs[valid], drawn[valid])
+    assert int(result.counts["replaced"]) == int((drawn[valid] != batch.labels[valid]).sum()) > 0
+    torch.testing.assert_close(loss, expected_loss, **FP32_MODEL)
+    torch.testing.assert_close(detection, expected_detection, **FP32_MODEL)
 
-    (result[0] + WEIGHT * result[2]).backward()
+    (loss + WEIGHT * detection).backward()
     (expected_loss + WEIGHT * expected_detection).backward()
     for ours, stock in (
         (model.generator, restated.generator),
@@ -267,12 +271,12 @@ def test_alternating_updates(sharing: Sharing) -> None:
         loss, drawn = restated.generate(batch, step)
         mean = loss / (batch.labels >= 0).sum()
         with torch.no_grad():
-            stale = float(restated.detect(batch, drawn) / batch.attention_mask.sum())
+            stale = float(restated.detect(batch, drawn) / batch.inputs.is_token.sum())
         detection, norms = torch.zeros(()), []
         for number, optimizer in enumerate(optimizers):
             optimizer.zero_grad()
             if number:
-                detection = restated.detect(batch, drawn) / batch.attention_mask.sum()
+                detection = restated.detect(batch, drawn) / batch.inputs.is_token.sum()
             (weight * detection if number else mean).backward()
             norms.append(float(torch.nn.utils.clip_grad_norm_(parameters[number], clip)))
             optimizer.step()
@@ -295,7 +299,7 @@ def test_alternating_updates(sharing: Sharing) -> None:
 @pytest.mark.parametrize("sharing", ["gdes", "es", "none"])
 def test_gradient_of_the_detection_on_the_generator(sharing: Sharing) -> None:
     model = build(sharing)
-    detection = model(make_batch(MODEL, 21, padded=True))[2]
+    detection = model(make_batch(MODEL, 21, padded=True)).losses["discriminator"].loss
     detection.backward()
     table = model.generator.embeddings.token
     others = [p for p in model.generator.parameters() if p is not table.weight]

@@ -79,7 +79,7 @@ class Restated:
 
 def stock_logits(model: Any, head: Head, batch: TaskBatch) -> list[Tensor]:
     """Return the predicted distributions of a micro batch."""
-    ids, mask = batch.input_ids, batch.attention_mask
+    ids, mask = batch.inputs.input_ids, batch.inputs.is_token
     if head == "choices":
         assert batch.choice_rows is not None
         rows = batch.choice_rows.clamp(min=0)
@@ -117,12 +117,12 @@ def test_loss_and_gradients(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(local_part(weights[stock_name(name) or name], specs[name]))
-    rows, length = batch.input_ids.shape
+    rows, length = batch.inputs.input_ids.shape
     noise = torch.randn(rows, length, 32, generator=torch.Generator().manual_seed(3)) * NOISE
     monkeypatch.setattr(sift, "initial_noise", lambda *_: noise.clone())
 
-    result = model(batch, DropoutSeeds(1, 0, batch.dropout_keys))
-    result[2].backward()
+    result = model(batch, DropoutSeeds(1, 0, batch.dropout_keys)).losses["sift"].loss
+    result.backward()
 
     scored = model.objective.scored(batch)
     theirs = noise
@@ -134,8 +134,8 @@ def test_loss_and_gradients(
     expected = restated.loss(theirs, scored, head == "regression", inner, clean_gradient)
     expected.backward()
 
-    assert result[2].item() == pytest.approx(expected.item(), rel=1e-5)
-    assert result[2].item() > 0
+    assert result.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert result.item() > 0
     for name, parameter in model.named_parameters():
         other = weights[stock_name(name) or name].grad
         if other is None:
@@ -159,6 +159,6 @@ def test_no_gradient_reaches_the_embeddings_through_the_perturbed_pass() -> None
     ((batch, *_), *_) = labelled_steps(config, GROUPS)
     model: Any = build_model(config, GROUPS).module.train()
     model.sift = sift.Sift(0.01, 1e-4, "symmetric_kl", clean_gradient=False)
-    model(batch, DropoutSeeds(1, 0, batch.dropout_keys))[2].backward()
+    model(batch, DropoutSeeds(1, 0, batch.dropout_keys)).losses["sift"].loss.backward()
     assert model.embeddings.token.weight.grad is None
     assert model.classifier.weight.grad.norm() > 0

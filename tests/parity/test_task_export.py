@@ -83,10 +83,10 @@ def test_logits_and_labels(kind: ModelType, head: Head, tmp_path: Path) -> None:
 
     rows = labelled_rows(labelled_run(head))
     batch = rows.batch(*[torch.arange(4).numpy()] * 2)
-    ids, mask = batch.input_ids, batch.attention_mask
+    ids, mask = batch.inputs.input_ids, batch.inputs.is_token
     assert not mask.all()
     with torch.no_grad():
-        logits = ours.logits(ids, mask)
+        logits = ours.logits(batch.inputs)
         if head == "choices":
             out = theirs.eval()(input_ids=ids[None], attention_mask=mask[None].long())
             logits = logits.view(1, -1)

@@ -9,32 +9,32 @@ import torch
 from torch import Tensor
 
 from megatron_deberta.config.schema import ObjectiveConfig
-from megatron_deberta.data.batch import IGNORED_LABEL, Batch, CausalBatch
+from megatron_deberta.data.batch import IGNORED_LABEL, Batch
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine import deepspeed_config
 from megatron_deberta.engine.factory import build_engine
+from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.step import TrainStep
 from tests.support.layout_matrix import GLOBAL_BATCH, Layout, micro_batches, moments, run_config
 from tests.support.ranks import grid
 
 
-def causal_batch(input_ids: Tensor, attention_mask: Tensor, sample_index: Tensor) -> CausalBatch:
+def causal_batch(input_ids: Tensor, attention_mask: Tensor, sample_index: Tensor) -> Batch:
     """Return the rows with every next token as a target."""
     following = attention_mask[:, 1:]
     positions = torch.arange(input_ids.size(1) - 1).expand(len(input_ids), -1)
-    return CausalBatch(
-        input_ids,
-        attention_mask,
+    return Batch(
+        ModelInputs(input_ids, attention_mask, causal=True),
         positions.masked_fill(~following, -1),
         input_ids[:, 1:].masked_fill(~following, IGNORED_LABEL),
         sample_index,
     )
 
 
-def as_causal(batch: Batch) -> CausalBatch:
+def as_causal(batch: Batch) -> Batch:
     """Return the rows of a batch, as they are, with every next token as a target."""
-    return causal_batch(batch.input_ids, batch.attention_mask, batch.sample_index)
+    return causal_batch(batch.inputs.input_ids, batch.inputs.is_token, batch.sample_index)
 
 
 def run_two_forms(rank: int, layout: Layout | None, steps: int) -> dict[str, Any]:

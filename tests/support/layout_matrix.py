@@ -35,6 +35,7 @@ from megatron_deberta.distributed.topology import ProcessGroups, single_process_
 from megatron_deberta.engine import deepspeed_config
 from megatron_deberta.engine.base import Engine
 from megatron_deberta.engine.factory import build_engine
+from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.step import TrainStep
 from tests.support.ranks import RankPool, grid
@@ -138,12 +139,10 @@ def micro_batches(
     first = groups.dp_rank * share
     return [
         Batch(
-            ids[rows],
-            mask[rows],
+            ModelInputs(ids[rows], mask[rows], token_type_ids=types[rows] if segments else None),
             picked[rows],
             labels[rows],
             samples[rows],
-            token_type_ids=types[rows] if segments else None,
             next_sentence_labels=next_sentence[rows] if segments else None,
         )
         for rows in (

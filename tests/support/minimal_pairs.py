@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from megatron_deberta.model import DebertaForPretraining
+from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.tokenizer import Tokenizer
 
 PAIRS = (
@@ -43,6 +44,6 @@ def slow_score(model: DebertaForPretraining, tokenizer: Tokenizer, text: str, me
         while metric == "within_word_l2r" and later < len(ids) - 1 and not starts[ids[later]]:
             masked[later] = tokenizer.mask_id
             later += 1
-        logits = model.logits(torch.tensor([masked]))[0, place]
+        logits = model.logits(ModelInputs(torch.tensor([masked])))[0, place]
         total += float(logits.log_softmax(-1)[ids[place]])
     return total

@@ -6,13 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_deberta.config.schema import ModelConfig, ObjectiveConfig, RTDConfig, RunConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine import deepspeed_config
 from megatron_deberta.engine.factory import build_engine
+from megatron_deberta.ops.cross_entropy import CrossEntropy
 from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.step import TrainStep
 from tests.support.layout_matrix import (
@@ -43,10 +44,15 @@ def record_samples(module: nn.Module) -> Samples:
     """Return a table that every pass of the generator fills: sample index -> drawn pieces."""
     drawn: Samples = {}
 
-    def record(_: nn.Module, arguments: tuple[Any, ...], result: tuple[Tensor, ...]) -> None:
+    def record(_: nn.Module, arguments: tuple[Any, ...], result: CrossEntropy) -> None:
         batch: Batch = arguments[0]
+        assert result.samples is not None
+        rows = result.samples.view(batch.labels.shape)
         for index, positions, pieces in zip(
-            batch.sample_index.tolist(), batch.masked_positions, result[-1], strict=True
+            batch.sample_index.tolist(),
+            batch.masked_positions,
+            rows,
+            strict=True,
         ):
             drawn[index] = pieces[positions >= 0].tolist()
 

@@ -87,7 +87,7 @@ def test_table_lists_every_folder() -> None:
     folders = {path.parent.name for path in FILES if path.parent.parent == PACKAGE}
     assert folders - {"config"} == {name for name in table if "/" not in name}
     assert table["ops"] == set()
-    assert table["objectives"] == {"model"}
+    assert table["objectives"] == {"ops", "model", "data"}
     assert "engine" in table["train"]
     assert "cluster" not in table["train"]
 

@@ -13,8 +13,7 @@ PositionEmbedding  identity                            table gradient summed
 ChannelExit        all-gather channels                 all-to-all channels to tokens
 SharedInput        identity; backward: all-reduce      the same
 TokenEmbedding     all-reduce                          reduce-scatter
-TokenLoss          vocabulary-parallel                 the same
-SampledTokenLoss   vocabulary-parallel                 the same
+TokenLoss          its part of the vocabulary          the same
 =================  ==================================  =====================================
 
 The right column applies to the token sequence only. The mask decoder's rows are replicated on all
@@ -46,20 +45,13 @@ from megatron_deberta.distributed.collectives import (
 )
 from megatron_deberta.distributed.linear import row_parallel
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.distributed.vocab import (
-    vocab_parallel_embedding,
-    vocab_parallel_loss,
-    vocab_parallel_sampled_loss,
-    vocab_parallel_token_losses,
-)
+from megatron_deberta.distributed.vocab import vocab_parallel_embedding, vocabulary_part
 from megatron_deberta.model import tp_hooks
 from megatron_deberta.model.attention import DisentangledSelfAttention
 from megatron_deberta.model.fused import PendingResidual, layer_norm
+from megatron_deberta.model.heads import TokenLoss
 from megatron_deberta.model.projections import InputExchange, project_together
-from megatron_deberta.model.sampling import GumbelMax
 from megatron_deberta.model.tp_hooks import TokenLayout
-from megatron_deberta.objectives.mlm import Reduction, TokenLoss
-from megatron_deberta.objectives.rtd import SampledTokenLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +61,6 @@ class _Parallelism:
     group: ProcessGroup | None
     sequence: bool
     vocab_start: int
-    vocab_size: int
-    fuse: bool
 
 
 class _ParallelHook(nn.Module):
@@ -84,8 +74,6 @@ class _ParallelHook(nn.Module):
         self.group = parallelism.group
         self.sequence = parallelism.sequence
         self.vocab_start = parallelism.vocab_start
-        self.vocab_size = parallelism.vocab_size
-        self.fuse = parallelism.fuse
         for name, parameter in hook.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
 
@@ -106,7 +94,7 @@ class _SequenceEntry(_ParallelHook):
             layout,
             positions=self._scatter(layout.positions),
             position_ids=self._scatter(layout.position_ids),
-            real=self._scatter(layout.real),
+            is_token=self._scatter(layout.is_token),
             token_types=None if types is None else self._scatter(types),
         )
 
@@ -245,32 +233,6 @@ class _TokenEmbedding(_ParallelHook):
         )
 
 
-class _TokenLoss(_ParallelHook):
-    def forward(
-        self,
-        states: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        labels: Tensor,
-        reduction: Reduction = "sum",
-    ) -> tuple[Tensor, Tensor]:
-        compute = vocab_parallel_loss if reduction == "sum" else vocab_parallel_token_losses
-        return compute(
-            states, weight, bias, labels, self.vocab_start, self.vocab_size, self.group,
-            fuse=self.fuse,
-        )  # fmt: skip
-
-
-class _SampledTokenLoss(_ParallelHook):
-    def forward(
-        self, states: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, draw: GumbelMax
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return vocab_parallel_sampled_loss(
-            states, weight, bias, labels, draw, self.vocab_start, self.vocab_size, self.group,
-            fuse=self.fuse,
-        )  # fmt: skip
-
-
 _PARALLEL_HOOKS: dict[type[nn.Module], type[_ParallelHook]] = {
     tp_hooks.SequenceEntry: _SequenceEntry,
     tp_hooks.SequenceExit: _SequenceExit,
@@ -282,8 +244,6 @@ _PARALLEL_HOOKS: dict[type[nn.Module], type[_ParallelHook]] = {
     tp_hooks.PositionEmbedding: _PositionEmbedding,
     tp_hooks.TokenTypeEmbedding: _TokenTypeEmbedding,
     tp_hooks.LayerNorm: _LayerNorm,
-    TokenLoss: _TokenLoss,
-    SampledTokenLoss: _SampledTokenLoss,
 }
 
 
@@ -306,7 +266,7 @@ def parallelize_module(
         vocab_size: size of the vocabulary, without padding.
         fuse: fuse the vocabulary's cross-entropy where its kernels are supported.
     """
-    parallelism = _Parallelism(groups.tp_group, sequence, vocab_start, vocab_size, fuse)
+    parallelism = _Parallelism(groups.tp_group, sequence, vocab_start)
     for path, module in list(model.named_modules()):
         hook = _PARALLEL_HOOKS.get(type(module))
         if hook is not None:
@@ -315,6 +275,8 @@ def parallelize_module(
         elif isinstance(module, DisentangledSelfAttention):
             local_heads = module.query.weight.size(0) // module.head_size
             module.first_head = groups.tp_rank * local_heads
+        elif isinstance(module, TokenLoss):
+            module.vocabulary = vocabulary_part(vocab_size, vocab_start, groups.tp_group, fuse=fuse)
 
 
 def shard_parameters(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -15,13 +15,17 @@ from megatron_deberta.hf.heads import GraphKind
 from megatron_deberta.hf.onnx.graph import OnnxDtype
 from megatron_deberta.hf.onnx.libraries import open_session
 from megatron_deberta.hf.verify import FP32_TOLERANCE, REAL_TEXTS
-from megatron_deberta.model import DebertaBackbone, DebertaForPretraining, DebertaForTask
+from megatron_deberta.model import (
+    DebertaBackbone,
+    DebertaForPretraining,
+    DebertaForTask,
+    ModelInputs,
+)
 from megatron_deberta.tokenizer import Tokenizer
 
 Batch: TypeAlias = dict[str, Tensor]
-Logits: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Maps ids, mask and token types ``[B, N]`` to ``[B, K]`` or ``[B, N, K]``, like
-`DebertaForTask.logits`."""
+Logits: TypeAlias = Callable[[ModelInputs], Tensor]
+"""Maps tokens ``[B, N]`` to ``[B, K]`` or ``[B, N, K]``, like `DebertaForTask.logits`."""
 
 CASES = ((1, 1), (1, 2), (2, 17), (5, 64), (8, 128), (3, 333), (8, 512))
 """Compared batch sizes and lengths; rows but the first are padded."""
@@ -130,17 +134,20 @@ def add_masks(batch: Batch, tokenizer: Tokenizer) -> None:
 @torch.no_grad()
 def our_output(ours: DebertaBackbone, kind: GraphKind, batch: Batch) -> Tensor:
     """Return our model's output for a batch, as `graph_runner` does."""
-    ids, mask = batch["input_ids"], batch["attention_mask"].bool()
-    types = batch.get("token_type_ids")
+    masked = batch.get("masked_positions")
+    inputs = ModelInputs(
+        batch["input_ids"],
+        batch["attention_mask"],
+        token_type_ids=batch.get("token_type_ids"),
+    )
     if kind == "encoder":
-        return ours.encode(ids, mask, token_type_ids=types)
+        return ours.encode(inputs)
     if kind == "fill-mask":
         assert isinstance(ours, DebertaForPretraining)
-        masked = batch["masked_positions"]
-        logits = ours.masked_logits(ids, mask, masked, token_type_ids=types)
-        return logits[masked >= 0]
+        assert masked is not None
+        return ours.masked_logits(inputs, masked)[masked >= 0]
     assert isinstance(ours, DebertaForTask)
-    return ours.logits(ids, mask, types)
+    return ours.logits(inputs)
 
 
 def graph_runner(path: Path, kind: GraphKind, threads: int = 0) -> Callable[[Batch], Tensor]:
@@ -170,10 +177,10 @@ def graph_logits(path: Path, kind: GraphKind) -> Logits:
     """Open the graph of a task as a function with the arguments of `DebertaForTask.logits`."""
     run = graph_runner(path, kind)
 
-    def logits(ids: Tensor, mask: Tensor, types: Tensor | None) -> Tensor:
-        batch: Mapping[str, Tensor | None] = {
-            "input_ids": ids, "attention_mask": mask, "token_type_ids": types
-        }  # fmt: skip
-        return run({name: value for name, value in batch.items() if value is not None})
+    def logits(inputs: ModelInputs) -> Tensor:
+        batch = {"input_ids": inputs.input_ids, "attention_mask": inputs.is_token}
+        if inputs.token_type_ids is not None:
+            batch["token_type_ids"] = inputs.token_type_ids
+        return run(batch)
 
     return logits

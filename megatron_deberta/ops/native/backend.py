@@ -342,7 +342,7 @@ def _rows(a: AttentionArguments) -> Rows:
 
 def _visible_ranges(a: AttentionArguments) -> tuple[Tensor | None, Tensor | None]:
     """Return the first key that each token sees, and the end, int64 ``[batch, k_len]``, or None."""
-    padding, documents = a.key_padding, a.document_ids
+    padding, documents = a.attention_mask, a.document_ids
     if padding is None and documents is None and not a.causal:
         return None, None
     batch, _, length, _ = a.k.shape

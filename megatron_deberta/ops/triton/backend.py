@@ -56,15 +56,15 @@ def visible_ranges(a: AttentionArguments) -> Tensor | None:
         hidden.
     """
     batch, _, length, _ = a.k.shape
-    if a.key_padding is None and a.document_ids is None and not a.causal:
+    if a.attention_mask is None and a.document_ids is None and not a.causal:
         return None
     at = torch.arange(length, device=a.k.device).expand(batch, length)
     begin, end = torch.zeros_like(at), torch.full_like(at, length)
     if a.document_ids is not None:
         ids = a.document_ids.contiguous()
         begin, end = torch.searchsorted(ids, ids), torch.searchsorted(ids, ids, right=True)
-    if a.key_padding is not None:
-        real = a.key_padding.long()
+    if a.attention_mask is not None:
+        real = a.attention_mask.long()
         first = real.argmax(1, keepdim=True)
         begin = begin.maximum(first)
         end = end.minimum(first + real.sum(1, keepdim=True))

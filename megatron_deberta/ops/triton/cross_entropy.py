@@ -3,7 +3,7 @@
 The first reads the logits once and returns, for each row, maximum, sum of exponentials, the label's
 logit and whether the label is the first maximum; ranks combine these four numbers. The second
 overwrites the logits with their gradients and adds the gradient of the bias. Together they move
-three times the logits' bytes. No atomics. Twin: ``distributed.vocab._eager_chunk_loss``.
+three times the logits' bytes. No atomics. Twin: ``ops.cross_entropy._chunk``.
 
 Liger Kernel (Hsu et al. 2024, arXiv:2410.10989) reads the row again in the same program instead.
 That leaves no point between sum and gradient at which tensor-parallel ranks could combine their

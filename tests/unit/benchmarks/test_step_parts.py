@@ -14,6 +14,7 @@ from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model.attention import DisentangledSelfAttention
+from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.train.step import TrainStep
 
 MODEL = ModelConfig(
@@ -35,7 +36,7 @@ def profiled() -> dict[str, Any]:
     step = TrainStep(engine, config, groups)
     ids = torch.randint(5, 600, (2, 64), generator=torch.Generator().manual_seed(1))
     picked = torch.arange(8).expand(2, 8)
-    batch = Batch(ids, ids > 0, picked, ids[:, :8], torch.arange(2))
+    batch = Batch(ModelInputs(ids), picked, ids[:, :8], torch.arange(2))
     labels = parts.Labels(engine.module, engine)
     events, _ = parts.profile_steps(lambda: step(0, [batch]), 2, labels, on_gpu=False)
     whole = sum(e.cpu_time_total for e in events if e.name == "step") / 2e6

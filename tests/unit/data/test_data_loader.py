@@ -37,7 +37,17 @@ from megatron_deberta.data.shards.manifest import read_manifest
 from megatron_deberta.data.shards.reader import IndexedDataset
 from megatron_deberta.errors import ConfigError, DataError
 
-FIELDS = ("input_ids", "attention_mask", "masked_positions", "labels", "sample_index")
+
+def tensors(batch):
+    """The tensors that every batch has."""
+    inputs = batch.inputs
+    return (
+        inputs.input_ids,
+        inputs.is_token,
+        batch.masked_positions,
+        batch.labels,
+        batch.sample_index,
+    )
 
 
 @pytest.fixture
@@ -63,7 +73,7 @@ def with_(config, **sections):
 def rows_of(batch):
     """Rows by sample index, as bytes of every field."""
     return {
-        int(sample): tuple(getattr(batch, name)[row].numpy().tobytes() for name in FIELDS)
+        int(sample): tuple(tensor[row].numpy().tobytes() for tensor in tensors(batch))
         for row, sample in enumerate(batch.sample_index)
     }
 
@@ -84,25 +94,27 @@ def test_batch_fields(config, vocabulary):
     step = next(iter(loader))
     assert len(step) == 6
     for batch in step:
-        assert batch.input_ids.shape == batch.attention_mask.shape == (2, 32)
+        assert batch.inputs.input_ids.shape == batch.inputs.is_token.shape == (2, 32)
         assert batch.masked_positions.shape == batch.labels.shape == (2, 5)
-        assert batch.attention_mask.dtype == torch.bool
-        for name in ("input_ids", "masked_positions", "labels", "sample_index"):
-            assert getattr(batch, name).dtype == torch.int64
-        assert batch.document_ids is batch.position_ids is None
+        assert batch.inputs.is_token.dtype == torch.bool
+        for tensor in (
+            batch.inputs.input_ids, batch.masked_positions, batch.labels, batch.sample_index
+        ):  # fmt: skip
+            assert tensor.dtype == torch.int64
+        assert batch.inputs.document_ids is batch.inputs.position_ids is None
         assert ((batch.masked_positions >= 0) == (batch.labels != -100)).all()
-        assert (batch.input_ids[~batch.attention_mask] == 0).all()
+        assert (batch.inputs.input_ids[~batch.inputs.is_token] == 0).all()
         assert batch.num_targets == int((batch.labels != -100).sum())
 
 
 def test_a_mask_without_padding_is_dropped(config, vocabulary):
     config = with_(config, train={"eval_steps": 100})
     batches = list(build_loaders(config, vocabulary, 0, 1, 0)[1])
-    assert {batch.is_padded for batch in batches} == {True, False}
-    for batch in batches:
-        assert batch.is_padded == (not batch.attention_mask.all())
-        moved = batch.to("meta").padding_mask
-        assert (moved is None) == (not batch.is_padded)
+    masks = [batch.inputs.attention_mask for batch in batches]
+    assert {mask is None for mask in masks} == {True, False}
+    assert not any(mask.all() for mask in masks if mask is not None)
+    moved = [batch.to("meta").inputs.attention_mask for batch in batches]
+    assert [mask is None for mask in moved] == [mask is None for mask in masks]
 
 
 def test_moving_a_batch_moves_every_tensor(config, vocabulary):
@@ -110,24 +122,27 @@ def test_moving_a_batch_moves_every_tensor(config, vocabulary):
     batch = next(iter(build_loaders(config, vocabulary, 0, 1, 0)[0]))[0]
     moved = batch.to("meta")
     assert isinstance(moved, Batch)
-    assert {getattr(moved, name).device.type for name in (*FIELDS, "document_ids")} == {"meta"}
-    assert batch.input_ids.device.type == "cpu"
+    found = (*tensors(moved), moved.inputs.document_ids)
+    assert {tensor.device.type for tensor in found} == {"meta"}
+    assert batch.inputs.input_ids.device.type == "cpu"
 
 
 def test_document_and_position_ids(config, vocabulary):
     config = with_(config, data={"attend_across_documents": False})
     for batch in next(iter(build_loaders(config, vocabulary, 0, 1, 0)[0])):
         for row in range(2):
-            real = int(batch.attention_mask[row].sum())
+            real = int(batch.inputs.is_token[row].sum())
             document, position, expected = 0, 0, []
             # Separators may be masked over? No: special tokens never are.
             for index in range(32):
                 expected.append((document, position))
                 position += 1
-                if index < real - 1 and batch.input_ids[row, index] == vocabulary.sep_id:
+                if index < real - 1 and batch.inputs.input_ids[row, index] == vocabulary.sep_id:
                     document, position = document + 1, 0
             found = zip(
-                batch.document_ids[row].tolist(), batch.position_ids[row].tolist(), strict=1
+                batch.inputs.document_ids[row].tolist(),
+                batch.inputs.position_ids[row].tolist(),
+                strict=1,
             )
             assert list(found) == expected
 
@@ -201,7 +216,7 @@ def test_the_papers_batch_keeps_few_files_open(config, vocabulary):
     held = next(steps)
     assert len(held) == 256
     assert len(os.listdir("/proc/self/fd")) - before < 300
-    assert not any(batch.input_ids.is_shared() for batch in held)
+    assert not any(batch.inputs.input_ids.is_shared() for batch in held)
     steps.close()
 
 
@@ -296,7 +311,7 @@ def test_validation_is_fixed_and_ranks_stay_together(config, vocabulary, dp_size
         for batch in batches:
             filler = batch.sample_index == -1
             assert (batch.masked_positions[filler] == -1).all()
-            assert batch.attention_mask.any(dim=1).all()
+            assert batch.inputs.is_token.any(dim=1).all()
             found.update(rows_of(batch))
     found.pop(-1, None)
     _, alone = build_loaders(with_(config, train={"micro_batch_size": 1}), vocabulary, 0, 1, 999)

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from megatron_deberta.config.schema import DataConfig, ObjectiveConfig, RunConfig, TrainConfig
-from megatron_deberta.data.batch import Batch, CausalBatch
+from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.build import build_loaders
 from megatron_deberta.data.forms import NextTokens, StepForms, TwoFormBuilder
 from megatron_deberta.data.vocabulary import Vocabulary
+from megatron_deberta.model.inputs import ModelInputs
 
 
 def forms(fraction: float, *, seed: int = 1, first: int = 0, size: int = 8) -> StepForms:
@@ -80,27 +81,27 @@ def test_loaders_of_every_layout_read_the_same_forms(
         loader, _ = build_loaders(config, vocabulary, dp_rank, dp_size, consumed)
         return list(itertools.islice(loader, 20 - consumed // 4))
 
-    whole = [[batch.is_causal for batch in step] for step in steps(0, 1, 0)]
+    whole = [[batch.inputs.causal for batch in step] for step in steps(0, 1, 0)]
     assert all(len(set(step)) == 1 for step in whole)
     assert sum(step[0] for step in whole) == 6
     for rank in range(2):
         for consumed in (0, 28):
-            found = [[batch.is_causal for batch in step] for step in steps(rank, 2, consumed)]
+            found = [[batch.inputs.causal for batch in step] for step in steps(rank, 2, consumed)]
             assert [step[0] for step in found] == [step[0] for step in whole][consumed // 4 :]
             assert all(len(set(step)) == 1 for step in found)
     for batch in itertools.chain.from_iterable(steps(0, 1, 0)[:5]):
         real = batch.masked_positions >= 0
         rows, places = real.nonzero(as_tuple=True)
         at = batch.masked_positions[real]
-        if batch.is_causal:
+        if batch.inputs.causal:
             assert batch.masked_positions.shape[1] == 31
-            assert torch.equal(batch.input_ids[rows, at + 1], batch.labels[real])
-            assert int(real.sum()) == int(batch.attention_mask.sum()) - len(batch.labels)
+            assert torch.equal(batch.inputs.input_ids[rows, at + 1], batch.labels[real])
+            assert int(real.sum()) == int(batch.inputs.is_token.sum()) - len(batch.labels)
         else:
             assert batch.masked_positions.shape[1] == 5
     _, validation = build_loaders(config, vocabulary, 0, 1, 0)
     assert validation is not None
-    forms_found = [batch.is_causal for batch in validation]
+    forms_found = [batch.inputs.causal for batch in validation]
     assert len(forms_found) == len(validation)
     assert forms_found == sorted(forms_found)
     assert sum(forms_found) * 2 == len(forms_found)
@@ -115,13 +116,16 @@ class _Fixed:
 
 
 def test_steps_get_batches_of_their_form() -> None:
-    tensors = [torch.zeros(1, 2, dtype=torch.int64)] * 4
-    masked, causal = (kind(*tensors, torch.zeros(1)) for kind in (Batch, CausalBatch))
+    zeros = torch.zeros(1, 2, dtype=torch.int64)
+    masked, causal = (
+        Batch(ModelInputs(zeros, causal=causal), zeros, zeros, torch.zeros(1))
+        for causal in (False, True)
+    )
     step_forms = forms(0.5)
     builder = TwoFormBuilder(_Fixed(masked), _Fixed(causal), step_forms)
     for step in range(20):
-        is_causal = builder.build(range(8 * step + 2, 8 * step + 4)).is_causal
+        is_causal = builder.build(range(8 * step + 2, 8 * step + 4)).inputs.causal
         assert is_causal == step_forms.is_causal(8 * step)
     # Copies keep their form.
-    assert causal.to("cpu").clone().is_causal
-    assert not masked.clone().is_causal
+    assert causal.to("cpu").clone().inputs.causal
+    assert not masked.clone().inputs.causal

@@ -140,7 +140,7 @@ def test_inspect_shows_the_rows_that_training_sees(shard, tokenizer_file, tmp_pa
     rows = []
     for (batch,) in islice(loader, 3):
         for row in range(4):
-            tokens = batch.input_ids[row][batch.attention_mask[row]].clone()
+            tokens = batch.inputs.input_ids[row][batch.inputs.is_token[row]].clone()
             places = batch.masked_positions[row]
             labels = batch.labels[row][places >= 0]
             tokens[places[places >= 0]] = labels

@@ -12,7 +12,9 @@ from megatron_deberta.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.build import build_loaders
+from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.model.weight_init import fill_initial
 from megatron_deberta.objectives import MaskedLanguageModel
 
@@ -59,34 +61,29 @@ def test_packed_rows_equal_separate_documents(
     compared = edges = 0
     for batch in itertools.chain.from_iterable(itertools.islice(loader, 3)):
         with torch.no_grad():
-            packed = model.masked_logits(
-                batch.input_ids,
-                batch.attention_mask,
-                batch.masked_positions,
-                batch.position_ids,
-                batch.document_ids,
-                causal=batch.is_causal,
-            )
-            loss, right = model(batch)
+            packed = model.masked_logits(batch.inputs, batch.masked_positions)
+            ((loss, right),) = model(batch).losses.values()
         alone_loss, alone_right = 0.0, 0
-        for row in range(batch.input_ids.size(0)):
-            real = batch.attention_mask[row]
-            for document in batch.document_ids[row][real].unique().tolist():
-                place = torch.where(real & (batch.document_ids[row] == document))[0]
+        for row in range(batch.inputs.input_ids.size(0)):
+            real = batch.inputs.is_token[row]
+            for document in batch.inputs.document_ids[row][real].unique().tolist():
+                place = torch.where(real & (batch.inputs.document_ids[row] == document))[0]
                 first, stop = int(place[0]), int(place[-1]) + 1
-                assert batch.position_ids[row, first:stop].tolist() == list(range(stop - first))
+                assert batch.inputs.position_ids[row, first:stop].tolist() == list(
+                    range(stop - first)
+                )
                 chosen = batch.masked_positions[row]
                 inside = (chosen >= first) & (chosen < stop)
                 if not inside.any():
                     continue
-                ids = batch.input_ids[row : row + 1, first:stop]
+                ids = batch.inputs.input_ids[row : row + 1, first:stop]
                 at = (chosen[inside] - first).unsqueeze(0)
                 labels = batch.labels[row : row + 1, inside]
-                real_tokens = torch.ones_like(ids, dtype=torch.bool)
+                alone_inputs = ModelInputs(ids, causal=batch.inputs.causal)
                 with torch.no_grad():
-                    alone = model.masked_logits(ids, real_tokens, at, causal=batch.is_causal)
-                    separate = type(batch)(ids, real_tokens, at, labels, labels[:, 0])
-                    one_loss, one_right = model(separate)
+                    alone = model.masked_logits(alone_inputs, at)
+                    separate = Batch(alone_inputs, at, labels, labels[:, 0])
+                    ((one_loss, one_right),) = model(separate).losses.values()
                 torch.testing.assert_close(alone[0], packed[row, inside], rtol=1e-9, atol=1e-9)
                 alone_loss, alone_right = alone_loss + one_loss.item(), alone_right + one_right
                 compared += int(inside.sum())

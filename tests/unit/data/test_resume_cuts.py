@@ -82,11 +82,12 @@ def random_config(draw, packing, prefixes, run_dir):
 
 
 def rows_of(batches):
-    """Every tensor of every row, as bytes, in order."""
+    """Every tensor of every row, as bytes, in order; rows without padding have a mask, too."""
     return [
         tuple(
             tensor[row].numpy().tobytes() if isinstance(tensor, torch.Tensor) else None
-            for tensor in (getattr(batch, item.name) for item in fields(batch))
+            for owner in (batch, replace(batch.inputs, attention_mask=batch.inputs.is_token))
+            for tensor in (getattr(owner, item.name) for item in fields(owner))
         )
         for batch in batches
         for row in range(len(batch.sample_index))
@@ -128,7 +129,7 @@ def test_cuts(packing, prefixes, vocabulary, tmp_path):
             for step, batches in zip(found, loader, strict=False):
                 step += rows_of(batches)
         assert found == expected[cut:], f"cut {number}: {layout}, step {cut}, {world} ranks"
-        samples = [np.frombuffer(row[4], np.int64)[0] for step in expected for row in step]
+        samples = [np.frombuffer(row[3], np.int64)[0] for step in expected for row in step]
         assert samples == list(range(24 * STEPS))
         rows = training_phases(config, vocabulary, corpora)[-1].rows
         rows = rows.source if isinstance(rows, ShiftedRows) else rows
@@ -142,7 +143,7 @@ def test_short_rows_come_first(prefixes, vocabulary, tmp_path):
     config = replace(config, data=replace(config.data, short_steps=2, sequence_length=48))
     assert short_samples(config) == 48
     loader, validation = build_loaders(config, vocabulary, 0, 1, 0)
-    lengths = [step[0].input_ids.size(1) for step in itertools.islice(loader, 5)]
+    lengths = [step[0].inputs.input_ids.size(1) for step in itertools.islice(loader, 5)]
     assert lengths == [12, 12, 48, 48, 48]
     # The long rows are the same sequence as without the short ones, only later.
     plain = replace(config, data=replace(config.data, short_steps=0))
@@ -150,11 +151,11 @@ def test_short_rows_come_first(prefixes, vocabulary, tmp_path):
     first = next(iter(build_loaders(plain, vocabulary, 0, 1, 0)[0]))
     text = [torch.where(batch.labels >= 0, 0, 0).sum() for batch in later]
     assert len(text) == len(first)
-    assert [batch.attention_mask.sum() for batch in later] == [
-        batch.attention_mask.sum() for batch in first
+    assert [batch.inputs.is_token.sum() for batch in later] == [
+        batch.inputs.is_token.sum() for batch in first
     ]
     if validation is not None:
-        assert next(iter(validation)).input_ids.size(1) == 48
+        assert next(iter(validation)).inputs.input_ids.size(1) == 48
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

@@ -8,14 +8,14 @@ import torch
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.sample_log import SampleLog, check_sample_log, read_sample_log
 from megatron_deberta.errors import DataError
+from megatron_deberta.model.inputs import ModelInputs
 from tests.support.disk_calls import DiskCalls
 
 
 def batch(samples):
     size = len(samples)
     return Batch(
-        input_ids=torch.zeros(size, 4, dtype=torch.int64),
-        attention_mask=torch.ones(size, 4, dtype=torch.bool),
+        ModelInputs(torch.zeros(size, 4, dtype=torch.int64)),
         masked_positions=torch.full((size, 1), -1),
         labels=torch.full((size, 1), -100),
         sample_index=torch.tensor(samples),

@@ -61,9 +61,11 @@ def test_a_micro_batch_ends_with_its_longest_row(head: Head) -> None:
     batch = rows.batch(samples, samples)
     data = rows.encoded
     live = batch.row_index >= 0
-    assert batch.attention_mask.any(0).all()
+    assert batch.inputs.is_token.any(0).all()
     assert batch.dropout_keys.shape == batch.row_index.shape
-    for row, ids, mask in zip(batch.row_index, batch.input_ids, batch.attention_mask, strict=True):
+    for row, ids, mask in zip(
+        batch.row_index, batch.inputs.input_ids, batch.inputs.is_token, strict=True
+    ):
         expected = [1, 2] if row < 0 else data.input_ids[data.row(int(row))].tolist()
         assert ids[mask].tolist() == expected
         assert not ids[~mask].any()
@@ -80,7 +82,7 @@ def test_rows_are_a_multiple_of_the_sequence_parallel_ranks() -> None:
     rows = labelled_rows(labelled_run("tokens"))
     wide = type(rows)(rows.head, rows.encoded, rows.filler, rows.pad_id, multiple=4)
     samples = np.arange(3)
-    longest = rows.batch(samples, samples).input_ids.size(1)
+    longest = rows.batch(samples, samples).inputs.input_ids.size(1)
     assert wide.batch(samples, samples).input_ids.size(1) == -(-longest // 4) * 4
 
 
@@ -107,7 +109,7 @@ def test_outputs_come_back_in_the_order_of_the_examples(head: Head, dp_size: int
             # Outputs name their row, or their token.
             value = batch.row_index.float() + 1
             if head in ("spans", "tokens"):
-                value = batch.input_ids.unsqueeze(-1).float()
+                value = batch.inputs.input_ids.unsqueeze(-1).float()
             elif head == "classification":
                 value = value.unsqueeze(-1)
             collector.add(batch, value)

@@ -15,7 +15,7 @@ from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import ConfigError
-from megatron_deberta.finetune.batches import packed_rows
+from megatron_deberta.finetune.batches import pack_rows
 from megatron_deberta.model import DropoutSeeds
 from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.step import TrainStep
@@ -51,11 +51,12 @@ def test_packed_rows_equal_padded_ones(head: Any, changes: dict[str, Any]) -> No
     results = []
     for batch in batches(config):
         module.zero_grad()
-        loss, correct, outputs = module(batch)
+        found = module(batch)
+        (loss, correct), outputs = found.losses["task"], found.outputs
         loss.backward()
         gradients = [parameter.grad for parameter in module.parameters()]
         if head in ("tokens", "spans"):
-            outputs = outputs[batch.attention_mask]
+            outputs = outputs[batch.inputs.is_token]
         results.append([loss, correct, outputs, *gradients])
     for padded, packed in zip(*results, strict=True):
         torch.testing.assert_close(packed, padded, rtol=1e-5, atol=1e-5)
@@ -81,21 +82,20 @@ def test_little_is_computed_for_padding() -> None:
     samples = np.arange(24)
     rows = replace(labelled_rows(labelled_run("classification")), pack=True)
     packed = rows.batch(samples, samples)
-    index = packed.packed_index
+    index = packed.packing.tokens
     assert index is not None
-    real = int(packed.attention_mask.sum())
-    assert index.numel() < 1.1 * real < 0.8 * packed.input_ids.numel()
+    real = int(packed.inputs.is_token.sum())
+    assert index.numel() < 1.1 * real < 0.8 * packed.inputs.input_ids.numel()
     # Each real token is there once.
-    flat = packed.attention_mask.flatten().nonzero().flatten()
+    flat = packed.inputs.is_token.flatten().nonzero().flatten()
     assert torch.equal(index[index >= 0].sort().values, flat)
 
 
 @pytest.mark.parametrize("sizes", [[1], [4, 4], [5, 1, 2, 2, 1, 3, 5]])
 def test_each_row_begins_at_its_place(sizes: list[int]) -> None:
     length = 5
-    found = packed_rows(np.array(sizes), length)
-    index, firsts = found["packed_index"], found["packed_firsts"]
-    bins, numbers = np.divmod(found["packed_places"], firsts.shape[1])
+    index, firsts, places = (each.numpy() for each in pack_rows(np.array(sizes), length))
+    bins, numbers = np.divmod(places, firsts.shape[1])
     for row, size in enumerate(sizes):
         begin = firsts[bins[row], numbers[row]]
         tokens = index[bins[row], begin : begin + size]
@@ -110,7 +110,7 @@ def test_dropout_of_packed_rows_is_that_of_their_key() -> None:
     module = build_model(config, GROUPS).module
     _, packed = batches(config)
     losses = [
-        float(module(packed, DropoutSeeds(1, step, packed.dropout_keys))[0].detach())
+        float(module(packed, DropoutSeeds(1, step, packed.dropout_keys)).losses["task"].loss)
         for step in (1, 1, 2)
     ]
     assert losses[0] == losses[1] != losses[2]

@@ -14,6 +14,7 @@ from megatron_deberta.errors import ConfigError
 from megatron_deberta.hf.generation import Sampling, TextGenerator, choose
 from megatron_deberta.hf.loading import build_model
 from megatron_deberta.model.incremental import IncrementalDecoder
+from megatron_deberta.model.inputs import ModelInputs
 from tests.support.tiny_models import TEXT, V2, random_weights, reader, tiny_tokenizer
 from tests.support.tolerances import FP32_MODEL
 
@@ -24,7 +25,7 @@ MODEL = build_model(CONFIG, reader(random_weights(CONFIG)))
 
 def next_logits(ids: Tensor) -> Tensor:
     last = torch.tensor([[ids.size(1) - 1]])
-    return MODEL.masked_logits(ids, masked_positions=last, causal=True)[0, 0]
+    return MODEL.masked_logits(ModelInputs(ids, causal=True), last)[0, 0]
 
 
 def generator(max_tokens: int = 96) -> TextGenerator:
@@ -43,7 +44,7 @@ def test_greedy_tokens_are_those_of_one_pass_over_the_whole_row() -> None:
     assert len(whole) == len(ids) + 12
     excluded = [token for token in tokenizer.special_ids if token != tokenizer.sep_id]
     with torch.no_grad():
-        logits = MODEL.masked_logits(torch.tensor([whole]), causal=True)[
+        logits = MODEL.masked_logits(ModelInputs(torch.tensor([whole]), causal=True))[
             0, :, : tokenizer.num_tokens
         ]
     logits[:, excluded] = -math.inf
@@ -65,7 +66,7 @@ def test_cached_keys_and_values_change_no_greedy_token(config: ModelConfig) -> N
 
     def whole(ids: Tensor) -> Tensor:
         last = torch.tensor([[ids.size(1) - 1]])
-        return model.masked_logits(ids, masked_positions=last, causal=True)[0, 0]
+        return model.masked_logits(ModelInputs(ids, causal=True), last)[0, 0]
 
     def cached(ids: Tensor) -> Tensor:
         logits = decoder(ids)

@@ -9,6 +9,7 @@ import torch
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model import DebertaForPretraining, RuntimeOptions
+from megatron_deberta.model.inputs import ModelInputs
 from tests.support.tiny_models import V2
 
 MODELS = {
@@ -41,11 +42,13 @@ def test_no_logit_depends_on_a_later_token(name: str, backend: str) -> None:
     documents = (torch.arange(LENGTH) >= 5).long().expand(2, -1)
     for document_ids in (None, documents):
         with torch.no_grad():
-            before = model.masked_logits(ids, document_ids=document_ids, causal=True)
+            before = model.masked_logits(ModelInputs(ids, document_ids=document_ids, causal=True))
             changed = ids.clone()
             changed[:, CUT + 1 :] = 5 + (ids[:, CUT + 1 :] + 7) % 100
-            after = model.masked_logits(changed, document_ids=document_ids, causal=True)
-            bidirectional = model.masked_logits(changed, document_ids=document_ids)
+            after = model.masked_logits(
+                ModelInputs(changed, document_ids=document_ids, causal=True)
+            )
+            bidirectional = model.masked_logits(ModelInputs(changed, document_ids=document_ids))
         assert torch.equal(after[:, : CUT + 1], before[:, : CUT + 1])
         assert not torch.isclose(after[:, CUT + 1 :], before[:, CUT + 1 :]).any(-1).all()
         # The same weights in the other form see the change.
@@ -56,12 +59,12 @@ def test_no_logit_depends_on_a_later_token(name: str, backend: str) -> None:
 def test_logits_are_those_of_the_row_cut_short(name: str) -> None:
     model, ids = build(MODELS[name], "chunked"), random_ids()
     with torch.no_grad():
-        whole = model.masked_logits(ids, causal=True)
+        whole = model.masked_logits(ModelInputs(ids, causal=True))
         for stop in (1, 2, CUT):
-            short = model.masked_logits(ids[:, :stop], causal=True)
+            short = model.masked_logits(ModelInputs(ids[:, :stop], causal=True))
             torch.testing.assert_close(short, whole[:, :stop], rtol=1e-9, atol=1e-9)
             last = torch.full((2, 1), stop - 1)
-            one = model.masked_logits(ids[:, :stop], masked_positions=last, causal=True)
+            one = model.masked_logits(ModelInputs(ids[:, :stop], causal=True), last)
             torch.testing.assert_close(one[:, 0], whole[:, stop - 1], rtol=1e-9, atol=1e-9)
 
 
@@ -71,7 +74,7 @@ def test_no_gradient_reaches_later_embeddings() -> None:
     ids = torch.arange(5, 5 + LENGTH)[None]
     at = torch.tensor([[CUT]])
     # Hidden states only: the tied vocabulary projection reads every row.
-    decoded, _ = model.decode(ids, masked_positions=at, causal=True)
+    decoded, _ = model.decode(ModelInputs(ids, causal=True), at)
     decoded.square().sum().backward()
     gradient = model.embeddings.token.weight.grad
     assert gradient is not None

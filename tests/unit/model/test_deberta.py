@@ -14,6 +14,7 @@ from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.model import DropoutSeeds, RuntimeOptions
 from megatron_deberta.model.dropout import site_id
+from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.model.layers import TokenConv1d
 from megatron_deberta.objectives import MaskedLanguageModel
 from megatron_deberta.ops import disentangled_attention
@@ -58,8 +59,10 @@ def test_packed_equals_separate(backend: str) -> None:
     documents = torch.cat([torch.full((1, n), i) for i, n in enumerate(LENGTHS)], 1)
     positions = torch.cat([torch.arange(n).unsqueeze(0) for n in LENGTHS], 1)
     everywhere = torch.arange(ids.size(1)).unsqueeze(0)
-    packed = model.masked_logits(ids, real(ids), everywhere, positions, documents)
-    separate = torch.cat([model.logits(part) for part in parts], 1)
+    packed = model.masked_logits(
+        ModelInputs(ids, real(ids), positions, document_ids=documents), everywhere
+    )
+    separate = torch.cat([model.logits(ModelInputs(part)) for part in parts], 1)
     torch.testing.assert_close(packed, separate, **FP64)
 
 
@@ -68,22 +71,26 @@ def test_padding_does_not_change_logits() -> None:
     ids = tokens(9)
     padded = torch.cat([ids, tokens(4, seed=9)], 1)
     mask = torch.arange(13).unsqueeze(0) < 9
-    torch.testing.assert_close(model.logits(padded, mask)[:, :9], model.logits(ids), **FP64)
+    torch.testing.assert_close(
+        model.logits(ModelInputs(padded, mask))[:, :9], model.logits(ModelInputs(ids)), **FP64
+    )
 
 
 def test_logits_at_selected_positions() -> None:
     model = make()
     ids = tokens(12)
     selected = torch.tensor([[2, 11, -1, 0]])
-    some = model.masked_logits(ids, real(ids), selected)
-    all_rows = model.logits(ids)
+    some = model.masked_logits(ModelInputs(ids, real(ids)), selected)
+    all_rows = model.logits(ModelInputs(ids))
     torch.testing.assert_close(some[:, [0, 1, 3]], all_rows[:, [2, 11, 0]], **FP64)
 
 
 def loss(model: MaskedLanguageModel, seeds: DropoutSeeds | None, ids: torch.Tensor) -> Any:
     selected = torch.tensor([[1, 5]]).expand(ids.size(0), 2)
-    batch = Batch(ids, real(ids), selected, ids.gather(1, selected), torch.arange(ids.size(0)))
-    return model(batch, seeds)[0]
+    batch = Batch(
+        ModelInputs(ids, real(ids)), selected, ids.gather(1, selected), torch.arange(ids.size(0))
+    )
+    return model(batch, seeds).losses["masked"].loss
 
 
 def test_dropout_is_a_function_of_sample_step_and_seed() -> None:
@@ -122,14 +129,14 @@ def test_dropout_does_not_depend_on_the_batch() -> None:
     model = make(replace(CONFIG, conv_kernel_size=0))
     ids = torch.cat([tokens(12), tokens(12, seed=1)])
     # Losses are sums in float32; states are float64.
-    together = model.encode(ids, seeds=DropoutSeeds(1, 2, torch.tensor([3, 4])))
+    together = model.encode(ModelInputs(ids), DropoutSeeds(1, 2, torch.tensor([3, 4])))
     alone = [
-        model.encode(row[None], seeds=DropoutSeeds(1, 2, torch.tensor([sample])))
+        model.encode(ModelInputs(row[None]), DropoutSeeds(1, 2, torch.tensor([sample])))
         for sample, row in zip((3, 4), ids, strict=True)
     ]
     assert together.dtype == torch.float64
     torch.testing.assert_close(together, torch.cat(alone), **FP64)
-    other = model.encode(ids, seeds=DropoutSeeds(1, 2, torch.tensor([4, 3])))
+    other = model.encode(ModelInputs(ids), DropoutSeeds(1, 2, torch.tensor([4, 3])))
     assert not torch.allclose(together, other)
 
 
@@ -195,20 +202,22 @@ def test_convolution_is_one_product_off_the_cpu() -> None:
 
 def test_rows_without_padding_need_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.cat([tokens(12), tokens(12, 1)])
-    batch = Batch(ids, real(ids), ids[:, :3] % 12, ids[:, :3], torch.tensor([3, 4]))
+    batch = Batch(ModelInputs(ids, real(ids)), ids[:, :3] % 12, ids[:, :3], torch.tensor([3, 4]))
     seeds = DropoutSeeds(1, 2, batch.sample_index)
     model = make()
     masks: list[Tensor | None] = []
 
-    def record(*tensors: Any, key_padding: Tensor | None = None, **options: Any) -> Tensor:
-        masks.append(key_padding)
-        return disentangled_attention(*tensors, key_padding=key_padding, **options)
+    def record(*tensors: Any, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
+        masks.append(attention_mask)
+        return disentangled_attention(*tensors, attention_mask=attention_mask, **options)
 
     monkeypatch.setattr("megatron_deberta.model.attention.disentangled_attention", record)
     losses = []
     for padded in (True, False):
         masks.clear()
-        losses.append(model(replace(batch, is_padded=padded), seeds)[0])
+        mask = real(ids) if padded else None
+        changed = replace(batch, inputs=ModelInputs(ids, mask))
+        losses.append(model(changed, seeds).losses["masked"].loss)
         assert masks
         assert all((mask is not None) == padded for mask in masks)
     assert torch.equal(*losses)

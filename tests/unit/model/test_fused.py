@@ -22,6 +22,7 @@ from megatron_deberta.model.fused import (
     drop_add_norm_backward,
     layer_norm,
 )
+from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.objectives import MaskedLanguageModel
 from tests.support.compiler import needs_compiler
 from tests.support.stock_weights import randomize
@@ -121,8 +122,8 @@ def gradients(config: ModelConfig, recompute: Any, *, fuse: bool) -> dict[str, T
     randomize(model)
     ids = torch.randint(4, 67, (2, 16), generator=torch.Generator().manual_seed(2))
     selected = torch.arange(16).expand(2, 16)
-    batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), selected, ids, SEEDS.samples)
-    loss = model.train()(batch, SEEDS)[0]
+    batch = Batch(ModelInputs(ids), selected, ids, SEEDS.samples)
+    loss = model.train()(batch, SEEDS).losses["masked"].loss
     loss.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": loss.detach(), **found}

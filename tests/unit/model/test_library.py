@@ -18,6 +18,7 @@ from megatron_deberta.errors import ConfigError, MegatronDebertaError
 from megatron_deberta.hf import modeling_megatron_deberta as exported
 from megatron_deberta.hf import modeling_megatron_deberta_heads as exported_heads
 from megatron_deberta.model import RuntimeOptions, task_model
+from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.objectives import MaskedLanguageModel
 
 Head = Literal["classification", "tokens", "spans"]
@@ -149,8 +150,8 @@ def test_loss_and_logits_agree_with_the_pretraining_objective() -> None:
     out = model(IDS, labels=labels)
     assert out.logits.shape == (2, 12, 67)
     assert model(IDS).loss is None
-    batch = Batch(IDS, torch.ones_like(IDS).bool(), positions, targets, torch.arange(2))
-    total, _ = objective(batch)
+    batch = Batch(ModelInputs(IDS), positions, targets, torch.arange(2))
+    total = objective(batch).losses["masked"].loss
     torch.testing.assert_close(out.loss, total / 4)
 
 
@@ -223,9 +224,9 @@ def test_inputs_of_models_of_tasks_are_checked(
     )  # fmt: skip
     model = task_model(config)(config).eval()
     with pytest.raises(ValueError, match=said):
-        model.logits(**{"input_ids": IDS, **inputs})
+        model.logits(ModelInputs(**{"input_ids": IDS, **inputs}))
     # A rank may have no rows of the last batch.
-    assert len(model.logits(IDS[:0])) == 0
+    assert len(model.logits(ModelInputs(IDS[:0]))) == 0
 
 
 @pytest.mark.parametrize(("inputs", "said"), TASK_INPUTS)
@@ -256,7 +257,7 @@ def test_checks_of_inputs_wait_for_no_device() -> None:
         CONFIG, head="tokens", labels=("a", "b"), absolute_positions="none", mask_decoder_passes=0
     )
     with torch.device("meta"):
-        assert task_model(own)(own).eval().logits(ids, ids.bool()).shape == (2, 12, 2)
+        assert task_model(own)(own).eval().logits(ModelInputs(ids, ids.bool())).shape == (2, 12, 2)
     config = exported.MegatronDebertaConfig(
         vocab_size=67, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
         intermediate_size=64, max_position_embeddings=64, type_vocab_size=2,

@@ -14,6 +14,7 @@ from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.config.task_head import with_task_head
 from megatron_deberta.model import DropoutSeeds
 from megatron_deberta.model.flops import num_used_slots
+from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.model.task_models import DebertaForSpans
 from megatron_deberta.ops import RelativePositions
 from tests.support.labelled import SMALL
@@ -37,7 +38,7 @@ def run(config: ModelConfig, *, narrow: bool) -> tuple[Tensor, dict[str, Any], i
         model._table_slots = lambda length: None  # type: ignore[method-assign]
     ids = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) + 5
     with FlopCounterMode(display=False) as counter:
-        logits = model.logits(ids, seeds=DropoutSeeds(1, 2, torch.arange(ROWS)))
+        logits = model.logits(ModelInputs(ids), DropoutSeeds(1, 2, torch.arange(ROWS)))
     logits.square().sum().backward()
     return logits, {n: p.grad for n, p in model.named_parameters()}, counter.get_total_flops()
 

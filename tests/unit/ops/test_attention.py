@@ -106,15 +106,15 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 MASKS: dict[str, dict[str, Any]] = {
     "none": {},
-    "padding": {"key_padding": torch.arange(37) < torch.tensor([[37], [20]])},
-    "padding before": {"key_padding": torch.arange(37) >= torch.tensor([[3], [0]])},
-    "nothing real": {"key_padding": torch.arange(37) < torch.tensor([[37], [0]])},
+    "padding": {"attention_mask": torch.arange(37) < torch.tensor([[37], [20]])},
+    "padding before": {"attention_mask": torch.arange(37) >= torch.tensor([[3], [0]])},
+    "nothing real": {"attention_mask": torch.arange(37) < torch.tensor([[37], [0]])},
     "documents": {"document_ids": torch.stack([torch.arange(37) // 13, torch.arange(37) // 5])},
     "causal": {"causal": True},
     "everything": {
         "causal": True,
         "document_ids": (torch.arange(37) // 9).expand(2, -1),
-        "key_padding": torch.arange(37) < torch.tensor([[30], [1]]),
+        "attention_mask": torch.arange(37) < torch.tensor([[30], [1]]),
     },
 }
 GATHERED = {
@@ -193,7 +193,7 @@ def test_queries_that_see_nothing_give_zeros_and_no_gradient(backend: str) -> No
         torch.float32,
         BUCKETS,
         q_positions=at,
-        key_padding=padding,
+        attention_mask=padding,
         dropout_p=0.1,
         seed=1,
         backend=backend,
@@ -261,7 +261,7 @@ def test_gradcheck(queries: str) -> None:
             *x,
             positions=small,
             q_positions=q_positions,
-            key_padding=torch.arange(length) < torch.tensor([[5], [3]]),
+            attention_mask=torch.arange(length) < torch.tensor([[5], [3]]),
             dropout_p=0.2,
             seed=4,
             backend="chunked",

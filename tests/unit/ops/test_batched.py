@@ -49,7 +49,7 @@ def run(
     leaves = [torch.randn(x, generator=generator).to(torch.float16).to(dtype) for x in shapes]
     out = disentangled_attention(
         *(x.requires_grad_() for x in leaves), POSITIONS, q_positions=queries, dropout_p=0.1,
-        seed=5, key_padding=torch.arange(37) < torch.tensor([[37], [20]]), backend=backend,
+        seed=5, attention_mask=torch.arange(37) < torch.tensor([[37], [20]]), backend=backend,
     )  # fmt: skip
     d_out = torch.randn(out.shape, generator=generator).to(torch.float16).to(dtype)
     return [x.detach().double() for x in (out, *torch.autograd.grad(out, leaves, d_out))]

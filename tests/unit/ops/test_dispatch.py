@@ -39,10 +39,10 @@ BAD = {
     "q_positions: got dtype": {"q_positions": torch.zeros(2, 5)},
     "q_positions: got values": {"q_positions": torch.full((2, 5), 5)},
     r"q_positions: got values in \[-2": {"q_positions": torch.full((2, 5), -2)},
-    "key_padding: got shape": {"key_padding": torch.ones(5, dtype=torch.bool)},
-    "key_padding: got dtype": {"key_padding": torch.ones(2, 5)},
-    "key_padding: got a gap.* row 1": {
-        "key_padding": torch.tensor([[1, 1, 1, 0, 0], [1, 0, 1, 0, 0]]).bool()
+    "attention_mask: got shape": {"attention_mask": torch.ones(5, dtype=torch.bool)},
+    "attention_mask: got dtype": {"attention_mask": torch.ones(2, 5)},
+    "attention_mask: got a gap.* row 1": {
+        "attention_mask": torch.tensor([[1, 1, 1, 0, 0], [1, 0, 1, 0, 0]]).bool()
     },
     "document_ids: got shape": {"document_ids": torch.zeros(2, 6, dtype=torch.int64)},
     "document_ids: got dtype": {"document_ids": torch.zeros(2, 5)},
@@ -73,7 +73,7 @@ def test_invalid_arguments_raise(message: str, monkeypatch: pytest.MonkeyPatch) 
 def test_valid_arguments_pass() -> None:
     output = disentangled_attention(
         **arguments(
-            key_padding=torch.tensor([[0, 1, 1, 0, 0], [0, 0, 0, 0, 0]]).bool(),
+            attention_mask=torch.tensor([[0, 1, 1, 0, 0], [0, 0, 0, 0, 0]]).bool(),
             document_ids=torch.tensor([[0, 0, 1, 1, 1]] * 2, dtype=torch.int32),
             q_positions=torch.tensor([[0, 4, -1, -1, -1]] * 2, dtype=torch.int32),
             dropout_p=0.1,

@@ -27,15 +27,15 @@ LINEAR, BUCKETS = RelativePositions(16, 0), RelativePositions(16, 8)
 LENGTH = 37
 MASKS: dict[str, dict[str, Any]] = {
     "none": {},
-    "padding": {"key_padding": torch.arange(LENGTH) < torch.tensor([[LENGTH], [20]])},
-    "padding before": {"key_padding": torch.arange(LENGTH) >= torch.tensor([[3], [0]])},
-    "nothing real": {"key_padding": torch.arange(LENGTH) < torch.tensor([[LENGTH], [0]])},
+    "padding": {"attention_mask": torch.arange(LENGTH) < torch.tensor([[LENGTH], [20]])},
+    "padding before": {"attention_mask": torch.arange(LENGTH) >= torch.tensor([[3], [0]])},
+    "nothing real": {"attention_mask": torch.arange(LENGTH) < torch.tensor([[LENGTH], [0]])},
     "documents": {"document_ids": torch.stack([torch.arange(LENGTH) // x for x in (13, 5)])},
     "causal": {"causal": True},
     "everything": {
         "causal": True,
         "document_ids": (torch.arange(LENGTH) // 9).expand(2, -1),
-        "key_padding": torch.arange(LENGTH) < torch.tensor([[30], [1]]),
+        "attention_mask": torch.arange(LENGTH) < torch.tensor([[30], [1]]),
     },
 }
 

@@ -28,7 +28,7 @@ def elementwise(
     q = x["q"][row, head, options["place"]]
     weights = {}
     for j in range(LENGTH):
-        padding, documents = options["key_padding"], options["document_ids"]
+        padding, documents = options["attention_mask"], options["document_ids"]
         hidden = [
             at < 0,
             padding is not None and not padding[row, j],
@@ -74,7 +74,7 @@ def test_reference_is_the_definition(
         for name, shape in shapes.items()
     }
     options: dict[str, Any] = {
-        "key_padding": torch.arange(LENGTH) < torch.tensor([[7], [3]]) if padding else None,
+        "attention_mask": torch.arange(LENGTH) < torch.tensor([[7], [3]]) if padding else None,
         "document_ids": torch.tensor([[0] * 5 + [1] * 4, list(range(9))]) if documents else None,
         "causal": causal,
     }

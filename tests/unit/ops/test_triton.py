@@ -45,15 +45,15 @@ def masks(length: int) -> dict[str, dict[str, Any]]:
     at = torch.arange(length)
     return {
         "none": {},
-        "padding": {"key_padding": at < torch.tensor([[length], [length // 3]])},
-        "padding before": {"key_padding": at >= torch.tensor([[length // 2], [0]])},
-        "nothing real": {"key_padding": at < torch.tensor([[length], [0]])},
+        "padding": {"attention_mask": at < torch.tensor([[length], [length // 3]])},
+        "padding before": {"attention_mask": at >= torch.tensor([[length // 2], [0]])},
+        "nothing real": {"attention_mask": at < torch.tensor([[length], [0]])},
         "documents": {"document_ids": torch.stack([at // 15, at // 5])},
         "causal": {"causal": True},
         "everything": {
             "causal": True,
             "document_ids": (at // 19).expand(2, -1),
-            "key_padding": at < torch.tensor([[length - 5], [1]]),
+            "attention_mask": at < torch.tensor([[length - 5], [1]]),
         },
     }
 
@@ -151,7 +151,7 @@ def test_packed_documents_equal_separate_ones() -> None:
 def test_values_of_padding_do_not_matter() -> None:
     inputs = random_inputs((1, 1, LENGTH, 32), LINEAR)
     real = torch.arange(LENGTH)[None] < 25
-    options: dict[str, Any] = {"backend": "triton", "device": DEVICE, "key_padding": real}
+    options: dict[str, Any] = {"backend": "triton", "device": DEVICE, "attention_mask": real}
     first = run_attention(inputs, torch.float32, LINEAR, **options)
     other = [x if x is None else x.clone() for x in inputs]
     for x in other[1:3]:

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_deberta.distributed import vocab
-from megatron_deberta.distributed.vocab import (
+from megatron_deberta.ops import cross_entropy
+from megatron_deberta.ops.cross_entropy import (
     IGNORED_LABEL,
-    vocab_parallel_loss,
-    vocab_parallel_sampled_loss,
-    vocab_parallel_token_losses,
+    Vocabulary,
+    linear_cross_entropy,
 )
 
 pytest.importorskip("triton", reason="the fused kernels are written in Triton")
@@ -26,7 +25,7 @@ EPSILON = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 @pytest.fixture(autouse=True)
 def kernels_and_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vocab, "runs_kernels", lambda x: x.dtype in DTYPES)
+    monkeypatch.setattr(cross_entropy, "runs_kernels", lambda x: x.dtype in DTYPES)
     monkeypatch.setattr(kernels, "COLUMNS", 16)
     monkeypatch.setattr(kernels, "GRADIENT_TILE", (4, 16))
 
@@ -78,27 +77,6 @@ def test_numbers_that_are_not_finite_reach_the_loss(value: float) -> None:
     assert losses.isfinite().tolist() == [True, True, False, True, True]
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-def test_ranks_combined_equal_one(tp: int) -> None:
-    """The last rank holds padding only; ties across ranks go to the lowest index."""
-    columns, padded = 30, 40
-    logits, labels = logits_of(6, columns, torch.float32)
-    whole = kernels.row_statistics(logits, labels, 0, columns)
-    wide = F.pad(logits, (0, padded - columns), value=1e6)
-    own = padded // tp
-    ranks = [
-        kernels.row_statistics(
-            part.contiguous(), labels, own * rank, min(max(columns - own * rank, 0), own)
-        )
-        for rank, part in enumerate(wide.chunk(tp, dim=1))
-    ]
-    top, total, target, hits = vocab._combine(torch.stack(ranks))
-    assert torch.equal(top, whole[0])
-    torch.testing.assert_close(total, whole[1], rtol=1e-6, atol=0)
-    assert torch.equal(target, whole[2])
-    assert torch.equal(hits, whole[3])
-
-
 def inputs(dtype: torch.dtype, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     shapes = ((11, WIDTH), (vocab_size + 3, WIDTH), (vocab_size + 3,))
@@ -116,13 +94,13 @@ def test_loss_and_gradients_are_those_of_the_twin(
 ) -> None:
     """Over chunks; in 16 bits the error may be the twin's."""
     for device in ("cpu", "cuda", "fused"):
-        monkeypatch.setitem(vocab._CHUNK_ELEMENTS, device, elements)
+        monkeypatch.setitem(cross_entropy._CHUNK_ELEMENTS, device, elements)
     labels = torch.arange(11, device=DEVICE) * 3
     labels[4] = IGNORED_LABEL
     results = []
     for fuse, of in ((True, dtype), (False, dtype), (False, torch.float64)):
         tensors = tuple(t.detach().to(of).requires_grad_() for t in inputs(dtype, 42))
-        loss, right = vocab_parallel_loss(*tensors, labels, 0, 42, None, fuse=fuse)
+        loss, right, _ = linear_cross_entropy(*tensors, labels, Vocabulary(42, fuse=fuse))
         (0.7 * loss).backward()
         results.append((loss.detach(), right, [t.grad for t in tensors]))
     (loss, right, gradients), (_, hits, twin), (exact_loss, _, exact) = results
@@ -142,25 +120,31 @@ def test_loss_and_gradients_are_those_of_the_twin(
 def test_losses_of_tokens_and_samples() -> None:
     labels = torch.arange(11, device=DEVICE)
     states, weight, bias = inputs(torch.float32, 42)
-    found = vocab_parallel_token_losses(states, weight, bias, labels, 0, 42, None, fuse=True)
-    twin = vocab_parallel_token_losses(states, weight, bias, labels, 0, 42, None)
-    torch.testing.assert_close(found[0], twin[0], rtol=1e-5, atol=1e-6)
-    assert found[1] == twin[1]
-    drawn = [
-        vocab_parallel_sampled_loss(
-            states, weight, bias, labels, lambda z, rows, first: z.max(1), 0, 42, None, fuse=fuse
+    found, twin = (
+        linear_cross_entropy(
+            states, weight, bias, labels, Vocabulary(42, fuse=fuse), reduction="none"
         )
         for fuse in (True, False)
-    ]
-    torch.testing.assert_close(drawn[0][0], drawn[1][0])
-    assert torch.equal(drawn[0][2], drawn[1][2])
+    )
+    torch.testing.assert_close(found.loss, twin.loss, rtol=1e-5, atol=1e-6)
+    assert found.correct == twin.correct
+    found, twin = (
+        linear_cross_entropy(
+            states, weight, bias, labels, Vocabulary(42, fuse=fuse),
+            draw=lambda z, rows, first: z.max(1),
+        )
+        for fuse in (True, False)
+    )  # fmt: skip
+    torch.testing.assert_close(found.loss, twin.loss)
+    assert found.samples is not None
+    assert torch.equal(found.samples, torch.as_tensor(twin.samples))
 
 
 def test_float64_takes_the_twin() -> None:
     tensors = tuple(t.detach().double() for t in inputs(torch.float32, 42))
     labels = torch.arange(11, device=DEVICE)
     fused, eager = (
-        vocab_parallel_loss(*tensors, labels, 0, 42, None, fuse=fuse)[0]  # type: ignore[call-arg]
+        linear_cross_entropy(*tensors, labels, Vocabulary(42, fuse=fuse)).loss
         for fuse in (True, False)
     )
     assert torch.equal(fused, eager)

@@ -38,6 +38,8 @@ from megatron_deberta.engine.deepspeed_config import REDUCE_BUCKET_ELEMENTS
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model import DropoutSeeds
 from megatron_deberta.model.flops import is_task_head
+from megatron_deberta.model.inputs import ModelInputs
+from megatron_deberta.objectives import ModelLosses
 from megatron_deberta.objectives.rtd import ReplacedTokenModel
 from megatron_deberta.planning.memory import estimate_memory, largest_micro_batch
 from megatron_deberta.train.setup import DTYPES
@@ -86,8 +88,8 @@ def batch(config: RunConfig) -> tuple[Batch | TaskBatch, DropoutSeeds]:
     rows, length = config.train.micro_batch_size, config.data.sequence_length
     masked = torch.arange(round(0.15 * length)).expand(rows, -1).contiguous()
     ids = torch.randint(5, config.model.vocab_size, (rows, length))
-    real, samples = torch.ones(rows, length, dtype=torch.bool), torch.arange(rows)
-    return Batch(ids, real, masked, masked + 5, samples), DropoutSeeds(1, 2, samples)
+    samples = torch.arange(rows)
+    return Batch(ModelInputs(ids), masked, masked + 5, samples), DropoutSeeds(1, 2, samples)
 
 
 def measured(config: RunConfig) -> int:
@@ -103,9 +105,9 @@ def measured(config: RunConfig) -> int:
         return total(tracker, "peak") - before
 
 
-def objective(result: tuple[Tensor, ...]) -> Tensor:
+def objective(result: ModelLosses) -> Tensor:
     """Return the sum of the losses, of both models of replaced-token detection."""
-    return result[0] if len(result) < 4 else result[0] + result[2]
+    return torch.stack([found.loss for found in result.losses.values()]).sum()
 
 
 def total(tracker: MemTracker, moment: str) -> int:
@@ -189,7 +191,7 @@ def states_of(dtype: str, stage: int, ema_decay: float) -> tuple[int, int]:
     before = [weakref.ref(t) for t in reachable_tensors()]
     model = build_model(config, GROUPS, DTYPES[dtype])
     engine = build_engine(config, model.module, model.specs, GROUPS)
-    engine.backward(engine.module(*batch(config))[0] / 100)
+    engine.backward(objective(engine.module(*batch(config))) / 100)
     gc.collect()
     # What an earlier test left may be released while this engine is built, so it is not subtracted.
     left = storages(t for t in (ref() for ref in before) if t is not None)

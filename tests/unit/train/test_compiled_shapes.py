@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_deberta.config import load_config
 from megatron_deberta.config.phases import segments
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.data.batch import Batch, CausalBatch
+from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.build import form_targets
 from megatron_deberta.data.collate import FILLER, BatchBuilder
 from megatron_deberta.data.forms import NextTokens
@@ -34,7 +34,7 @@ from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model import DropoutSeeds, fused
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.ops import kernel_support
-from megatron_deberta.train.evaluate import evaluate, forward
+from megatron_deberta.train.evaluate import evaluate
 from megatron_deberta.train.step import TrainStep
 from tests.support.labelled import labelled_rows, labelled_run
 
@@ -105,10 +105,11 @@ def batches_of(config: RunConfig) -> Iterator[Batch]:
                 batch = builder.build([FILLER] * part.train.micro_batch_size)
                 if part.model.next_sentence_head:
                     batch = replace(
-                        batch, next_sentence_labels=torch.zeros(len(batch.input_ids)).long()
+                        batch, next_sentence_labels=torch.zeros(len(batch.inputs.input_ids)).long()
                     )
                 # Whether rows are full changes no shape, but an argument.
-                yield from (replace(batch, is_padded=padded) for padded in (False, True))
+                for mask in (None, batch.inputs.is_token):
+                    yield replace(batch, inputs=replace(batch.inputs, attention_mask=mask))
 
 
 def pass_through(module: Any, config: RunConfig, batch: Batch) -> None:
@@ -117,9 +118,9 @@ def pass_through(module: Any, config: RunConfig, batch: Batch) -> None:
     outputs = None
     for update in build_objective(config).updates:
         seeds = DropoutSeeds(1, batch.sample_index[0], batch.dropout_keys)
-        sums = update.compute(module, batch, seeds, outputs)
-        sum(sums.losses[1:], sums.losses[0]).backward()
-        outputs = sums.outputs
+        found = update.compute(module, batch, seeds, outputs)
+        torch.stack([each.loss for each in found.losses.values()]).sum().backward()
+        outputs = found.outputs
 
 
 @pytest.mark.slow
@@ -134,11 +135,10 @@ def test_a_run_stays_below_every_limit(path: Path, shapes: Shapes) -> None:
     compiled = len(shapes.guarded)
     # In evaluation nothing is compiled, whatever the shapes.
     module.eval()
-    objective = build_objective(config)
     with torch.no_grad():
         for batch in batches_of(config):
             for rows in (batch, slice_of(batch, 1)):
-                forward(module, rows.to(META.device), objective)
+                module(rows.to(META.device), None)
     assert len(shapes.guarded) == compiled
 
 
@@ -185,7 +185,8 @@ def test_lengths_beyond_the_limit_run_uncompiled(
             numbers = np.flatnonzero(rows.lengths >= length)[:2]
             batch = rows.batch(numbers, numbers)
             batch = replace(batch._map(lambda x, n=length: x[:, :n] if x.dim() == 2 else x))
-            loss, *_ = module(batch, DropoutSeeds(1, 2, batch.dropout_keys))
+            found = module(batch, DropoutSeeds(1, 2, batch.dropout_keys)).losses
+            loss = next(iter(found.values())).loss
             loss.backward()
     said = [record.getMessage() for record in caplog.records if "not compiled" in record.message]
     assert len(said) == len(set(said)) > 0
@@ -236,4 +237,4 @@ def test_dynamo_reaches_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert evaluate(built.module, [batch, slice_of(batch, 1)], CPU, objective)
         assert fused._compiled.cache_info().currsize >= 4 * 4
         assert max(next(numbers) for numbers in fused._numbers.values()) <= fused.MAX_COMPILED
-    assert isinstance(batch, CausalBatch)
+    assert batch.inputs.causal

@@ -27,6 +27,7 @@ from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model import DropoutSeeds
+from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.train.preemption import STOP_FILE, Request, Requests, StopSignal
 from megatron_deberta.train.setup import DTYPES
 from megatron_deberta.train.step import TrainStep
@@ -44,11 +45,14 @@ MODEL = ModelConfig(
 )
 
 
-def fake_batch(device: torch.device, documents: bool) -> tuple[Batch, DropoutSeeds]:
+def fake_batch(
+    device: torch.device, documents: bool, padded: bool = True
+) -> tuple[Batch, DropoutSeeds]:
     zeros = torch.zeros(2, 16, dtype=torch.int64, device=device)
-    batch = Batch(zeros, zeros.bool(), zeros[:, :3], zeros[:, :3], sample_index=zeros[:, 0])
+    inputs = ModelInputs(zeros, zeros.bool() if padded else None)
     if documents:
-        batch = replace(batch, document_ids=zeros, position_ids=zeros)
+        inputs = replace(inputs, document_ids=zeros, position_ids=zeros)
+    batch = Batch(inputs, zeros[:, :3], zeros[:, :3], sample_index=zeros[:, 0])
     return batch, DropoutSeeds(1, zeros[0, 0], zeros[:, 0])
 
 
@@ -58,7 +62,7 @@ def test_a_micro_batch_never_waits(recompute: Any, documents: bool) -> None:
     groups = replace(single_process_groups(torch.device("cpu")), device=torch.device("meta"))
     parallel = ParallelConfig(recompute=recompute, attention_backend="chunked")
     module = build_model(RunConfig(model=MODEL, parallel=parallel), groups, torch.bfloat16).module
-    loss, _ = module.train()(*fake_batch(groups.device, documents))
+    loss = module.train()(*fake_batch(groups.device, documents)).losses["masked"].loss
     (loss / 3).backward()
     assert all(parameter.grad is not None for parameter in module.parameters())
     # What the test would see:
@@ -99,7 +103,7 @@ def test_a_step_waits_once(
     requests = Requests(StopSignal(), str(tmp_path), groups)
     engine = build_engine(config, model.module, model.specs, groups)
     step = TrainStep(engine, config, groups, flags=requests)
-    batches = [replace(fake_batch(groups.device, False)[0], is_padded=False)] * 2
+    batches = [fake_batch(groups.device, False, padded=False)[0]] * 2
     update, operators, lists = engine.step, Operators(), []
 
     def counted(*args: Any) -> Any:

@@ -27,6 +27,7 @@ from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine import deepspeed_step
 from megatron_deberta.engine.factory import build_engine
+from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.train.setup import DTYPES
 from megatron_deberta.train.step import TrainStep
 from tests.unit.train.test_host_waits import MODEL
@@ -73,9 +74,8 @@ def micro_batches(step: int) -> list[Batch]:
         ids = torch.randint(4, 131, (2, 16), generator=generator)
         positions = torch.tensor([[1, 4, 9], [2, 3, 11]])
         samples = torch.tensor([4 * step + 2 * number, 4 * step + 2 * number + 1])
-        mask = torch.ones_like(ids, dtype=torch.bool)
         labels = ids.gather(1, positions)
-        batches.append(Batch(ids, mask, positions, labels, samples, is_padded=False))
+        batches.append(Batch(ModelInputs(ids), positions, labels, samples))
     return batches
 
 

@@ -9,6 +9,7 @@ import torch
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.finetune.perplexity import Form, Perplexity
+from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.objectives import MaskedLanguageModel
 from megatron_deberta.tasks.words import WordText
 from megatron_deberta.train.row_scores import score_rows
@@ -64,7 +65,7 @@ def test_autoregressive_loss_is_the_sum_over_single_predictions() -> None:
         for token in range(first, stop):
             ids = torch.tensor([[VOCABULARY.cls_id, *TOKENS[begin:token].tolist()]])
             with torch.no_grad():
-                logits = built.masked_logits(ids, causal=True)[0, -1]
+                logits = built.masked_logits(ModelInputs(ids, causal=True))[0, -1]
             expected -= float(logits.log_softmax(-1)[TOKENS[token]])
     assert measure(built, windows) == pytest.approx(expected, rel=1e-5)
 
@@ -79,7 +80,7 @@ def test_masked_loss_is_the_sum_over_masked_rows() -> None:
             ids = torch.tensor([[cls, *TOKENS[begin:end].tolist(), sep]])
             ids[0, [token - begin + 1 for token in hidden]] = mask
             with torch.no_grad():
-                logits = built.masked_logits(ids)[0].log_softmax(-1)
+                logits = built.masked_logits(ModelInputs(ids))[0].log_softmax(-1)
             expected -= sum(float(logits[t - begin + 1, TOKENS[t]]) for t in hidden)
     assert measure(built, windows) == pytest.approx(expected, rel=1e-5)
 

@@ -28,12 +28,13 @@ import os, signal, torch
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.loader import TrainLoader
 from megatron_deberta.data.loader import StepSampler
+from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.train.preemption import StopSignal
 
 class Numbers:
     def build(self, samples):
         row = torch.tensor(list(samples)).unsqueeze(1)
-        return Batch(row, row > -1, row, row, row.squeeze(1), None, None)
+        return Batch(ModelInputs(row), row, row, row.squeeze(1))
 
 with StopSignal() as stop:
     sampler = StepSampler(global_batch_size=2, micro_batch_size=2, dp_rank=0, dp_size=1)

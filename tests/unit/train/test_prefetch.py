@@ -16,6 +16,7 @@ from megatron_deberta.config.schema import RunConfig, TrainConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.engine.base import StepOutcome
 from megatron_deberta.errors import DataError
+from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.observe.progress import Section
 from megatron_deberta.train.preemption import Request
 from megatron_deberta.train.prefetch import InputQueue
@@ -80,7 +81,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> FakeStreams:
 def batch(sample: int) -> Batch:
     generator = torch.Generator().manual_seed(sample)
     ids = torch.randint(100, (1, 8), generator=generator)
-    return Batch(ids, ids > 0, ids[:, :2], ids[:, 2:4], torch.tensor([sample]))
+    return Batch(ModelInputs(ids), ids[:, :2], ids[:, 2:4], torch.tensor([sample]))
 
 
 def loader(first: int, log: list[str]) -> Iterator[list[Batch]]:
@@ -95,7 +96,7 @@ def test_a_step_is_copied_beside_the_one_that_runs_and_handed_over(streams: Fake
     queue = InputQueue(loader(0, streams.log), CPU, streams)
     assert streams.log == []
     queue.take()
-    kept = ["kept for compute"] * 10  # five tensors a micro batch
+    kept = ["kept for compute"] * 8  # four tensors a micro batch
     first = ["loads 0", "side copies 0", "side copies 1", "side marks"]
     assert streams.log == [*first, "compute waits for side's mark", *kept]
     streams.log.clear()
@@ -110,7 +111,7 @@ def test_a_step_is_copied_beside_the_one_that_runs_and_handed_over(streams: Fake
 
 def test_batches_are_on_the_device_and_stay_on_the_host(streams: FakeStreams) -> None:
     taken = InputQueue(loader(0, []), torch.device("meta"), streams).take()
-    assert {part.input_ids.device.type for part in taken.device} == {"meta"}
+    assert {part.inputs.input_ids.device.type for part in taken.device} == {"meta"}
     assert [part.sample_index.item() for part in taken.host] == [0, 1]
 
 
@@ -160,7 +161,7 @@ class Run:
         self.trainer = Trainer(CONFIG, state, inputs, step, [self], requests)
 
     def step(self, number: int, batches: list[Batch], while_busy: Any) -> StepResult:
-        self.trained += [part.input_ids for part in batches]
+        self.trained += [part.inputs.input_ids for part in batches]
         while_busy()
         self.ahead.append(len(self.log) - (number + 1 - self.first // 2))
         return StepResult(1.0, 0.1, StepOutcome(0.5, False, 1.0))

@@ -97,7 +97,7 @@ def test_the_metrics_differ_in_words_of_several_pieces(tmp_path: Path) -> None:
     starts = tiny_tokenizer().word_starts()
     for number in range(len(rows["original"].place)):
         one = np.array([number])
-        ids = {name: found.batch(one).input_ids[0].numpy() for name, found in rows.items()}
+        ids = {name: found.batch(one).inputs.input_ids[0].numpy() for name, found in rows.items()}
         text = rows["original"].sentences[rows["original"].sentence[number]]
         place = int(rows["original"].place[number])
         assert np.flatnonzero(ids["original"] == mask).tolist() == [place + 1]

@@ -83,11 +83,13 @@ def test_weight_of_the_discriminator() -> None:
     model, _, _ = start()
     module, batch = model.module, rows()
     objective = build_objective(replace(RTD, rtd=RTDConfig(discriminator_weight=3.0)))
-    assert [p.weight for p in objective.parts] == [1.0, 3.0]
-    assert [int(count) for count in objective.count_targets(batch)] == [10, 48]
+    weights = {name: term.weight for name, term in objective.losses.items()}
+    assert weights == {"generator": 1.0, "discriminator": 3.0}
+    targets = {name: int(count) for name, count in objective.count_targets(batch).items()}
+    assert targets == {"generator": 10, "discriminator": 48}
     result = module(batch, None)
-    assert len(objective.sums(result).counts) == 3
-    assert objective.sums(result).outputs is result[-1]
+    assert result.losses.keys() == weights.keys()
+    assert tuple(result.counts) == objective.counters
 
 
 def test_a_drawn_original_is_not_replaced() -> None:
@@ -97,10 +99,10 @@ def test_a_drawn_original_is_not_replaced() -> None:
     assert isinstance(module, ReplacedTokenModel)
     targets = batch.masked_positions >= 0
     drawn = batch.labels.clone()
-    counts = [int(module.detect(batch, drawn, None)[2])]
+    counts = [int(module.detect(batch, drawn, None).counts["replaced"])]
     for row, slot in targets.nonzero().tolist()[:3]:
         drawn[row, slot] = 5 + (drawn[row, slot] - 4) % (RTD.model.vocab_size - 5)
-        counts.append(int(module.detect(batch, drawn, None)[2]))
+        counts.append(int(module.detect(batch, drawn, None).counts["replaced"]))
     assert int(targets.sum()) == 10
     assert counts == [0, 1, 2, 3]
 
@@ -250,9 +252,9 @@ def test_validation_metrics_are_those_of_the_predictions() -> None:
     for batch in batches:
         with torch.no_grad():
             result = module(batch, None)
-            ids = fill(batch.input_ids, batch.masked_positions, result[-1])
-            logits = module.discriminator.logits(ids, batch.attention_mask)
-        original = fill(batch.input_ids, batch.masked_positions, batch.labels)
+            ids = fill(batch.inputs.input_ids, batch.masked_positions, result.outputs)
+            logits = module.discriminator.logits(replace(batch.inputs, input_ids=ids))
+        original = fill(batch.inputs.input_ids, batch.masked_positions, batch.labels)
         said.append((logits > 0).flatten())
         truth.append((ids != original).flatten())
         missed.append(torch.nn.functional.softplus(torch.where(ids != original, -logits, logits)))
@@ -285,9 +287,9 @@ def test_special_tokens_are_drawn_only_if_allowed() -> None:
     completed = build_objective(closed).complete_config(others)
     assert completed.rtd.excluded_ids == others
     batch = rows()
-    samples: Tensor = build_model(completed, GROUPS).module(batch, None)[-1]
+    samples: Tensor = build_model(completed, GROUPS).module(batch, None).outputs
     assert set(samples[batch.masked_positions >= 0].tolist()) <= set(allowed)
-    free: Tensor = build_model(RTD, GROUPS).module(batch, None)[-1]
+    free: Tensor = build_model(RTD, GROUPS).module(batch, None).outputs
     assert not set(free[batch.masked_positions >= 0].tolist()) <= set(allowed)
 
 

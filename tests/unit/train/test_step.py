@@ -25,7 +25,8 @@ from megatron_deberta.engine.base import Engine, ReadNorm, StepOutcome
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import NumericsError
 from megatron_deberta.model import DropoutSeeds
-from megatron_deberta.objectives import build_objective
+from megatron_deberta.model.inputs import ModelInputs
+from megatron_deberta.objectives import LossSums, ModelLosses, build_objective
 from megatron_deberta.train.evaluate import evaluate
 from megatron_deberta.train.step import TrainStep
 from tests.support.tiny_models import V2
@@ -50,8 +51,10 @@ def rows(first: int = 0) -> Batch:
     labels = torch.randint(5, V2.vocab_size, (4, 4), generator=generator)
     absent = torch.ones(4, 4, dtype=torch.bool).triu(1)
     return Batch(
-        input_ids=torch.randint(5, V2.vocab_size, (4, 12), generator=generator),
-        attention_mask=torch.ones(4, 12, dtype=torch.bool),
+        ModelInputs(
+            torch.randint(5, V2.vocab_size, (4, 12), generator=generator),
+            torch.ones(4, 12, dtype=torch.bool),
+        ),
         masked_positions=positions.masked_fill(absent, -1),
         labels=labels.masked_fill(absent, IGNORED_LABEL),
         sample_index=torch.arange(first, first + 4),
@@ -123,6 +126,10 @@ def test_validation_has_no_dropout_and_counts_no_fillers() -> None:
     assert model.module.training
 
 
+def losses_of(loss: float) -> ModelLosses:
+    return ModelLosses({"masked": LossSums(torch.tensor(loss), torch.tensor(0))})
+
+
 class Recorded:
     """An engine that notes what it is asked, over a module that returns a given loss."""
 
@@ -133,8 +140,8 @@ class Recorded:
         self.module = torch.nn.Module()
         self.module.forward = self._forward  # type: ignore[method-assign]
 
-    def _forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return torch.tensor(self.loss), torch.tensor(0)
+    def _forward(self, *args: Any, **kwargs: Any) -> ModelLosses:
+        return losses_of(self.loss)
 
     @property
     def parts(self) -> tuple[Recorded, ...]:
@@ -185,10 +192,10 @@ def test_dropout_has_the_seeds_of_its_step() -> None:
     config = replace(CONFIG, train=replace(CONFIG.train, seed=17))
     seen: list[tuple[int, int, list[int]]] = []
 
-    def forward(batch: Batch, seeds: DropoutSeeds) -> tuple[Tensor, Tensor]:
+    def forward(batch: Batch, seeds: DropoutSeeds) -> ModelLosses:
         assert isinstance(seeds.step, Tensor)  # no constant of the recorded operations
         seen.append((seeds.run_seed, int(seeds.step), seeds.samples.tolist()))
-        return torch.tensor(1.0), torch.tensor(0)
+        return losses_of(1.0)
 
     engine.module.forward = forward  # type: ignore[method-assign]
     for number in (0, 1):

@@ -18,6 +18,7 @@ from megatron_deberta.config.schema import CheckpointConfig, RunConfig, TrainCon
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.engine.base import StepOutcome
 from megatron_deberta.errors import CheckpointError
+from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.observe.progress import Section
 from megatron_deberta.observe.throughput import StepWork, ThroughputMeter
 from megatron_deberta.train.evaluate import Evaluation
@@ -67,7 +68,7 @@ class Recorder:
 
 def batch(sample: int) -> Batch:
     tensor = torch.tensor([sample])
-    return Batch(tensor, tensor, tensor, tensor, tensor)
+    return Batch(ModelInputs(tensor), tensor, tensor, tensor)
 
 
 def result(loss: float = 2.0) -> StepResult:

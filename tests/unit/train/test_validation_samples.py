@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megatron_deberta.data.batch import Batch, CausalBatch
+from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.model import RuntimeOptions
+from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.objectives import MaskedLanguageModel
 from megatron_deberta.train.evaluate import Evaluation
 from megatron_deberta.train.validation_samples import SampleRecorder, best_tokens
@@ -26,8 +27,8 @@ def make_batch(first: int, *, causal: bool = False) -> Batch:
     attention[2, 9:] = False
     positions = torch.tensor([[2, 5, 7], [1, 3, -1], [4, 8, -1]])
     labels = torch.tensor([[9, 8, 7], [6, 5, -100], [11, 12, -100]])
-    kind = CausalBatch if causal else Batch
-    return kind(ids, attention, positions, labels, torch.arange(first, first + 3))
+    inputs = ModelInputs(ids, attention, causal=causal)
+    return Batch(inputs, positions, labels, torch.arange(first, first + 3))
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def test_the_first_rows_are_read_with_their_best_tokens(model: MaskedLanguageMod
     assert rows[2].labels == [11, 12]
     batch = batches[1]
     with torch.no_grad():
-        logits = model.masked_logits(batch.input_ids, batch.attention_mask, batch.masked_positions)
+        logits = model.masked_logits(batch.inputs, batch.masked_positions)
     best = logits.softmax(-1).topk(3)
     assert rows[1].candidates == best.indices.view(3, 3, 3)[1, :2].tolist()
     expected = best.values.view(3, 3, 3)[1, :2]

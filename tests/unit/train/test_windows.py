@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_deberta.data.batch import CausalBatch
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import DataError
 from megatron_deberta.tasks.words import WordText, read_words
@@ -38,13 +37,13 @@ def test_each_token_is_scored_once(size: int) -> None:
         seen: list[int] = []
         for numbers in rows.batches(100, 2):
             batch = rows.batch(numbers)
-            assert isinstance(batch, CausalBatch) == (mask_every == 0)
-            assert batch.input_ids.size(1) <= length
+            assert batch.inputs.causal == (mask_every == 0)
+            assert batch.inputs.input_ids.size(1) <= length
             if not numbers.size:
                 continue
             assert batch.sample_index.tolist() == numbers.tolist()
             for ids, places, labels in zip(
-                batch.input_ids.tolist(),
+                batch.inputs.input_ids.tolist(),
                 batch.masked_positions.tolist(),
                 batch.labels.tolist(),
                 strict=True,
@@ -72,8 +71,8 @@ def test_context() -> None:
 
 def test_padding_to_a_multiple() -> None:
     batch = WindowRows.of_text(np.arange(10, 15), VOCABULARY, 64, 64).batch(np.array([0]), 4)
-    assert batch.input_ids.tolist() == [[1, 10, 11, 12, 13, 14, 2, 0]]
-    assert batch.attention_mask.tolist() == [[True] * 7 + [False]]
+    assert batch.inputs.input_ids.tolist() == [[1, 10, 11, 12, 13, 14, 2, 0]]
+    assert batch.inputs.is_token.tolist() == [[True] * 7 + [False]]
     assert batch.masked_positions.tolist() == [[0, 1, 2, 3, 4]]
     assert batch.labels.tolist() == [[10, 11, 12, 13, 14]]
 

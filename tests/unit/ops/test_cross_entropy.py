@@ -1,4 +1,4 @@
-"""Vocabulary loss on one device: gradient, chunks, memory, errors."""
+"""Cross-entropy of the vocabulary projection on one device: gradient, chunks, memory, errors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_deberta.distributed import vocab
-from megatron_deberta.distributed.vocab import vocab_parallel_loss
+from megatron_deberta.ops import cross_entropy
+from megatron_deberta.ops.cross_entropy import Vocabulary, linear_cross_entropy
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 
@@ -32,14 +32,14 @@ class Fresh(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, labels: Tensor, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(labels, *tensors)
-        return vocab_parallel_loss(*tensors, labels, 0, 7, None)[0]  # type: ignore[call-arg, misc]
+        return linear_cross_entropy(*tensors, labels, Vocabulary(7))[0]  # type: ignore[call-arg, misc]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         labels, *tensors = ctx.saved_tensors
         with torch.enable_grad():
             leaves = [t.detach().requires_grad_() for t in tensors]
-            loss, _ = vocab_parallel_loss(*leaves, labels, 0, 7, None)
+            loss, *_ = linear_cross_entropy(*leaves, labels, Vocabulary(7))
             return (None, *torch.autograd.grad(loss, leaves, grads[0]))
 
 
@@ -47,14 +47,14 @@ def test_labels_are_subtracted_by_comparison_as_by_scatter() -> None:
     columns, counted = torch.tensor([0, 4, 2, 2, 0]), torch.tensor([True, True, True, True, False])
     results = [torch.rand(5, 5, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
     for x, scatters in zip(results, (False, True), strict=True):
-        vocab._subtract_labels(x, columns, counted, scatters=scatters)
+        cross_entropy._subtract_labels(x, columns, counted, scatters=scatters)
     assert torch.equal(*results)
     assert (results[0] < 0).sum() == counted.sum()
 
 
 @pytest.mark.parametrize("rows_at_a_time", [2, 100])
 def test_gradcheck(monkeypatch: pytest.MonkeyPatch, rows_at_a_time: int) -> None:
-    monkeypatch.setitem(vocab._CHUNK_ELEMENTS, "cpu", 9 * rows_at_a_time)
+    monkeypatch.setitem(cross_entropy._CHUNK_ELEMENTS, "cpu", 9 * rows_at_a_time)
     labels = torch.tensor([0, 6, -100, 3, 3])
     # Two of nine rows are padding.
     assert torch.autograd.gradcheck(
@@ -66,9 +66,9 @@ def test_chunks_change_nothing_but_rounding(monkeypatch: pytest.MonkeyPatch) -> 
     labels = torch.randint(33, (50,), generator=torch.Generator().manual_seed(1))
     results = []
     for elements in (33 * 3, 2**18):
-        monkeypatch.setitem(vocab._CHUNK_ELEMENTS, "cpu", elements)
+        monkeypatch.setitem(cross_entropy._CHUNK_ELEMENTS, "cpu", elements)
         tensors = inputs(50, 33)
-        loss, right = vocab_parallel_loss(*tensors, labels, 0, 33, None)
+        loss, right, _ = linear_cross_entropy(*tensors, labels, Vocabulary(33))
         (loss / 50).backward()
         results.append((loss.detach(), right, *(t.grad for t in tensors)))
     for one, other in zip(*results, strict=True):
@@ -80,7 +80,7 @@ def test_16_bit_gradients_are_as_good_as_eager(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     vocab_size, labels = 4096, torch.arange(48) * 7
-    monkeypatch.setitem(vocab._CHUNK_ELEMENTS, "cpu", 16 * vocab_size)
+    monkeypatch.setitem(cross_entropy._CHUNK_ELEMENTS, "cpu", 16 * vocab_size)
     exact = [t.detach().double().requires_grad_() for t in inputs(48, vocab_size, dtype)]
     logits = functional.linear(*exact)
     (1.7 * functional.cross_entropy(logits, labels, reduction="sum")).backward()
@@ -88,7 +88,7 @@ def test_16_bit_gradients_are_as_good_as_eager(
     for ours in (True, False):
         tensors = inputs(48, vocab_size, dtype)
         if ours:
-            loss, _ = vocab_parallel_loss(*tensors, labels, 0, vocab_size, None)
+            loss, *_ = linear_cross_entropy(*tensors, labels, Vocabulary(vocab_size))
             assert loss.dtype == torch.float32
         else:
             eager = functional.linear(*tensors).float()
@@ -118,10 +118,10 @@ class Largest(TorchDispatchMode):
 
 
 def test_all_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(vocab._CHUNK_ELEMENTS, "cpu", 1000)
+    monkeypatch.setitem(cross_entropy._CHUNK_ELEMENTS, "cpu", 1000)
     tensors, labels = inputs(300, 50), torch.zeros(300, dtype=torch.int64)
     with Largest() as largest:
-        loss, _ = vocab_parallel_loss(*tensors, labels, 0, 50, None)
+        loss, *_ = linear_cross_entropy(*tensors, labels, Vocabulary(50))
         loss.backward()
     # States are the largest thing there is; logits would be 15,000.
     assert largest.elements == 300 * 8
@@ -131,7 +131,7 @@ def test_a_loss_scale_keeps_small_fp16_gradients() -> None:
     labels, found = torch.arange(48) * 7, []
     for dtype, scale in ((torch.float64, 1.0), (torch.float16, 2.0**10)):
         tensors = [t.detach().to(dtype).requires_grad_() for t in inputs(48, 512, torch.float16)]
-        loss, _ = vocab_parallel_loss(*tensors, labels, 0, 512, None)  # type: ignore[call-arg]
+        loss, *_ = linear_cross_entropy(*tensors, labels, Vocabulary(512))  # type: ignore[call-arg]
         (loss * 1e-6 * scale).backward()
         found.append([t.grad.double() / scale for t in tensors])  # type: ignore[union-attr]
     for exact, scaled in zip(*found, strict=True):
@@ -141,7 +141,7 @@ def test_a_loss_scale_keeps_small_fp16_gradients() -> None:
 def test_without_gradients_none_are_computed() -> None:
     tensors, labels = inputs(6, 50), torch.arange(6)
     with torch.no_grad(), Largest() as largest:
-        loss, right = vocab_parallel_loss(*tensors, labels, 0, 50, None)
+        loss, right, _ = linear_cross_entropy(*tensors, labels, Vocabulary(50))
     logits = functional.linear(*tensors)
     torch.testing.assert_close(loss, functional.cross_entropy(logits, labels, reduction="sum"))
     assert right == (logits.argmax(1) == labels).sum()
@@ -150,7 +150,7 @@ def test_without_gradients_none_are_computed() -> None:
 
 
 def test_a_second_backward_is_refused() -> None:
-    loss, _ = vocab_parallel_loss(*inputs(3, 5), torch.tensor([1, 2, 0]), 0, 5, None)
+    loss, *_ = linear_cross_entropy(*inputs(3, 5), torch.tensor([1, 2, 0]), Vocabulary(5))
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="called twice"):
         loss.backward()
@@ -160,11 +160,11 @@ def test_a_second_backward_is_refused() -> None:
 def test_a_bad_logit_shows_in_the_loss(bad: float) -> None:
     states, weight, bias = inputs(3, 5)
     bias.data[4] = bad
-    loss, _ = vocab_parallel_loss(states, weight, bias, torch.tensor([1, 1, 1]), 0, 5, None)
+    loss, *_ = linear_cross_entropy(states, weight, bias, torch.tensor([1, 1, 1]), Vocabulary(5))
     assert not torch.isfinite(loss)
 
 
 @pytest.mark.parametrize("label", [5, -1, 6])
 def test_label_outside_the_vocabulary_is_refused(label: int) -> None:
     with pytest.raises(ValueError, match=rf"label {label} .*vocab_size=5"):
-        vocab_parallel_loss(*inputs(1, 8), torch.tensor([label]), 0, 5, None)
+        linear_cross_entropy(*inputs(1, 8), torch.tensor([label]), Vocabulary(5))
