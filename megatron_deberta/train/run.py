@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -62,6 +63,7 @@ from megatron_deberta.train.setup import (
 from megatron_deberta.train.stability.faults import FaultReports
 from megatron_deberta.train.stability.guard import Guard
 from megatron_deberta.train.stability.replicas import check_replicas
+from megatron_deberta.train.stability.rerun import RerunStep
 from megatron_deberta.train.stability.rollback import Rollback, rollback
 from megatron_deberta.train.start import OpenWeights, choose_start, load_start, refusals
 from megatron_deberta.train.state import Ending, FolderLock, Outcome, TrainState
@@ -292,9 +294,8 @@ def _train(
         evaluations = _evaluations(run, validate, requests, meter, records, selection)
         for kind, hook in evaluations.items():
             _evaluate_if_missing(run, state, kind, hook, records, requests)
-        mark, report = run.observer.mark, run.faults.report
-        train_step = TrainStep(run.engine, config, groups, guard, mark, requests, report)
-        run.faults.records, run.faults.train_step = records, train_step
+        run.faults.records = records
+        train_step = _train_step(run, config, guard, requests)
         outcome = Trainer(
             config,
             state,
@@ -312,6 +313,17 @@ def _train(
     if outcome.ending in (Ending.FINISHED, Ending.STOPPED) and records is not None:
         records.plot()
     return outcome
+
+
+def _train_step(run: _Components, config: RunConfig, guard: Guard, requests: Requests) -> TrainStep:
+    """Return what executes the steps of a segment."""
+    options: dict[str, Any] = {"guard": guard, "on_progress": run.observer.mark, "flags": requests}
+    if not config.guard.rerun:
+        return TrainStep(run.engine, config, run.groups, **options)
+    run.faults.train_step = RerunStep(
+        run.engine, config, run.groups, on_verdict=run.faults.report, **options
+    )
+    return run.faults.train_step
 
 
 def _open_records(run: _Components, segment: Segment, state: TrainState) -> RunRecords:

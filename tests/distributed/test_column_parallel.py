@@ -20,6 +20,7 @@ from megatron_deberta.distributed import collectives
 from megatron_deberta.distributed.parallelize import apply, build_model
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.model.attention import AttentionContext
+from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.model.layers import Layer
 from megatron_deberta.model.projections import project_together
 from megatron_deberta.model.tp_hooks import BlockInput, TokenLayout
@@ -48,7 +49,7 @@ def hidden_states(sequence: bool, rows: int = B) -> Tensor:
 
 
 def token_layout(rows: int = B) -> TokenLayout:
-    return TokenLayout.of_sequence(torch.ones(rows, N, dtype=torch.bool))
+    return TokenLayout.of_sequence(ModelInputs(torch.ones(rows, N).long()))
 
 
 def in_token_order(out: Tensor, rows: int) -> Tensor:

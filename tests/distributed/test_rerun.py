@@ -21,9 +21,9 @@ from megatron_deberta.objectives import ModelLosses
 from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.stability.faults import FaultReports
 from megatron_deberta.train.stability.replicas import check_replicas
+from megatron_deberta.train.stability.rerun import RerunStep
 from megatron_deberta.train.stability.verdict import Verdict
 from megatron_deberta.train.state import FolderLock
-from megatron_deberta.train.step import TrainStep
 from tests.support.layout_matrix import GLOBAL_BATCH, Layout, micro_batches, moments, run_config
 from tests.support.losses import with_first_loss
 from tests.support.ranks import RankPool, grid
@@ -92,7 +92,7 @@ def train(
         engine = build_engine(config, model.module, model.specs, groups)
     engine.module.register_forward_hook(fault.loss)
     verdicts: list[Verdict] = []
-    take = TrainStep(engine, config, groups, on_verdict=verdicts.append)
+    take = RerunStep(engine, config, groups, on_verdict=verdicts.append)
     found: dict[str, Any] = {"steps": [], "error": "", "verdicts": verdicts}
     try:
         for fault.step in range(STEPS):
@@ -214,7 +214,7 @@ def differing_replicas(
         verdicts.append(verdict)
         reports.report(verdict)
 
-    take = reports.train_step = TrainStep(engine, config, groups, on_verdict=report)
+    take = reports.train_step = RerunStep(engine, config, groups, on_verdict=report)
     take(0, micro_batches(0, groups))
     if rank == FAULTY_RANK:
         parameter.data.view(-1).view(torch.int32)[5] ^= 1 << 20

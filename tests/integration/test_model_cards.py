@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -247,13 +248,14 @@ def test_figures_of_a_discriminator(runs: Path) -> None:
     said, truth = [], []
     with torch.no_grad():
         for batch in batches:
-            _, _, drawn = model.eval().generate(batch, None)
+            drawn = model.eval().generate(batch, None).outputs
+            assert drawn is not None
             ids, right = batch.inputs.input_ids.clone(), batch.inputs.input_ids.clone()
             for row, places in enumerate(batch.masked_positions):
                 known = places >= 0
                 ids[row, places[known]] = drawn[row, known]
                 right[row, places[known]] = batch.labels[row, known]
-            logits = discriminator(ids, batch.inputs.attention_mask)
+            logits = discriminator(replace(batch.inputs, input_ids=ids))
             real = batch.inputs.is_token
             said.append(logits[real])
             truth.append((ids != right)[real])

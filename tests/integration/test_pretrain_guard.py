@@ -16,8 +16,9 @@ from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.slurm.status import gather
 from megatron_deberta.data.sample_log import read_sample_log
 from megatron_deberta.errors import EXIT_DONE, EXIT_NEVER_REQUEUE
+from megatron_deberta.objectives import MaskedLanguageModel
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
-from megatron_deberta.train.step import TrainStep, forward
+from megatron_deberta.train.step import TrainStep
 from tests.support.jobs import Run, assert_same_checkpoints, losses, records
 from tests.support.losses import with_first_loss
 
@@ -39,13 +40,16 @@ class Killed(BaseException):
 def poison(monkeypatch: pytest.MonkeyPatch, samples: range) -> None:
     """Make the losses of some samples infinite."""
 
-    def spoiled(module: Any, batch: Any, *rest: Any) -> Any:
-        found = forward(module, batch, *rest)
-        if not any(sample in samples for sample in batch.sample_index.tolist()):
+    forward = MaskedLanguageModel.forward
+
+    def spoiled(model: Any, batch: Any, seeds: Any) -> Any:
+        found = forward(model, batch, seeds)
+        in_training = seeds is not None
+        if not in_training or not set(samples) & set(batch.sample_index.tolist()):
             return found
         return with_first_loss(found, lambda loss: loss * float("inf"))
 
-    monkeypatch.setattr("megatron_deberta.train.step.forward", spoiled)
+    monkeypatch.setattr(MaskedLanguageModel, "forward", spoiled)
 
 
 def samples_of(steps: range) -> range:
@@ -170,15 +174,17 @@ def test_nonfinite_gradient_is_skipped(
 ) -> None:
     """The loss is finite, its gradient is not."""
 
-    def spoiled(module: Any, batch: Any, *rest: Any) -> Any:
-        found = forward(module, batch, *rest)
-        if 20 not in batch.sample_index.tolist():
+    forward = MaskedLanguageModel.forward
+
+    def spoiled(model: Any, batch: Any, seeds: Any) -> Any:
+        found = forward(model, batch, seeds)
+        if seeds is None or 20 not in batch.sample_index.tolist():
             return found
         return with_first_loss(
             found, lambda loss: torch.where(torch.tensor(True), loss, loss * float("inf"))
         )
 
-    monkeypatch.setattr("megatron_deberta.train.step.forward", spoiled)
+    monkeypatch.setattr(MaskedLanguageModel, "forward", spoiled)
     assert pretrain(*GUARDED, "train.exit_step=4")[0] == EXIT_DONE
     assert [(e["step"], e["skip"]) for e in events(tmp_path / "run")] == [
         (3, "gradient not finite")

@@ -25,9 +25,9 @@ from megatron_deberta.errors import (
     EXIT_NEVER_REQUEUE,
     EXIT_USAGE,
 )
+from megatron_deberta.objectives import MaskedLanguageModel
 from megatron_deberta.observe.metrics import read_metrics
 from megatron_deberta.train.preemption import STOP_SIGNALS
-from megatron_deberta.train.step import forward
 from tests.support.jobs import Run
 from tests.support.losses import with_first_loss
 
@@ -113,12 +113,14 @@ def test_ctrl_c_saves_and_says_where(
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     presses = [signal.SIGINT]
 
+    forward = MaskedLanguageModel.forward
+
     def interrupted(*args: Any) -> Any:
         if presses:
             os.kill(os.getpid(), presses.pop())
         return forward(*args)
 
-    monkeypatch.setattr("megatron_deberta.train.step.forward", interrupted)
+    monkeypatch.setattr(MaskedLanguageModel, "forward", interrupted)
     monkeypatch.setattr("sys.stdout", sys.stderr)
     code, shown = pretrain("train.exit_step=3")
     assert code == EXIT_INTERRUPTED
@@ -162,8 +164,10 @@ def test_nonfinite_loss_requests_no_restart(
 ) -> None:
     strict = "guard.non_finite=stop"
     assert pretrain(strict, "train.exit_step=1") == (EXIT_DONE, "")
+    forward = MaskedLanguageModel.forward
     monkeypatch.setattr(
-        "megatron_deberta.train.step.forward",
+        MaskedLanguageModel,
+        "forward",
         lambda *args: with_first_loss(forward(*args), lambda loss: loss * math.nan),
     )
     # A restart would repeat the same steps.

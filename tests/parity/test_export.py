@@ -208,9 +208,9 @@ def test_segment_pairs_keep_token_types_and_the_next_sentence_head(
     ids, mask = make_batch()
     types = (torch.arange(ids.size(1)) > 20).long().expand_as(ids)
     model = build_model(config, reader(weights), "reference")
-    inputs = {"attention_mask": mask.long(), "token_type_ids": types}
+    inputs = ModelInputs(ids, mask, token_type_ids=types)
     with torch.no_grad():
-        logits = classifier.eval()(ids, **inputs).logits
+        logits = classifier.eval()(ids, attention_mask=mask.long(), token_type_ids=types).logits
         expected = model.next_sentence_logits(inputs)
         torch.testing.assert_close(logits, expected, **FP32_MODEL)
         # The mask decoder's results are unchanged.

@@ -223,7 +223,7 @@ def test_export_has_a_report_and_lines_in_the_card(tmp_path: Path) -> None:
     assert "t, 3 dev examples, accuracy: 0.7500 (1.0000 in torch, fp32)." in card
     # As a server would call it.
     ids = torch.tensor([[1, 20, 21, 2]])
-    logits = graph_logits(output / "onnx" / "model.onnx", "rows")(ids, torch.ones_like(ids), None)
+    logits = graph_logits(output / "onnx" / "model.onnx", "rows")(ModelInputs(ids))
     with torch.no_grad():
         expected = build_task_model(config, read).logits(ModelInputs(ids))
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)

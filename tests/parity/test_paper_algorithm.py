@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.attention import AttentionContext, DisentangledSelfAttention
+from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.model.tp_hooks import TokenLayout
 from tests.support.stock_weights import randomize
 from tests.support.tolerances import FP64
@@ -66,7 +67,7 @@ def test_paper_index_is_algorithm_1(backend: str) -> None:
     hidden = torch.randn(1, 9, 16, generator=generator, dtype=torch.float64)
     table = torch.randn(6, 16, generator=generator, dtype=torch.float64)
     context = AttentionContext(table, None, None, None, backend, recompute_cheap=False)
-    layout = TokenLayout.of_sequence(torch.ones(1, 9, dtype=torch.bool))
+    layout = TokenLayout.of_sequence(ModelInputs(torch.ones(1, 9).long()))
 
     attended = algorithm_1(block, hidden[0], table)
     expected = block.norm(hidden + block.output(attended.unsqueeze(0), layout), layout)
@@ -82,7 +83,7 @@ def test_the_two_indices_differ(index: Any) -> None:
     hidden = torch.randn(1, 9, 16, generator=generator, dtype=torch.float64)
     table = torch.randn(6, 16, generator=generator, dtype=torch.float64)
     context = AttentionContext(table, None, None, None, "reference", recompute_cheap=False)
-    layout = TokenLayout.of_sequence(torch.ones(1, 9, dtype=torch.bool))
+    layout = TokenLayout.of_sequence(ModelInputs(torch.ones(1, 9).long()))
     attended = algorithm_1(block, hidden[0], table)
     expected = block.norm(hidden + block.output(attended.unsqueeze(0), layout), layout)
     equal = torch.allclose(block(hidden, layout, context), expected, **FP64)

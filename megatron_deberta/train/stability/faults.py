@@ -13,9 +13,9 @@ from megatron_deberta.engine.base import Placements
 from megatron_deberta.errors import ReplicaError
 from megatron_deberta.train.records import RunRecords
 from megatron_deberta.train.stability.replicas import make_equal
+from megatron_deberta.train.stability.rerun import RerunStep
 from megatron_deberta.train.stability.verdict import Verdict
 from megatron_deberta.train.state import FolderLock
-from megatron_deberta.train.step import TrainStep
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +30,13 @@ class FaultReports:
 
     Attributes:
         records: of the present segment, on rank 0.
-        train_step: of the present segment.
+        train_step: of the present segment, with ``guard.rerun``.
     """
 
     groups: ProcessGroups
     lock: FolderLock
     records: RunRecords | None = field(default=None, init=False)
-    train_step: TrainStep | None = field(default=None, init=False)
+    train_step: RerunStep | None = field(default=None, init=False)
 
     def report(self, verdict: Verdict) -> None:
         """Report a verdict, which all ranks have; rank 0 does."""

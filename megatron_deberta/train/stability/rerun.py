@@ -1,24 +1,33 @@
-"""Second and third run of a step, on the same and on another rank, to find faulty devices."""
+"""Steps that run again, on the same and on another rank, to find faulty devices."""
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import socket
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.batch import MicroBatch
 from megatron_deberta.data.batch_bytes import batches_from_bytes, batches_to_bytes
 from megatron_deberta.distributed.control import all_reduce_max, gather_rows
 from megatron_deberta.distributed.topology import ProcessGroups
+from megatron_deberta.engine.base import Engine
+from megatron_deberta.errors import LossScaleError, ReplicaError
+from megatron_deberta.train.stability.guard import NONFINITE
 from megatron_deberta.train.stability.verdict import Place, Verdict, diagnose
+from megatron_deberta.train.step import TrainStep, UpdatePass
 
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 _NAME_BYTES = 64
+_OVERFLOW = "gradient overflows at the smallest loss scale"
 
 Outputs = Sequence[Tensor | None]
 # Runs forward and backward of micro batches without an update; returns the record, and whether loss
@@ -26,24 +35,129 @@ Outputs = Sequence[Tensor | None]
 Compute = Callable[[Sequence[MicroBatch], Outputs], tuple[Tensor, bool]]
 
 
+class RerunStep(TrainStep):
+    """Executes optimizer steps; runs an update that is not finite again to find out why.
+
+    After a passing fault, the update is made with the values of another run. Costs two passes over
+    each gradient.
+
+    Args:
+        engine: as in `TrainStep`.
+        config: as in `TrainStep`.
+        groups: as in `TrainStep`.
+        on_verdict: called with what a second run has shown.
+        options: the other arguments of `TrainStep`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: RunConfig,
+        groups: ProcessGroups,
+        *,
+        on_verdict: Callable[[Verdict], None] = lambda verdict: None,
+        **options: Any,
+    ) -> None:
+        super().__init__(engine, config, groups, **options)
+        self._on_verdict = on_verdict
+        self._record = ComputationRecord(engine.module)
+        self._last: tuple[UpdatePass, Sequence[MicroBatch]] | None = None
+
+    def _run(
+        self,
+        one: UpdatePass,
+        batches: Sequence[MicroBatch],
+        outputs: list[Tensor | None],
+        prefetch: Callable[[], None],
+    ) -> None:
+        """Run an update, and again if a passing fault has spoiled it.
+
+        Raises:
+            ReplicaError: a device computes wrong, again and again.
+        """
+        before = list(outputs)
+        if one.first is None:
+            self._last = one, batches
+        with self._record:
+            super()._run(one, batches, outputs, prefetch)
+        # An overflow is no fault, unless the loss scale cannot be lower.
+        if one.error is None and one.skip not in NONFINITE:
+            return
+        cause = str(one.skip) if one.error is None else _OVERFLOW
+        compute = functools.partial(self._compute, one)
+        verdict = run_again(
+            one.step + 1, cause, self._record.table(), compute, batches, before, self._groups
+        )
+        self._on_verdict(verdict)
+        if verdict.kind == "lasting":
+            raise ReplicaError(str(verdict))
+        if verdict.kind == "passing":
+            outputs[:] = before
+            one.outcome = one.error = one.skip = None
+            super()._run(one, batches, outputs, lambda: None)
+
+    def _on_losses(self, totals: Tensor) -> None:
+        self._record.add(totals)
+
+    def _compute(
+        self, one: UpdatePass, batches: Sequence[MicroBatch], outputs: Outputs
+    ) -> tuple[Tensor, bool]:
+        """Run forward and backward without an update; see `Compute`."""
+        scalars = one.engine.state_dict()
+        with self._record:
+            totals = self._accumulate(one, batches, list(outputs))
+        *_, is_nonfinite = self._reduce(totals, one.num_targets, ()).tolist()
+        try:
+            outcome = one.engine.step(self._learning_rate(one.step, one.update), -math.inf)
+            is_nonfinite = is_nonfinite or not math.isfinite(outcome.grad_norm)
+        except LossScaleError:
+            is_nonfinite = True
+        one.engine.load_state_dict(scalars)
+        return self._record.table(), not is_nonfinite
+
+    def check_last(self, cause: str, ranks: Sequence[int]) -> Verdict | None:
+        """Run the last step again after its replicas were found to differ. Collective.
+
+        Call it with equal replicas. The state is not to be trained on afterwards.
+
+        Args:
+            cause: for the verdict.
+            ranks: whose replicas differed.
+
+        Returns:
+            The verdict; None: no step was taken.
+        """
+        if self._last is None:
+            return None
+        one, batches = self._last
+        compute, none = functools.partial(self._compute, one), [None] * len(batches)
+        first, _ = compute(batches, none)
+        verdict = run_again(
+            one.step + 1, cause, first, compute, batches, none, self._groups, has_failed=False
+        )
+        verdict = verdict.about_replicas(places(ranks, self._groups))
+        self._on_verdict(verdict)
+        return verdict
+
+
 class ComputationRecord:
     """Checksums of this rank's losses and gradients, in the order of computation.
 
-    A context manager. Without host synchronization; costs two passes over each gradient.
+    A context manager, which begins a new record. Without host synchronization; costs two passes
+    over each gradient.
 
     Args:
         module: the model.
-        enabled: False does nothing.
     """
 
-    def __init__(self, module: nn.Module, *, enabled: bool) -> None:
-        self._parameters = [p for p in module.parameters() if p.requires_grad] if enabled else []
-        self._enabled = enabled
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._handles: list[RemovableHandle] = []
         self._rows: list[Tensor] = []
 
     def __enter__(self) -> ComputationRecord:
         """Register the gradient hooks."""
+        self._rows = []
         self._handles = [parameter.register_hook(self.add) for parameter in self._parameters]
         return self
 
@@ -55,11 +169,10 @@ class ComputationRecord:
 
     def add(self, tensor: Tensor) -> None:
         """Add a tensor: the sum of its bits as integers, and whether its norm is finite."""
-        if self._enabled:
-            values = tensor.detach().reshape(-1)
-            bits = values.view(_INTEGERS[values.element_size()]).sum()
-            is_finite = torch.isfinite(torch.linalg.vector_norm(values))
-            self._rows.append(torch.stack([bits, is_finite.to(bits.dtype)]))
+        values = tensor.detach().reshape(-1)
+        bits = values.view(_INTEGERS[values.element_size()]).sum()
+        is_finite = torch.isfinite(torch.linalg.vector_norm(values))
+        self._rows.append(torch.stack([bits, is_finite.to(bits.dtype)]))
 
     def table(self) -> Tensor:
         """Return the record: [N, 2] int64, checksums and flags."""

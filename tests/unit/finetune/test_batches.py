@@ -83,7 +83,7 @@ def test_rows_are_a_multiple_of_the_sequence_parallel_ranks() -> None:
     wide = type(rows)(rows.head, rows.encoded, rows.filler, rows.pad_id, multiple=4)
     samples = np.arange(3)
     longest = rows.batch(samples, samples).inputs.input_ids.size(1)
-    assert wide.batch(samples, samples).input_ids.size(1) == -(-longest // 4) * 4
+    assert wide.batch(samples, samples).inputs.input_ids.size(1) == -(-longest // 4) * 4
 
 
 def test_ranks_share_a_step_of_one_process() -> None:

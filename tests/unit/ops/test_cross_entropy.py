@@ -10,8 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_deberta.model.heads import TokenLoss
+from megatron_deberta.model.sampling import GumbelMax
 from megatron_deberta.ops import cross_entropy
 from megatron_deberta.ops.cross_entropy import Vocabulary, linear_cross_entropy
+from tests.support.losses import PlainTokenLoss
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 
@@ -168,3 +171,19 @@ def test_a_bad_logit_shows_in_the_loss(bad: float) -> None:
 def test_label_outside_the_vocabulary_is_refused(label: int) -> None:
     with pytest.raises(ValueError, match=rf"label {label} .*vocab_size=5"):
         linear_cross_entropy(*inputs(1, 8), torch.tensor([label]), Vocabulary(5))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_loss_samples_and_gradients_are_those_of_the_twin(reduction: Any) -> None:
+    labels = torch.tensor([3, -100, 49, 7, 7, 0])
+    draw = GumbelMax(torch.arange(6, dtype=torch.int32))
+    results = []
+    for loss_of in (TokenLoss(50), PlainTokenLoss()):
+        tensors = inputs(6, 50)
+        found = loss_of(*tensors, labels, reduction=reduction, draw=draw)
+        gradients: tuple[Tensor, ...] = ()
+        if reduction == "sum":
+            gradients = torch.autograd.grad(1.3 * found.loss, tensors)
+        results.append((found.loss.detach(), found.correct, found.samples, *gradients))
+    for own, twin in zip(*results, strict=True):
+        torch.testing.assert_close(own, twin, rtol=1e-5, atol=1e-6)

@@ -144,10 +144,11 @@ def test_peak_of_alternating_updates(recompute: Any) -> None:
     assert isinstance(rows, Batch)
 
     def run() -> None:
-        loss, _, samples = module.generate(rows, seeds)
-        loss.backward()
+        generated = module.generate(rows, seeds)
+        objective(generated).backward()
         module.generator.zero_grad()
-        module.detect(rows, samples, seeds)[0].backward()
+        assert generated.outputs is not None
+        objective(module.detect(rows, generated.outputs, seeds)).backward()
 
     run()
     tracker = MemTracker()
