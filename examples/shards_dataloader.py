@@ -58,4 +58,4 @@ with tempfile.TemporaryDirectory() as folder:
     loader = DataLoader(range(rows.rows_per_epoch), batch_size=4, collate_fn=builder.build)
     print(f"{corpus.num_tokens:,} tokens, {rows.rows_per_epoch} rows per epoch")
     for batch in loader:
-        print(f"input_ids {list(batch.input_ids.shape)}, {batch.num_targets} masked tokens")
+        print(f"input_ids {list(batch.inputs.input_ids.shape)}, {batch.num_targets} masked tokens")

@@ -168,9 +168,8 @@ def build_loaders(
     dp_size: int,
     consumed_samples: int,
     corpora: Corpora | None = None,
-    stage: Stage = FIRST_STAGE,
 ) -> tuple[TrainLoader[Batch], ValidationLoader[Batch] | None]:
-    """Build the loaders of one data-parallel rank, the same on all its tensor-parallel ranks.
+    """Build `train_loader` and `validation_loader` of a run without phases.
 
     Args:
         config: the run.
@@ -179,11 +178,34 @@ def build_loaders(
         dp_size: number of data-parallel ranks.
         consumed_samples: global samples of completed steps.
         corpora: from ``open_corpora``; None: open them.
-        stage: sequence of rows to train on, of a run with phases.
+    """
+    if corpora is None:
+        corpora = open_corpora(config, vocabulary, config.data.verify_hashes and dp_rank == 0)
+    return (
+        train_loader(config, vocabulary, dp_rank, dp_size, consumed_samples, corpora, FIRST_STAGE),
+        validation_loader(config, vocabulary, dp_rank, dp_size, corpora),
+    )
 
-    Returns:
-        Training and validation loader; the latter is None where ``data.validation`` is empty and
-        ``data.validation_fraction`` 0.
+
+def train_loader(
+    config: RunConfig,
+    vocabulary: Vocabulary,
+    dp_rank: int,
+    dp_size: int,
+    consumed_samples: int,
+    corpora: Corpora,
+    stage: Stage,
+) -> TrainLoader[Batch]:
+    """Build the training loader of a data-parallel rank; its tensor-parallel ranks have the same.
+
+    Args:
+        config: the run, or a segment of it.
+        vocabulary: of the run's tokenizer.
+        dp_rank: data-parallel rank.
+        dp_size: number of data-parallel ranks.
+        consumed_samples: global samples of completed steps.
+        corpora: from ``open_corpora``.
+        stage: sequence of rows to train on, of a run with phases.
 
     Raises:
         ConfigError: sizes do not divide, a micro batch exceeds this machine's memory, or prefixes
@@ -191,22 +213,19 @@ def build_loaders(
         DataError: see ``open_corpora``.
     """
     _check_memory(config)
-    if corpora is None:
-        corpora = open_corpora(config, vocabulary, config.data.verify_hashes and dp_rank == 0)
     sampler = StepSampler(
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,
         dp_rank=dp_rank,
         dp_size=dp_size,
     )
-    train = TrainLoader(
+    return TrainLoader(
         _training_builder(config, vocabulary, corpora, stage, consumed_samples),
         sampler,
         consumed_samples,
         num_workers=config.data.num_workers,
         pin_memory=torch.cuda.is_available() and config.train.device != "cpu",
     )
-    return train, validation_loader(config, vocabulary, dp_rank, dp_size, corpora)
 
 
 def validation_loader(

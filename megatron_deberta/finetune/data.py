@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from megatron_deberta.config import validate_for_world
-from megatron_deberta.config.phases import FIRST_STAGE, Stage
+from megatron_deberta.config.phases import Stage
 from megatron_deberta.config.rules import batch_arithmetic
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.batch import TaskBatch
@@ -81,14 +81,10 @@ class TaskData:
     train: Split
     dev: Split | None
 
-    def build_loaders(
-        self,
-        config: RunConfig,
-        groups: ProcessGroups,
-        consumed_samples: int,
-        stage: Stage = FIRST_STAGE,
-    ) -> tuple[TrainLoader[TaskBatch], Validator | None]:
-        """Build this rank's training loader, and the validation."""
+    def train_loader(
+        self, config: RunConfig, groups: ProcessGroups, consumed_samples: int, stage: Stage
+    ) -> TrainLoader[TaskBatch]:
+        """Build this rank's training loader."""
         train, rows = config.train, task_rows(config, self.train.encoded, self.tokenizer)
         sampler = StepSampler(
             global_batch_size=train.global_batch_size,
@@ -96,16 +92,19 @@ class TaskData:
             dp_rank=groups.dp_rank,
             dp_size=groups.dp_size,
         )
-        loader = TrainLoader(
+        return TrainLoader(
             TaskBatchBuilder(rows, epoch_order(config, rows).examples),
             sampler,
             consumed_samples,
             num_workers=config.data.num_workers,
             pin_memory=torch.cuda.is_available() and train.device != "cpu",
         )
+
+    def validator(self, config: RunConfig, groups: ProcessGroups) -> Validator | None:
+        """Build the validation on the dev split, if there is one."""
         if self.dev is None:
-            return loader, None
-        validate = functools.partial(
+            return None
+        return functools.partial(
             validate_split,
             config=config,
             task=self.task,
@@ -113,7 +112,6 @@ class TaskData:
             tokenizer=self.tokenizer,
             groups=groups,
         )
-        return loader, validate
 
     def prepare_records(self, records: RunRecords) -> None:
         """Keep the task in the run folder; record the metrics of a constant prediction.

@@ -11,10 +11,16 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from megatron_deberta.config.phases import FIRST_STAGE, Stage, describe_phases, segments
+from megatron_deberta.config.phases import Stage, describe_phases, segments
 from megatron_deberta.config.rules import batch_arithmetic
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.data.build import Corpora, build_loaders, open_corpora, tokenizer_path
+from megatron_deberta.data.build import (
+    Corpora,
+    open_corpora,
+    tokenizer_path,
+    train_loader,
+    validation_loader,
+)
 from megatron_deberta.data.loader import TrainLoader
 from megatron_deberta.data.shards.statistics import PACKINGS
 from megatron_deberta.data.vocabulary import Vocabulary
@@ -53,14 +59,10 @@ class RunData(Protocol):
     def identity(self) -> Identity:
         """Identity of tokenizer and training data."""
 
-    def build_loaders(
-        self,
-        config: RunConfig,
-        groups: ProcessGroups,
-        consumed_samples: int,
-        stage: Stage = FIRST_STAGE,
-    ) -> tuple[TrainLoader[Any], Validator | None]:
-        """Build this rank's training loader, and its validation if the run has one.
+    def train_loader(
+        self, config: RunConfig, groups: ProcessGroups, consumed_samples: int, stage: Stage
+    ) -> TrainLoader[Any]:
+        """Build this rank's training loader.
 
         Args:
             config: the run, or a segment of it.
@@ -68,6 +70,9 @@ class RunData(Protocol):
             consumed_samples: global samples of completed steps.
             stage: sequence of rows that the segment reads.
         """
+
+    def validator(self, config: RunConfig, groups: ProcessGroups) -> Validator | None:
+        """Build the validation of a run, or of one of its phases; None: it has none."""
 
     def prepare_records(self, records: RunRecords) -> None:
         """Record what is known of the data, such as a baseline; rank 0 only."""
@@ -97,15 +102,11 @@ class PretrainingData:
     corpora: Mapping[_DataKey, Corpora]
     identity: Identity
 
-    def build_loaders(
-        self,
-        config: RunConfig,
-        groups: ProcessGroups,
-        consumed_samples: int,
-        stage: Stage = FIRST_STAGE,
-    ) -> tuple[TrainLoader[Any], Validator | None]:
-        """Build this rank's training loader, and its validation if there are documents for it."""
-        loader, validation = build_loaders(
+    def train_loader(
+        self, config: RunConfig, groups: ProcessGroups, consumed_samples: int, stage: Stage
+    ) -> TrainLoader[Any]:
+        """Build this rank's training loader."""
+        return train_loader(
             config,
             self.vocabulary,
             groups.dp_rank,
@@ -114,12 +115,18 @@ class PretrainingData:
             self.corpora[_data_key(config)],
             stage,
         )
-        if validation is None:
-            return loader, None
-        validate = functools.partial(
-            evaluate, batches=validation, groups=groups, objective=build_objective(config)
+
+    def validator(self, config: RunConfig, groups: ProcessGroups) -> Validator | None:
+        """Build the validation, if there are documents for it."""
+        corpora = self.corpora[_data_key(config)]
+        batches = validation_loader(
+            config, self.vocabulary, groups.dp_rank, groups.dp_size, corpora
         )
-        return loader, validate
+        if batches is None:
+            return None
+        return functools.partial(
+            evaluate, batches=batches, groups=groups, objective=build_objective(config)
+        )
 
     def prepare_records(self, records: RunRecords) -> None:
         """Record the unigram baseline."""

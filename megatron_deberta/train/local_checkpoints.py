@@ -7,13 +7,13 @@ import hashlib
 import logging
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
 from megatron_deberta.checkpoint.fence import Fence
-from megatron_deberta.checkpoint.layout import CheckpointMetadata, committed_steps
+from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.checkpoint.local.history import History
 from megatron_deberta.checkpoint.local.limits import LISTING_SECONDS, within
 from megatron_deberta.checkpoint.local.nodes import Nodes
@@ -21,7 +21,6 @@ from megatron_deberta.checkpoint.local.recovery import LocalRecovery
 from megatron_deberta.checkpoint.local.saver import LocalSaver
 from megatron_deberta.checkpoint.local.schedule import SaveSchedule
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.data.sample_log import SampleLog
 from megatron_deberta.distributed.control import (
     broadcast_from_rank_zero,
     broadcast_text,
@@ -31,11 +30,9 @@ from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import Engine
 from megatron_deberta.errors import CheckpointError
-from megatron_deberta.observe.metrics import MetricsWriter
 from megatron_deberta.observe.progress import Section
-from megatron_deberta.observe.throughput import ThroughputMeter
-from megatron_deberta.train.records import RunRecords
-from megatron_deberta.train.state import StepEvent, TrainState
+from megatron_deberta.train.state import StepResult
+from megatron_deberta.train.trainer import Callback, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -156,19 +153,6 @@ class LocalCheckpoints:
             self.folder, engine, specs, self.groups, self.nodes, self.history.generation
         )
 
-    def hooks(
-        self,
-        describe: Callable[[TrainState], CheckpointMetadata],
-        meter: ThroughputMeter,
-        sample_log: SampleLog | None,
-        records: RunRecords | None,
-    ) -> list[LocalSaveHook]:
-        """Return the hook that saves, see there for the arguments; none if a disk hangs."""
-        if self.saver is None:
-            return []
-        writer = None if records is None else records.writer
-        return [LocalSaveHook(self, describe, self.saver, meter, sample_log, writer)]
-
     def close(self, *, is_finished: bool) -> None:
         """Wait for a save in progress; delete all saves of a finished run."""
         if self.saver is None:
@@ -197,59 +181,55 @@ class LocalCheckpoints:
         return within(LISTING_SECONDS, clear, False)
 
 
-@dataclass(slots=True)
-class LocalSaveHook:
+class SaveLocalCheckpoints(Callback):
     """Saves local checkpoints so that at most ``checkpoint.local_every`` steps are lost.
 
     Args:
         local: local checkpoints of the run, with the schedule.
-        describe: checks a state and returns the metadata of its checkpoint; collective.
-        saver: saver of the run.
-        meter: paused meanwhile.
-        sample_log: flushed first, so that it contains every step of the checkpoint.
-        writer: writer of ``metrics.jsonl`` on rank 0.
     """
 
-    local: LocalCheckpoints
-    describe: Callable[[TrainState], CheckpointMetadata]
-    saver: LocalSaver
-    meter: ThroughputMeter
-    sample_log: SampleLog | None
-    writer: MetricsWriter | None
     section: ClassVar[Section] = Section.SAVE
 
-    def after_step(self, event: StepEvent) -> bool:
+    def __init__(self, local: LocalCheckpoints) -> None:
+        self._local = local
+
+    def on_rollback(self, trainer: Trainer) -> None:
+        """Begin a generation first: after a kill in between, no skipped step is resumed."""
+        self._local.begin(0)
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         """Save, if due, unless the process ends; record a save that has finished."""
-        step, schedule = event.state.step, self.local.schedule
+        step, saver, schedule = trainer.state.step, self._local.saver, self._local.schedule
+        if saver is None:
+            # The disk hangs.
+            return
         if schedule is None:
-            every = self.local.config.checkpoint.local_every
-            schedule = self.local.schedule = SaveSchedule(every, step - 1)
-        self._poll(step, schedule)
-        if event.ending is not None or not (schedule.is_due(step) or schedule.must_wait(step)):
-            return False
-        with self.meter.paused():
-            self._wait_if_needed(step, schedule)
+            every = self._local.config.checkpoint.local_every
+            schedule = self._local.schedule = SaveSchedule(every, step - 1)
+        self._poll(trainer, saver, schedule)
+        if trainer.ending is not None or not (schedule.is_due(step) or schedule.must_wait(step)):
+            return
+        with trainer.meter.paused():
+            self._wait_if_needed(trainer, saver, schedule)
             if schedule.is_due(step):
                 schedule.started(step)
                 began = time.monotonic()
-                if self.sample_log is not None:
-                    self.sample_log.sync()
-                self.saver.start(self.describe(event.state), began)
-            self._wait_if_needed(step, schedule)
-        return False
+                if trainer.sample_log is not None:
+                    # Before the save, so that it contains every step of the checkpoint.
+                    trainer.sample_log.sync()
+                saver.start(trainer.metadata(), began)
+            self._wait_if_needed(trainer, saver, schedule)
 
-    def late_end(self, event: StepEvent) -> None:
-        """Do nothing: the end is saved to the run folder."""
-
-    def _wait_if_needed(self, step: int, schedule: SaveSchedule) -> None:
+    def _wait_if_needed(self, trainer: Trainer, saver: LocalSaver, schedule: SaveSchedule) -> None:
         """Wait for a save in progress if more steps than allowed could be lost. Collective."""
-        if not self.saver.in_progress or not schedule.must_wait(step):
+        step = trainer.state.step
+        if not saver.in_progress or not schedule.must_wait(step):
             return
-        self.saver.join(WAIT_SECONDS)
-        if self._poll(step, schedule):
+        saver.join(WAIT_SECONDS)
+        if self._poll(trainer, saver, schedule):
             return
         schedule.give_up()
-        if self.local.groups.rank == 0:
+        if trainer.groups.rank == 0:
             logger.warning(
                 "a local checkpoint takes longer than %g s after step %d; training continues, and "
                 "a failure may lose more than checkpoint.local_every=%d steps",
@@ -258,15 +238,15 @@ class LocalSaveHook:
                 schedule.every,
             )
 
-    def _poll(self, step: int, schedule: SaveSchedule) -> bool:
+    def _poll(self, trainer: Trainer, saver: LocalSaver, schedule: SaveSchedule) -> bool:
         """Record a save that has finished; return whether one has. Collective."""
-        saved = self.saver.poll()
+        saved, step = saver.poll(), trainer.state.step
         if saved is None:
             return False
-        is_valid = saved.save.generation == self.saver.generation
+        is_valid = saved.save.generation == saver.generation
         schedule.finished(step, saved.save.step, is_complete=saved.is_complete and is_valid)
-        if self.writer is not None:
+        if trainer.records is not None:
             values = asdict(saved)
             values["checkpoint_step"] = values.pop("save")["step"]
-            self.writer.write(step, values, kind="local_checkpoint")
+            trainer.records.writer.write(step, values, kind="local_checkpoint")
         return True

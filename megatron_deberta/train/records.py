@@ -30,7 +30,6 @@ from megatron_deberta.observe.wandb_writer import WandbWriter
 from megatron_deberta.train.evaluate import Evaluation
 from megatron_deberta.train.stability.rollback import Rollback
 from megatron_deberta.train.stability.verdict import Verdict
-from megatron_deberta.train.state import StepEvent
 
 logger = logging.getLogger(__name__)
 
@@ -157,10 +156,6 @@ class RunRecords:
         self.writer.write(step, evaluation.metrics, kind="validation")
         baseline = "" if self._unigram is None else f" | unigram loss {self._unigram:.4f}"
         self.console.note(f"validation at step {step} | {evaluation.text}{baseline}")
-
-    def note_step(self, event: StepEvent) -> None:
-        """Measure the longest step."""
-        self.longest_step = max(self.longest_step, event.seconds)
 
     def record_checkpoint(self, step: int, saved: Saved) -> None:
         """Record the time that a checkpoint took."""

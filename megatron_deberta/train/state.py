@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, Protocol
 
-from megatron_deberta.data.batch import MicroBatch
 from megatron_deberta.engine.base import StepOutcome
 from megatron_deberta.train.stability.guard import Skip
 
@@ -101,18 +100,6 @@ class Ending(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """Result of ``Trainer.run``.
-
-    Attributes:
-        state: the position reached.
-    """
-
-    ending: Ending
-    state: TrainState
-
-
-@dataclass(frozen=True, slots=True)
 class StepResult:
     """Result of one optimizer step; the same on every rank, apart from ``forward_time``.
 
@@ -133,23 +120,3 @@ class StepResult:
     skip: Skip | None = None
     rollback: bool = False
     forward_time: int = field(default=0, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class StepEvent:
-    """Argument of hooks after a step.
-
-    Attributes:
-        state: position after the step.
-        batches: this rank's micro batches of the step.
-        ending: set after the last step of this process.
-        save: the save file requests a checkpoint.
-        seconds: duration of the step on this rank.
-    """
-
-    state: TrainState
-    batches: Sequence[MicroBatch]
-    result: StepResult
-    ending: Ending | None
-    save: bool = False
-    seconds: float = field(default=0.0, compare=False)

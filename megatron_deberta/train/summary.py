@@ -19,7 +19,7 @@ from megatron_deberta.tasks.reading import split_to_predict
 from megatron_deberta.train.preemption import STOP_FILE
 from megatron_deberta.train.records import UNIGRAM_METRIC
 from megatron_deberta.train.start import Start
-from megatron_deberta.train.state import Ending, Outcome
+from megatron_deberta.train.state import Ending
 
 _LABEL_WIDTH = 12
 
@@ -72,22 +72,27 @@ def describe_start(
 
 
 def describe_end(
-    config: RunConfig, outcome: Outcome, seconds: float, received: signal.Signals | None
+    config: RunConfig,
+    ending: Ending,
+    step: int,
+    seconds: float,
+    received: signal.Signals | None,
 ) -> str:
     """Describe how training ended, where the results are and what can be done next.
 
     Args:
         config: the run.
-        outcome: how it ended.
+        ending: how it ended.
+        step: completed steps.
         seconds: time since the process started.
         received: stop signal of this process.
     """
-    run_dir, train, step = config.train.run_dir, config.train, outcome.state.step
+    run_dir, train = config.train.run_dir, config.train
     how = {
         Ending.FINISHED: "finished" if step >= train.steps else "reached train.exit_step",
         Ending.INTERRUPTED: "stopped by Ctrl-C",
         Ending.STOPPED: f"stopped by the file {STOP_FILE}",
-    }.get(outcome.ending, f"stopped by {received.name if received else 'a signal'}")
+    }.get(ending, f"stopped by {received.name if received else 'a signal'}")
     reached = f"{how} at step {step:,} of {train.steps:,} after {format_duration(seconds)}"
     path = Path(run_dir)
     plots = [path / "loss.png"] if (path / "loss.png").exists() else []
@@ -96,7 +101,7 @@ def describe_end(
     saved = [known for known in committed_steps(run_dir) if known <= step]
     rows.append(("checkpoint", str(step_dir(run_dir, saved[-1])) if saved else "none yet"))
     rows.append(("log", ", ".join(map(str, [path / FILE_NAME, *plots]))))
-    return _table([*rows, *(("next", text) for text in _next_steps(config, outcome, bool(saved)))])
+    return _table([*rows, *(("next", text) for text in _next_steps(config, ending, bool(saved)))])
 
 
 def describe_nothing_left(config: RunConfig) -> str:
@@ -137,10 +142,10 @@ def _losses(config: RunConfig) -> list[tuple[str, str]]:
     return rows
 
 
-def _next_steps(config: RunConfig, outcome: Outcome, is_saved: bool) -> list[str]:
-    if outcome.ending is Ending.FINISHED:
+def _next_steps(config: RunConfig, ending: Ending, is_saved: bool) -> list[str]:
+    if ending is Ending.FINISHED:
         return _uses(config)
-    if outcome.ending is Ending.PREEMPTED and os.environ.get("SLURM_JOB_ID"):
+    if ending is Ending.PREEMPTED and os.environ.get("SLURM_JOB_ID"):
         return ["the next attempt of the job" + " resumes from this checkpoint" * is_saved]
     return ["start the same command again" + ": it resumes from this checkpoint" * is_saved]
 

@@ -33,13 +33,12 @@ from megatron_deberta.checkpoint.local.history import History
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.retention import Retention
 from megatron_deberta.config.schema import CheckpointConfig, RunConfig, TrainConfig
-from megatron_deberta.observe.throughput import StepWork, ThroughputMeter
-from megatron_deberta.train.local_checkpoints import LocalCheckpoints
-from megatron_deberta.train.state import StepEvent, TrainState
+from megatron_deberta.train.local_checkpoints import LocalCheckpoints, SaveLocalCheckpoints
 from tests.distributed.test_background_save import Run
 from tests.support.checkpoints import metadata
 from tests.support.layout_matrix import Layout
 from tests.support.ranks import RankPool, grid
+from tests.support.trainers import step_result, trainer_at
 
 LAYOUT = Layout(2, 1, True, "none")
 STEP = 3
@@ -330,28 +329,30 @@ def test_slow_disk_skips_a_save_and_training_goes_on(four_ranks: RankPool, tmp_p
 
 
 def wait_for_a_save(rank: int, folder: str) -> dict[str, Any]:
-    """Save by the hook of a run whose sample log and check of replicas take their time."""
+    """Save by the callback of a run whose sample log and check of replicas take their time."""
     run = LocalRun(rank, folder)
 
-    def describe(state: TrainState) -> CheckpointMetadata:
+    def describe() -> CheckpointMetadata:
         time.sleep(0.2)
-        return metadata(state.step, run.config)
+        return metadata(1, run.config)
 
     def sync() -> None:
         time.sleep(0.2)
 
-    sample_log: Any = SimpleNamespace(sync=sync)
-    meter = ThroughputMeter(work=StepWork(8, 1.0), matmul_rate=1.0)
     saved: list[dict[str, Any]] = []
 
     def write(step: int, values: dict[str, Any], kind: str) -> None:
         saved.append(values)
 
-    records: Any = SimpleNamespace(writer=SimpleNamespace(write=write))
-    (hook,) = run.local.hooks(describe, meter, sample_log, records)
-    nothing: Any = None
+    trainer = trainer_at(
+        1,
+        groups=run.groups,
+        metadata=describe,
+        sample_log=SimpleNamespace(sync=sync),
+        records=SimpleNamespace(writer=SimpleNamespace(write=write)),
+    )
     # Every step is saved, so training waits for the end of the save as well.
-    hook.after_step(StepEvent(TrainState(1, 8), [], nothing, None))
+    SaveLocalCheckpoints(run.local).on_step_end(trainer, step_result())
     run.engine.destroy()
     return saved[0]
 

@@ -98,9 +98,9 @@ MUTANTS = (
         "unit/data/test_sample_log.py::test_records_are_flushed",
     ),
     Mutant(
-        "replicas are not compared before a save", "train/run.py",
-        "        _check_replicas(run, records, state.step)\n", "        pass\n",
-        "unit/train/test_run_saves.py::test_replicas_are_compared_before_a_save",
+        "replicas are not compared before a save", "train/trainer.py",
+        "            self.check_replicas()\n        identity", "            pass\n        identity",
+        "unit/train/test_callbacks.py::test_replicas_are_compared_before_a_save",
     ),
     Mutant(
         "dropout ignores its site", "model/dropout.py",
@@ -254,9 +254,9 @@ MUTANTS = (
         "unit/train/test_selection.py::test_a_best_validation_without_a_checkpoint_selects_nothing",
     ),
     Mutant(
-        "a validation of train.exit_step selects", "train/hooks.py",
-        "if self.is_due(step) or step == self.total_steps:", "if True:",
-        "unit/train/test_trainer.py::test_a_validation_of_exit_step_selects_nothing",
+        "a validation of train.exit_step selects", "train/callbacks.py",
+        "if self._is_due(trainer) or step == trainer.config.train.steps:", "if True:",
+        "unit/train/test_callbacks.py::test_a_validation_of_exit_step_selects_nothing",
     ),
     Mutant(
         "encoded examples are not compared with their fingerprint", "tasks/encoded.py",

@@ -55,7 +55,7 @@ def test_the_snippets_of_the_page(tmp_path: Path) -> None:
     script.write_text(code, encoding="utf-8")
     names = runpy.run_path(str(script), init_globals=names)
     assert names["out"].shape == (2, 4, 16, 8)
-    assert next(iter(names["loader"])).input_ids.shape == (4, 128)
+    assert next(iter(names["loader"])).inputs.input_ids.shape == (4, 128)
     assert names["logits"].shape[:2] == (2, 16)
 
 

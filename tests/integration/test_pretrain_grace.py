@@ -81,8 +81,7 @@ def test_interrupted_validation_is_repeated_by_the_next_start(
 ) -> None:
     assert pretrain(*VALIDATED, run_dir="whole")[0] == EXIT_DONE
     run_dir = tmp_path / "run"
-    # Eight batches per validation: the signal comes in the first one.
-    signal_in("megatron_deberta.train.evaluate.forward", 8 * number - 7)
+    signal_in("megatron_deberta.train.data.evaluate", number)
     assert pretrain(*VALIDATED)[0] == EXIT_REQUEUE
     assert committed_steps(run_dir) == [number]
     assert number not in records(run_dir, "validation")

@@ -22,6 +22,7 @@ PAUSE = "MEGATRON_DEBERTA_TEST_PAUSE"
 """Environment variable with a ``Pause`` as JSON."""
 WAIT_SECONDS = 60.0
 _ENGINE = ("megatron_deberta.engine.deepspeed_engine", "DeepSpeedZeroEngine")
+_FORWARD = ("megatron_deberta.objectives.mlm", "MaskedLanguageModel", "forward")
 _BEAT = ("megatron_deberta.cluster.watchdog.heartbeat", "Heartbeat", "enter")
 
 
@@ -33,20 +34,25 @@ class Phase:
         place: its module, its class or an empty string, and its name.
         section: section of the rank's heartbeat during the pause. A save in the background runs in
             any section.
-        entered: for ``Heartbeat.enter``: the section whose start is the phase.
+        when: given its arguments, whether a call is the phase.
         is_after: pause after the function, not before it.
     """
 
     place: tuple[str, str, str]
     section: Section
-    entered: Section | None = None
+    when: Callable[..., bool] = lambda *_: True
     is_after: bool = False
+
+
+def _entering(section: Section) -> Phase:
+    """Return the phase that begins after ``Heartbeat.enter(self, section)``."""
+    return Phase(_BEAT, section, lambda _, entered, *__: entered is section, is_after=True)
 
 
 PHASES: Mapping[str, Phase] = {
     "start-up": Phase(("megatron_deberta.train.run", "", "build_engine"), Section.STARTUP),
-    "data": Phase(_BEAT, Section.DATA, Section.DATA),
-    "forward": Phase(("megatron_deberta.train.step", "", "forward"), Section.STEP),
+    "data": _entering(Section.DATA),
+    "forward": Phase(_FORWARD, Section.STEP, lambda _, batch, seeds: seeds is not None),
     "backward": Phase((*_ENGINE, "backward"), Section.STEP),
     "optimizer": Phase((*_ENGINE, "step"), Section.STEP),
     "save, before the commit": Phase(
@@ -56,8 +62,8 @@ PHASES: Mapping[str, Phase] = {
         ("megatron_deberta.checkpoint.writer", "", "commit"), Section.SAVE, is_after=True
     ),
     "retention": Phase(("megatron_deberta.checkpoint.retention", "", "delete"), Section.SAVE),
-    "validation": Phase(("megatron_deberta.train.evaluate", "", "forward"), Section.EVALUATION),
-    "end": Phase(_BEAT, Section.END, Section.END),
+    "validation": Phase(_FORWARD, Section.EVALUATION, lambda _, batch, seeds, **__: seeds is None),
+    "end": _entering(Section.END),
 }
 
 
@@ -104,11 +110,11 @@ def install(environment: Mapping[str, str]) -> None:
     def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def function(*args: Any, **kwargs: Any) -> Any:
-            if not phase.is_after and phase.entered is None:
+            is_phase = phase.when(*args, **kwargs)
+            if is_phase and not phase.is_after:
                 reach()
             result = original(*args, **kwargs)
-            # After ``Heartbeat.enter(self, section)``, the heartbeat shows the section.
-            if phase.is_after or (phase.entered is not None and args[1] is phase.entered):
+            if is_phase and phase.is_after:
                 reach()
             return result
 

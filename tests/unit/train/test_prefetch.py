@@ -17,11 +17,11 @@ from megatron_deberta.data.batch import Batch
 from megatron_deberta.engine.base import StepOutcome
 from megatron_deberta.errors import DataError
 from megatron_deberta.model.inputs import ModelInputs
-from megatron_deberta.observe.progress import Section
 from megatron_deberta.train.preemption import Request
 from megatron_deberta.train.prefetch import InputQueue
-from megatron_deberta.train.state import Ending, StepEvent, StepResult, TrainState
-from megatron_deberta.train.trainer import Trainer
+from megatron_deberta.train.state import Ending, StepResult, TrainState
+from megatron_deberta.train.trainer import Callback, Trainer
+from tests.support.trainers import LoopTrainer
 
 CPU = torch.device("cpu")
 CONFIG = RunConfig(train=TrainConfig(steps=7, global_batch_size=2))
@@ -143,22 +143,20 @@ class Requests:
         pass
 
 
-class Run:
+class Run(Callback):
     """Trains from a state on; ``trained`` has the input ids in order."""
-
-    section = Section.AFTER
 
     def __init__(self, state: TrainState, streams: FakeStreams | None, signal_at: int = 0) -> None:
         self.trained: list[torch.Tensor] = []
         self.log: list[str] = []
         self.ahead: list[int] = []
-        self.events: list[StepEvent] = []
+        self.samples: list[list[int]] = []
         self.state = state
         self.first = state.consumed_samples
-        inputs = InputQueue(loader(state.consumed_samples, self.log), CPU, streams)
-        requests: Any = Requests(signal_at)
-        step: Any = self.step
-        self.trainer = Trainer(CONFIG, state, inputs, step, [self], requests)
+        steps = loader(state.consumed_samples, self.log)
+        self.trainer = LoopTrainer(
+            CONFIG, state, steps, self.step, [self], Requests(signal_at), streams=streams
+        )
 
     def step(self, number: int, batches: list[Batch], while_busy: Any) -> StepResult:
         self.trained += [part.inputs.input_ids for part in batches]
@@ -166,15 +164,14 @@ class Run:
         self.ahead.append(len(self.log) - (number + 1 - self.first // 2))
         return StepResult(1.0, 0.1, StepOutcome(0.5, False, 1.0))
 
-    def after_step(self, event: StepEvent) -> bool:
-        self.events.append(event)
-        self.state = event.state
-        return False
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        self.samples.append([int(part.sample_index) for part in trainer.batches])
+        self.state = trainer.state
 
 
 def unbroken() -> list[torch.Tensor]:
     run = Run(TrainState(0, 0), None)
-    run.trainer.run()
+    run.trainer.fit()
     return run.trained
 
 
@@ -183,25 +180,24 @@ def test_a_stop_leaves_what_is_ahead_to_the_next_start(
     streams: FakeStreams, signal_at: int
 ) -> None:
     run = Run(TrainState(0, 0), streams, signal_at)
-    outcome = run.trainer.run()
+    ending = run.trainer.fit()
     # One step ahead in every step but the last of the run, where there is no next one.
     assert run.ahead == [1] * min(6, signal_at or 7) + [0] * (signal_at == 0)
     trained = run.trained
     if signal_at:
-        assert outcome.ending is Ending.PREEMPTED
+        assert ending is Ending.PREEMPTED
         assert run.state == TrainState(signal_at, 2 * signal_at)
         rest = Run(run.state, streams)
-        rest.trainer.run()
+        rest.trainer.fit()
         trained += rest.trained
     for one, other in zip(trained, unbroken(), strict=True):
         assert torch.equal(one, other)
 
 
-def test_hooks_see_the_batches_of_their_step(streams: FakeStreams) -> None:
+def test_callbacks_see_the_batches_of_their_step(streams: FakeStreams) -> None:
     run = Run(TrainState(0, 0), streams)
-    run.trainer.run()
-    seen = [[int(part.sample_index) for part in event.batches] for event in run.events]
-    assert seen == [[2 * step, 2 * step + 1] for step in range(7)]
+    run.trainer.fit()
+    assert run.samples == [[2 * step, 2 * step + 1] for step in range(7)]
 
 
 def test_a_step_is_not_lost_to_what_happens_to_the_one_ahead(streams: FakeStreams) -> None:
@@ -211,10 +207,9 @@ def test_a_step_is_not_lost_to_what_happens_to_the_one_ahead(streams: FakeStream
         raise DataError("shard.bin is damaged")
 
     run = Run(TrainState(0, 0), streams)
-    inputs: Any = InputQueue(damaged(), CPU, streams)
-    requests: Any = Requests(0)
-    step: Any = run.step
-    trainer = Trainer(CONFIG, TrainState(0, 0), inputs, step, [run], requests)
+    trainer = LoopTrainer(
+        CONFIG, TrainState(0, 0), damaged(), run.step, [run], Requests(0), streams=streams
+    )
     with pytest.raises(DataError, match="damaged"):
-        trainer.run()
+        trainer.fit()
     assert run.state == TrainState(2, 4)
