@@ -11,6 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_deberta.cluster.run_lock import RunLock
+from megatron_deberta.config import load_config
+from megatron_deberta.train.preemption import StopSignal
+from megatron_deberta.train.run import pretrain
+
 ROOT = Path(__file__).parents[2]
 OLD_RUN = ROOT / "tests/golden/c6955b0"
 Run = Callable[..., str]
@@ -63,6 +68,20 @@ def test_train_in_forty_lines(run: Run) -> None:
     losses = [float(line.split()[-1]) for line in run("train_in_forty_lines.py", "40").splitlines()]
     assert len(losses) == 3
     assert losses[-1] < losses[0] - 2
+
+
+def test_pretrain_with_callback(run_yaml: Path, tmp_path: Path) -> None:
+    """Resumed after step 10: the callback sees each step once."""
+    script = runpy.run_path(str(ROOT / "examples/pretrain_with_callback.py"))
+    for last in (10, 20):
+        overrides = [f"train.run_dir={tmp_path / 'run'}", f"train.exit_step={last}"]
+        config = load_config(str(run_yaml), overrides)
+        with StopSignal() as stop:
+            lock = RunLock(config.train.run_dir, lambda: stop.received)
+            assert pretrain(config, stop, lock, callbacks=[script["NormOfEmbeddings"]()]) == 0
+    rows = (tmp_path / "run" / "norms.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows] == ["10", "20"]
+    assert all(float(row.split(",")[2]) > 0 for row in rows)
 
 
 def test_attention_operator(run: Run) -> None:
