@@ -172,7 +172,7 @@ class RecordTimeline(Callback):
             self.timeline.record(trainer.state.step)
 
 
-class _Evaluate(Callback):
+class PeriodicEvaluation(Callback):
     """Evaluates every few steps and at the end of the run.
 
     Attributes:
@@ -255,7 +255,7 @@ class _Evaluate(Callback):
         return every > 0 and step > 0 and step % every == 0
 
 
-class Validate(_Evaluate):
+class Validate(PeriodicEvaluation):
     """Validates every ``train.eval_every`` steps."""
 
     kind: ClassVar[RecordKind] = "validation"
@@ -319,7 +319,7 @@ class Validate(_Evaluate):
 
 
 @dataclass(frozen=True)
-class EvaluateMinimalPairs(_Evaluate):
+class EvaluateMinimalPairs(PeriodicEvaluation):
     """Evaluates minimal pairs every ``train.blimp_every`` steps.
 
     Args:

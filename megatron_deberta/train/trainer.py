@@ -112,6 +112,10 @@ class Trainer:
 
     Attributes:
         segment: of the run, at the present position; its ``config`` is that of the phase.
+        requests: to stop or to save, from all ranks.
+        inputs: micro batches of the next steps.
+        train_step: executes a step.
+        faults: reports faulty devices.
         records: metrics and terminal view, on rank 0; None elsewhere.
         sample_log: on the ranks that write one.
         validator: validates the model; None: the run has no validation.

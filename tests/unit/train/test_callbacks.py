@@ -23,7 +23,7 @@ from megatron_deberta.errors import CheckpointError, ReplicaError
 from megatron_deberta.observe.metrics import RecordKind
 from megatron_deberta.observe.throughput import StepWork
 from megatron_deberta.train import trainer as trainer_module
-from megatron_deberta.train.callbacks import LogMetrics, SaveCheckpoints, _Evaluate
+from megatron_deberta.train.callbacks import LogMetrics, PeriodicEvaluation, SaveCheckpoints
 from megatron_deberta.train.evaluate import Evaluation
 from megatron_deberta.train.selection import SCORE, Selection
 from megatron_deberta.train.stability.guard import Guard
@@ -88,10 +88,14 @@ class FakeSaver:
 
 
 class Told:
-    """A callback that notes the steps of committed checkpoints."""
+    """A callback that notes the steps of committed checkpoints, and validations."""
 
     def __init__(self) -> None:
         self.saved: list[int] = []
+        self.validated: list[tuple[str, dict[str, float]]] = []
+
+    def on_validation(self, trainer: Any, kind: RecordKind, evaluation: Evaluation) -> None:
+        self.validated.append((kind, evaluation.metrics))
 
     def on_save(self, trainer: Any, saved: Saved) -> None:
         self.saved.append(saved.step)
@@ -215,7 +219,7 @@ def test_sample_log_is_flushed_before_a_save_begins(asynchronous: bool) -> None:
     assert before <= saver.began <= flushed[0]
 
 
-class Pairs(_Evaluate):
+class Pairs(PeriodicEvaluation):
     """An evaluation with given results, in order."""
 
     kind: ClassVar[RecordKind] = "minimal_pairs"
@@ -256,10 +260,11 @@ def test_a_validation_of_exit_step_selects_nothing() -> None:
 
 @pytest.mark.parametrize("ending", list(Ending))
 def test_validates_when_due_and_when_finished_but_not_against_a_deadline(ending: Ending) -> None:
-    pairs = Pairs(2, [Evaluation({"loss": 1.0})] * 2)
+    pairs, told = Pairs(2, [Evaluation({"loss": 1.0})] * 2), Told()
     for step in range(1, 4):
-        pairs.on_step_end(trainer_at(step, records=object()), RESULT)
+        pairs.on_step_end(trainer_at(step, records=object(), callbacks=[told]), RESULT)
     pairs.on_step_end(trainer_at(4, ending, records=object()), RESULT)
+    assert told.validated == [("minimal_pairs", {"loss": 1.0})]
     assert [step for step, _ in pairs.shown] == [2, 4][: 2 if ending is Ending.FINISHED else 1]
 
 
