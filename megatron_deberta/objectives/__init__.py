@@ -24,7 +24,7 @@ from megatron_deberta.objectives.rtd import ReplacedTokenDetection
 from megatron_deberta.objectives.spans import Spans
 from megatron_deberta.objectives.tokens import Tokens
 
-_OBJECTIVES: dict[str, type[Objective]] = {
+OBJECTIVES: dict[str, type[Objective]] = {
     "mlm": MaskedLanguageModelling,
     "mlm+ar": MaskedAndAutoregressiveModelling,
     "autoregressive": AutoregressiveModelling,
@@ -35,18 +35,21 @@ _OBJECTIVES: dict[str, type[Objective]] = {
     "tokens": Tokens,
     "choices": Choices,
 }
+"""Objectives by ``objective.name``; a program may replace one by its own before it trains."""
 
 
 def build_objective(config: RunConfig) -> Objective:
     """Return the objective that ``objective.name`` names."""
-    return _OBJECTIVES[config.objective.name](config)
+    return OBJECTIVES[config.objective.name](config)
 
 
 __all__ = [
     "NO_COUNTS",
+    "OBJECTIVES",
     "LossSums",
     "LossTerm",
     "MaskedLanguageModel",
+    "MaskedLanguageModelling",
     "Mean",
     "ModelLosses",
     "Objective",

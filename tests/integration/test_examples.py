@@ -13,6 +13,8 @@ import torch
 
 from megatron_deberta.cluster.run_lock import RunLock
 from megatron_deberta.config import load_config
+from megatron_deberta.objectives import OBJECTIVES
+from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 from megatron_deberta.train.preemption import StopSignal
 from megatron_deberta.train.run import pretrain
 
@@ -73,15 +75,31 @@ def test_train_in_forty_lines(run: Run) -> None:
 def test_pretrain_with_callback(run_yaml: Path, tmp_path: Path) -> None:
     """Resumed after step 10: the callback sees each step once."""
     script = runpy.run_path(str(ROOT / "examples/pretrain_with_callback.py"))
-    for last in (10, 20):
+    for last in (10, 12):
         overrides = [f"train.run_dir={tmp_path / 'run'}", f"train.exit_step={last}"]
         config = load_config(str(run_yaml), overrides)
         with StopSignal() as stop:
             lock = RunLock(config.train.run_dir, lambda: stop.received)
             assert pretrain(config, stop, lock, callbacks=[script["NormOfEmbeddings"]()]) == 0
     rows = (tmp_path / "run" / "norms.csv").read_text().splitlines()
-    assert [row.split(",")[0] for row in rows] == ["10", "20"]
+    assert [row.split(",")[0] for row in rows] == ["10"]
     assert all(float(row.split(",")[2]) > 0 for row in rows)
+
+
+def test_pretrain_with_loss(
+    run_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = runpy.run_path(str(ROOT / "examples/pretrain_with_loss.py"))
+    monkeypatch.setitem(OBJECTIVES, "mlm", script["PenalisedModelling"])
+    config = load_config(
+        str(run_yaml), [f"train.run_dir={tmp_path / 'run'}", "train.exit_step=6", "log.every=1"]
+    )
+    with StopSignal() as stop:
+        assert pretrain(config, stop, RunLock(config.train.run_dir, lambda: stop.received)) == 0
+    records = read_metrics(tmp_path / "run" / FILE_NAME)
+    penalties = [record["penalty_loss"] for record in records if record["kind"] == "train"]
+    assert penalties[-1] < penalties[0]
+    assert any("penalty_loss" in record for record in records if record["kind"] == "validation")
 
 
 def test_attention_operator(run: Run) -> None:
