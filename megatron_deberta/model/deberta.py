@@ -98,10 +98,10 @@ class DebertaBackbone(nn.Module):
             if isinstance(module, Dropout):
                 module.execution = execution
         self._dropout_sites = dropout_sites(self.modules())
-        self._build_heads(config)
+        self.build_heads(config)
         self.init_weights(seed)
 
-    def _build_heads(self, config: ModelConfig) -> None:
+    def build_heads(self, config: ModelConfig) -> None:
         """Add the modules of a subclass; weights are initialised afterwards."""
 
     def init_weights(self, seed: int | None = None) -> None:
@@ -240,7 +240,8 @@ class DebertaModel(DebertaBackbone):
 class DebertaForPretraining(DebertaBackbone):
     """Encoder, enhanced mask decoder, vocabulary head and, for pairs, next-sentence head."""
 
-    def _build_heads(self, config: ModelConfig) -> None:
+    def build_heads(self, config: ModelConfig) -> None:
+        """Add the mask decoder and the heads."""
         self.mask_decoder = EnhancedMaskDecoder(config) if config.mask_decoder_passes else None
         self.head = MaskedLanguageModelHead(config)
         self.next_sentence = NextSentenceHead(config) if config.next_sentence_head else None

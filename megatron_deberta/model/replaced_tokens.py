@@ -56,7 +56,8 @@ def single_models(model: ModelConfig) -> tuple[ModelConfig, ...]:
 class DebertaDiscriminator(DebertaBackbone):
     """Encoder with the head that detects replaced tokens."""
 
-    def _build_heads(self, config: ModelConfig) -> None:
+    def build_heads(self, config: ModelConfig) -> None:
+        """Add the head."""
         self.head = ReplacedTokenHead(config)
 
     def logits(self, inputs: ModelInputs, seeds: DropoutSeeds | None = None) -> Tensor:

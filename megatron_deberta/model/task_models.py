@@ -77,7 +77,8 @@ class DebertaForTask(DebertaBackbone):
 class DebertaForRows(DebertaForTask):
     """Head on the first token: classes, a score, or one logit per choice."""
 
-    def _build_heads(self, config: ModelConfig) -> None:
+    def build_heads(self, config: ModelConfig) -> None:
+        """Add pooler, dropout and classifier."""
         self.pooler = ContextPooler(config)
         self.dropout = Dropout(config.head_dropout, "head")
         self.classifier = nn.Linear(config.hidden_size, num_outputs(config))
@@ -114,7 +115,8 @@ class DebertaForRows(DebertaForTask):
 class DebertaForTokens(DebertaForTask):
     """Head on every token: classes."""
 
-    def _build_heads(self, config: ModelConfig) -> None:
+    def build_heads(self, config: ModelConfig) -> None:
+        """Add dropout and classifier."""
         self.dropout = Dropout(config.head_dropout, "head")
         self.classifier = nn.Linear(config.hidden_size, num_outputs(config))
 
@@ -148,10 +150,12 @@ class DebertaForTokens(DebertaForTask):
 class DebertaForSpans(DebertaForTokens):
     """Head on every token: logits of being the first and the last token of the answer."""
 
-    def _build_heads(self, config: ModelConfig) -> None:
+    def build_heads(self, config: ModelConfig) -> None:
+        """Add the projection to two logits per token."""
         self.qa_outputs = nn.Linear(config.hidden_size, num_outputs(config))
 
     def _project(self, states: Tensor, seeds: DropoutSeeds | None) -> Tensor:
+        """Return the outputs for ``states`` ``[B, N, D]``."""
         out: Tensor = self.qa_outputs(states)
         return out
 

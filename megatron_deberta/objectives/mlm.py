@@ -34,8 +34,9 @@ MASKED, NEXT_SENTENCE, AUTOREGRESSIVE = "masked", "next_sentence", "autoregressi
 class MaskedLanguageModel(DebertaForPretraining):
     """The pretraining model with its losses; constructed like `DebertaBackbone`."""
 
-    def _build_heads(self, config: ModelConfig) -> None:
-        super()._build_heads(config)
+    def build_heads(self, config: ModelConfig) -> None:
+        """Add the loss."""
+        super().build_heads(config)
         self.token_loss = TokenLoss(config.vocab_size)
 
     def forward(

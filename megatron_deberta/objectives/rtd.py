@@ -49,8 +49,8 @@ _DISCRIMINATOR = site_id("rtd.discriminator")
 class _Generator(DebertaForPretraining):
     """Masked language model that draws pieces."""
 
-    def _build_heads(self, config: ModelConfig) -> None:
-        super()._build_heads(config)
+    def build_heads(self, config: ModelConfig) -> None:
+        super().build_heads(config)
         self.token_loss = TokenLoss(config.vocab_size)
 
     def forward(self, batch: Batch, seeds: DropoutSeeds | None, draw: GumbelMax) -> CrossEntropy:

@@ -11,12 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_deberta.checkpoint.layout import step_dir
+from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.checkpoint.store import find_newest
+from megatron_deberta.cli.main import main
 from megatron_deberta.cluster.run_lock import RunLock
 from megatron_deberta.config import load_config
 from megatron_deberta.objectives import OBJECTIVES
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 from megatron_deberta.train.preemption import StopSignal
 from megatron_deberta.train.run import pretrain
+from tests.support.tiny_task import MODEL, write_task
 
 ROOT = Path(__file__).parents[2]
 OLD_RUN = ROOT / "tests/golden/c6955b0"
@@ -100,6 +105,25 @@ def test_pretrain_with_loss(
     penalties = [record["penalty_loss"] for record in records if record["kind"] == "train"]
     assert penalties[-1] < penalties[0]
     assert any("penalty_loss" in record for record in records if record["kind"] == "validation")
+
+
+def test_finetune_with_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trained, stopped and resumed: the head's own weights are in the checkpoint."""
+    script = runpy.run_path(str(ROOT / "examples/finetune_with_head.py"))
+    monkeypatch.setitem(OBJECTIVES, "classification", script["ClassificationWithResidual"])
+    data, run_dir = write_task(tmp_path / "data"), tmp_path / "run"
+    command = [
+        "finetune", str(data / "task.yaml"), "--model", str(MODEL), "--data", str(data),
+        f"train.run_dir={run_dir}", "precision.engine=plain", "log.tensorboard=false",
+        "train.global_batch_size=8", "train.device=cpu", "log.every=1", "finetune.epochs=2",
+    ]  # fmt: skip
+    assert main([*command, "train.exit_step=2"]) == 0
+    before = CheckpointReader(step_dir(run_dir, 2)).tensor("classifier.residual.weight")
+    assert main(command) == 0
+    newest = find_newest(run_dir)
+    assert newest is not None
+    assert not torch.equal(CheckpointReader(newest).tensor("classifier.residual.weight"), before)
+    assert any("accuracy" in record for record in read_metrics(run_dir / FILE_NAME))
 
 
 def test_attention_operator(run: Run) -> None:
