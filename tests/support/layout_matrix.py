@@ -42,7 +42,7 @@ from tests.support.tolerances import LAYOUT_GRADIENT, LAYOUT_LOSS
 
 STEPS, GLOBAL_BATCH, MICRO_BATCH, LENGTH = 20, 8, 2, 16
 MODEL = ModelConfig(
-    num_layers=3,
+    num_layers=2,
     hidden_size=32,
     num_heads=4,
     ffn_hidden_size=64,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 
 from benchmarks.attention.batched_work import POSITIONS, measure
@@ -12,6 +13,7 @@ from benchmarks.lib.provenance import ROOT
 RESULT = ROOT / "benchmarks" / "results" / "offline" / "batched_attention.json"
 
 
+@pytest.mark.slow
 def test_work_equals_the_committed_one_and_is_less_than_head_by_head() -> None:
     # What ran before in this process does not count.
     POSITIONS.slots(torch.empty(1, dtype=torch.int64, device="meta"))

@@ -14,7 +14,8 @@ ONCE = ("bitwise_xor", "__rshift__", "__xor__", "searchsorted", "argmax", "arang
 RESULT = ROOT / "benchmarks" / "results" / "offline" / "operators.json"
 
 
-@pytest.mark.parametrize("name", ["DeBERTa-base", pytest.param("1.5B", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["DeBERTa-base", "1.5B"])
 def test_operators_equal_the_committed_ones_and_are_half_of_those_before(name: str) -> None:
     record = json.loads(RESULT.read_text())
     found = measure(MODELS[name])

@@ -180,6 +180,7 @@ def test_causal_outputs_do_not_depend_on_later_tokens(gathered: bool) -> None:
     )
 
 
+@pytest.mark.slow
 def test_tensor_parallel_halves_equal_the_whole() -> None:
     inputs = random_inputs((1, 2, 33, 32), LINEAR)
     options: dict[str, Any] = {"backend": "triton", "device": DEVICE, "dropout_p": 0.5, "seed": 2}
