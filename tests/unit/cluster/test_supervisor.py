@@ -243,8 +243,15 @@ def test_straggler_is_reported_in_log_and_history(ranks_of: Any) -> None:
 
 @pytest.mark.parametrize(
     "plan",
-    [{}, {"ranks_per_node": 1}, {"rank": 1, "place": "data", "step": 0, "how": "read"}],
-    ids=["waiting in a collective", "one rank per node", "a rank elsewhere"],
+    [
+        pytest.param({}, id="waiting in a collective"),
+        pytest.param({"ranks_per_node": 1}, id="one rank per node", marks=pytest.mark.slow),
+        pytest.param(
+            {"rank": 1, "place": "data", "step": 0, "how": "read"},
+            id="a rank elsewhere",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_missing_node_is_diagnosed_and_no_other_rank(
     ranks_of: Any, tmp_path: Path, plan: dict[str, Any]
