@@ -107,7 +107,7 @@ def run_config(
             sequence_parallel=chosen.sequence_parallel,
             recompute=chosen.recompute,  # type: ignore[arg-type]
         ),
-        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=4),
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=1),
         precision=PrecisionConfig(
             engine="deepspeed" if layout else "plain",
             zero_stage=chosen.zero_stage,  # type: ignore[arg-type]
