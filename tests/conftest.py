@@ -1,5 +1,6 @@
 """Settings of all tests: CPU, few threads, Triton's interpreter."""
 
+import gc
 import os
 import signal
 from collections import Counter
@@ -11,6 +12,10 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Inductor would compile a program for each instruction set, to see whether it runs, and start
+# processes for a single kernel: a quarter of the time of the tests that compile.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import torch
@@ -19,8 +24,20 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Nothing that collection makes is garbage, and looking for some takes seconds.
+gc.disable()
 
-TOGETHER = ("tests/distributed/", "tests/slurm/", "tests/integration/test_pretrain_")
+
+TOGETHER = (
+    ("tests/distributed/",),
+    ("tests/slurm/",),
+    (
+        "tests/integration/test_pretrain_", "tests/integration/test_finetune.py",
+        "tests/integration/test_convert_continues.py", "tests/integration/test_double_launch.py",
+        "tests/integration/test_lost_node.py", "tests/faults/test_chaos.py",
+        "tests/unit/cli/test_doctor.py",
+    ),
+)  # fmt: skip
 """Beginnings of paths of files that share rank pools, a virtual cluster, or a fork server."""
 
 
@@ -32,7 +49,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from tests.durations import seconds_of_files
 
     def scope_of(path: str) -> str:
-        return next((start for start in TOGETHER if path.startswith(start)), path)
+        return next((starts[0] for starts in TOGETHER if path.startswith(starts)), path)
 
     seconds: Counter[str] = Counter()
     for file, needed in seconds_of_files().items():
@@ -50,6 +67,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             super()._assign_work_unit(node)
 
     return Scheduling(config, log)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    # Libraries report what is left at the end of the process.
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_heap() -> None:
+    """Leave what is there, such as imported modules, out of garbage collections.
+
+    DeepSpeed makes half a dozen full ones per engine, each of which takes half a second otherwise.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -91,9 +91,10 @@ def check_resume(
             f"{reader.path} holds weights only and cannot be resumed; set checkpoint.load_from to "
             "it in a run with another train.run_dir"
         )
-    changed = changes(saved.config, config)
+    before = _saved_config(reader)
+    changed = changes(before, config)
     source = f"checkpoint of step {saved.step}"
-    _check_same_kind(reader, config)
+    _check_same_kind(before, config)
     for key, (old, new) in changed.items():
         if key in FREE or (key in WITH_FLAG and allow_change):
             continue
@@ -117,13 +118,21 @@ def check_resume(
     return [f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items()]
 
 
-def _check_same_kind(reader: CheckpointReader, config: RunConfig) -> None:
+def _saved_config(reader: CheckpointReader) -> RunConfig:
+    """Return the config of a checkpoint; keys that it lacks have their defaults.
+
+    Raises:
+        ConfigError: it has unknown keys, or breaks a rule.
+    """
+    return config_from_dict(reader.metadata.config, str(reader.path))
+
+
+def _check_same_kind(saved: RunConfig, config: RunConfig) -> None:
     """Check that the run folder is not that of another kind of training.
 
     Raises:
         CheckpointError: it is of pretraining and not of a task, or of a task with another head.
     """
-    saved = config_from_dict(reader.metadata.config, str(reader.path))
     runs = [
         f"a run of the task {one.finetune.task}"
         if one.finetune.task
@@ -138,14 +147,14 @@ def _check_same_kind(reader: CheckpointReader, config: RunConfig) -> None:
         )
 
 
-def changes(saved: dict[str, Any], config: RunConfig) -> dict[str, tuple[Any, Any]]:
+def changes(saved: RunConfig, config: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Return keys whose values differ, with the old and the new value.
 
     Args:
-        saved: config of a checkpoint; missing keys have their defaults.
+        saved: config of a checkpoint.
         config: config of the run.
     """
-    old_sections = config_to_dict(config_from_dict(saved, "checkpoint"))
+    old_sections = config_to_dict(saved)
     return {
         f"{section}.{key}": (old_sections[section][key], new)
         for section, values in config_to_dict(config).items()
@@ -174,7 +183,7 @@ def check_continuation(
     saved = reader.metadata
     if reader.kinds[: len(KINDS)] != KINDS:
         raise CheckpointError(f"{reader.path} holds weights only; use checkpoint.load_from")
-    changed = changes(saved.config, config)
+    changed = changes(_saved_config(reader), config)
     permitted = FREE | WITH_FLAG | PHASE_KEYS | {"train.phases"}
     for key, (old, new) in changed.items():
         if key not in permitted:
@@ -222,7 +231,7 @@ def check_same_architecture(reader: CheckpointReader, config: RunConfig) -> None
         }
         if config.model.absolute_positions == "none":
             training_keys.add("model.absolute_positions")
-    for key, (old, new) in changes(reader.metadata.config, config).items():
+    for key, (old, new) in changes(_saved_config(reader), config).items():
         if key == "model.head" and {old, new} == set(LANGUAGE_MODEL_HEADS):
             # The same weights in another form
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,17 @@ NORM = {"rel_tol": 1e-5}
 SHARDED = [(d, s) for d in ("fp32", "bf16", "fp16") for s in (0, 1, 2, 3) if s or d == "fp32"]
 
 
+FEW = [("fp32", 0), ("fp32", 3), ("bf16", 1), ("fp16", 2)]
+"""Every stage and format, with tensor parallelism; the others without it."""
+
+
+def marks_of(tp_size: int, dtype: str, stage: int) -> Any:
+    """Return the marks of a case: a pairwise selection is not nightly."""
+    if tp_size == 2:
+        return () if (dtype, stage) in FEW else pytest.mark.nightly
+    return pytest.mark.slow if (dtype, stage) not in FEW[1:] else pytest.mark.nightly
+
+
 def compare_with_plain(
     rank: int, tp_size: int, dtype: str, stage: int, clip: float, weights: dict[str, float]
 ) -> None:
@@ -50,8 +62,14 @@ def compare_with_plain(
     assert scalars == reference.state_dict()
 
 
-@pytest.mark.parametrize(("dtype", "stage"), SHARDED)
-@pytest.mark.parametrize("tp_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    ("tp_size", "dtype", "stage"),
+    [
+        pytest.param(tp_size, *case, marks=marks_of(tp_size, *case))
+        for tp_size in (1, 2)
+        for case in SHARDED
+    ],
+)
 def test_every_stage_and_format_equals_the_reference_engine_on_two_ranks(
     two_ranks: RankPool, tp_size: int, dtype: str, stage: int
 ) -> None:
@@ -126,9 +144,28 @@ def scale_grows_and_overflows(rank: int, tp_size: int, stage: int, clip: float) 
     return [outcome.loss_scale for outcome, _ in actual]
 
 
-@pytest.mark.parametrize("clip", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("tp_size", "stage", "clip"),
+    [
+        (1, 2, 0.5),
+        # With these every pair of settings.
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, 1, 0.0), (1, 3, 0.5), (2, 1, 0.5), (2, 2, 0.0), (2, 3, 0.0))
+        ),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (
+                (1, 1, 0.5),
+                (1, 2, 0.0),
+                (1, 3, 0.0),
+                (2, 1, 0.0),
+                (2, 2, 0.5),
+                (2, 3, 0.5),
+            )
+        ),
+    ],
+)
 def test_fp16_update_with_growing_loss_scale_and_overflows(
     two_ranks: RankPool, tp_size: int, stage: int, clip: float
 ) -> None:

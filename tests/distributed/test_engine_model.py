@@ -106,7 +106,7 @@ MORE = [
 
 @pytest.mark.parametrize(
     ("dtype", "stage", "parallel"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+    [*CASES[2:], *(pytest.param(*case, marks=pytest.mark.slow) for case in (*CASES[:2], *MORE))],
 )
 def test_model_updates_equal_the_reference_engine(
     two_ranks: RankPool, dtype: str, stage: int, parallel: ParallelConfig

@@ -25,6 +25,13 @@ from tests.support.toy_engine import (
 )
 
 SHARDED = [(d, s) for d in ("fp32", "bf16", "fp16") for s in (0, 1, 2, 3) if s or d == "fp32"]
+QUICK = [(1, "bf16", 1), (2, "fp16", 2), (1, "fp32", 3)]
+"""Stages and formats, with and without tensor parallelism."""
+SLOW = [
+    (1, "fp32", 0), (1, "fp32", 1), (1, "fp32", 2), (1, "bf16", 2), (1, "fp16", 3),
+    (2, "fp32", 0), (2, "bf16", 3), (2, "fp16", 1),
+]  # fmt: skip
+"""With the quick ones every pair of settings."""
 # The first and the last step before the checkpoint increase the loss scale; step 4 overflows.
 LOSS_FACTORS = {4: 1e6}
 
@@ -59,8 +66,19 @@ def _fields(state: ParameterState) -> tuple[torch.Tensor, ...]:
     return state.weight, state.exp_avg, state.exp_avg_sq
 
 
-@pytest.mark.parametrize(("dtype", "stage"), SHARDED)
-@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("tp_size", "dtype", "stage"),
+    [
+        *QUICK,
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+        *(
+            pytest.param(tp_size, *case, marks=pytest.mark.nightly)
+            for tp_size in (1, 2)
+            for case in SHARDED
+            if (tp_size, *case) not in {*QUICK, *SLOW}
+        ),
+    ],
+)
 def test_resumed_run_is_bit_identical(
     two_ranks: RankPool, tp_size: int, dtype: str, stage: int
 ) -> None:

@@ -36,20 +36,22 @@ def sleep(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("function", "message", "seconds"),
     [
-        (fail_on_one, "ValueError: rank one is broken"),
-        (die_on_one, "died with exit code -9"),
-        (sleep, "did not respond in time"),
+        (fail_on_one, "ValueError: rank one is broken", 10.0),
+        (die_on_one, "died with exit code -9", 10.0),
+        (sleep, "did not respond in time", 0.5),
     ],
 )
-def test_failure_is_reported_and_stops_all_processes(function: object, message: str) -> None:
+def test_failure_is_reported_and_stops_all_processes(
+    function: object, message: str, seconds: float
+) -> None:
     with RankPool(2) as pool:
         assert pool.run(add_ranks, 1) == [3.0, 3.0]
         processes = pool.process_ids
         begun = time.monotonic()
         with pytest.raises(RankError, match=message):
-            pool.run(function, timeout=3.0)  # type: ignore[arg-type]
+            pool.run(function, timeout=seconds)  # type: ignore[arg-type]
         assert time.monotonic() - begun < 15
         for process in processes:
             with pytest.raises(ProcessLookupError):

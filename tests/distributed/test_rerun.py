@@ -28,7 +28,7 @@ from tests.support.layout_matrix import GLOBAL_BATCH, Layout, micro_batches, mom
 from tests.support.losses import with_first_loss
 from tests.support.ranks import RankPool, grid
 
-STEPS, FAULTY_STEP, FAULTY_RANK = 4, 2, 2
+STEPS, FAULTY_STEP, FAULTY_RANK = 3, 1, 2
 LAYER = "encoder.layers.1.ffn.down.weight"
 LAYOUTS = [
     Layout(1, 0, False, "none"),
@@ -148,7 +148,7 @@ def test_three_causes_have_three_verdicts(four_ranks: RankPool, layout: Layout) 
     check_ranks(data, "reproducible", [])
     for result in data:
         skips = [skip for _, _, skip in result["steps"]]
-        assert skips == [None, None, "loss not finite", None]
+        assert skips == [None, "loss not finite", None]
 
 
 def test_gradients_of_16_bits(four_ranks: RankPool) -> None:

@@ -63,7 +63,7 @@ def _expected(launcher: str) -> list[str]:
 
 
 # ``pretrain`` under torchrun: tests/integration, fixture ``uninterrupted``.
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB)
@@ -75,7 +75,7 @@ def test_torchrun(tmp_path: Path) -> None:
     "job",
     [
         # ``pretrain`` on one node: tests/integration/test_pretrain_ranks.py.
-        pytest.param(JOB, id="one_node", marks=pytest.mark.slow),
+        pytest.param(JOB, id="one_node", marks=pytest.mark.nightly),
         pytest.param(TWO_NODES, id="two_nodes"),
     ],
 )

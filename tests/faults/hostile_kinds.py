@@ -169,7 +169,8 @@ def _read_checkpoint(folder: Path) -> None:
         for kind in reader.kinds:
             reader.tensor(name, kind)
     metadata = reader.metadata
-    changes(metadata.config, config_from_dict(metadata.config, str(path)))
+    config = config_from_dict(metadata.config, str(path))
+    changes(config, config)
     rollback.guard_state(reader)
     torch.tensor([metadata.step, metadata.consumed_samples])
 

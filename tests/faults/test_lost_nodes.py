@@ -18,18 +18,15 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> LostNodes:
     return LostNodes(tmp_path_factory.mktemp("lost"), run_yaml, steps=20)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=pytest.mark.slow if case == "node" else pytest.mark.nightly)
-        for case in LOST_NODES_COUNTS
-    ],
-)
+# A lost node on two ranks: tests/integration/test_lost_node.py.
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", LOST_NODES_COUNTS)
 def test_resumed_run_is_identical(campaign: LostNodes, case: str) -> None:
     outcome = campaign.run(case, 0)
     assert outcome["ok"], outcome
 
 
+@pytest.mark.slow
 def test_table_counts_results_of_the_present_code() -> None:
     code = code_digest(LOST_NODES_CODE)
     line = {"case": "node", "ok": True, "revision": "abc", "steps_repeated": 2, "local": [3]}

@@ -26,8 +26,8 @@ def test_a_campaign_kills_at_least_five_times_in_each_phase() -> None:
 @pytest.mark.parametrize(
     "number",
     [
-        *(pytest.param(number, marks=pytest.mark.slow) for number in (0, 1)),
-        *(pytest.param(number, marks=pytest.mark.nightly) for number in range(2, 10)),
+        pytest.param(0, marks=pytest.mark.slow),
+        *(pytest.param(number, marks=pytest.mark.nightly) for number in range(1, 10)),
     ],
 )
 def test_killed_and_resumed_run_writes_the_same_bytes(fixture: Fixture, number: int) -> None:

@@ -11,8 +11,18 @@ import pytest
 import torch
 
 from megatron_deberta.cli.main import main
-from tests.support.jobs import ROOT, TIMEOUT, Run, prepare, without_launcher
+from tests.support.jobs import (
+    ROOT,
+    TIMEOUT,
+    Run,
+    known_matmul_rate,
+    prepare,
+    without_launcher,
+)
 from tests.support.shared import shared_folder
+
+STEPS = 36
+"""Of the run that others are compared with."""
 
 
 @pytest.fixture(scope="session")
@@ -23,14 +33,17 @@ def run_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def uninterrupted(run_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of an uninterrupted run on two data-parallel ranks under torchrun."""
+    """Return the folder of an uninterrupted run on two data-parallel ranks under torchrun.
+
+    It ends at step ``STEPS`` of 60.
+    """
 
     def train(folder: Path) -> None:
         run_dir = folder / "run"
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         program = ["--nproc-per-node=2", "-m", "megatron_deberta", "pretrain", str(run_yaml)]
         finished = subprocess.run(
-            [*launcher, *program, f"train.run_dir={run_dir}"],
+            [*launcher, *program, f"train.run_dir={run_dir}", f"train.exit_step={STEPS}"],
             env=without_launcher() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
@@ -40,6 +53,11 @@ def uninterrupted(run_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> P
         (run_dir / "stdout.txt").write_text(finished.stdout)
 
     return shared_folder(tmp_path_factory, "uninterrupted", train) / "run"
+
+
+@pytest.fixture(autouse=True)
+def _known_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_deberta.train.setup.measure_matmul_rate", known_matmul_rate)
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import shutil
 import signal
@@ -35,7 +36,7 @@ from megatron_deberta.hf.config import SpecialIds, choose_model_type
 from megatron_deberta.hf.export_model import write_hf_model
 from megatron_deberta.observe.metrics import read_metrics
 from megatron_deberta.train.step import TrainStep
-from tests.support.jobs import ForkedRank, fork_server, free_port, rank_variables
+from tests.support.jobs import ForkedRank, free_port, rank_variables
 from tests.support.tiny_models import random_weights
 from tests.support.tiny_task import MODEL, write_task
 
@@ -107,7 +108,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, data: Path, finetune: 
     options = ("finetune.epochs=2", "objective.sift_weight=5", "checkpoint.save_every=3")
     assert finetune(tmp_path / "whole", *options) == EXIT_DONE
     command = arguments(data, tmp_path / "killed", *options)
-    process = fork_server().Process(target=kill_at_step, args=(8, command))
+    process = multiprocessing.get_context("fork").Process(target=kill_at_step, args=(8, command))
     process.start()
     process.join(TIMEOUT)
     assert process.exitcode == -signal.SIGKILL

@@ -169,6 +169,7 @@ def test_missing_earlier_checkpoint_ends_the_run(
     assert "has no earlier checkpoint to roll back to" in error
 
 
+@pytest.mark.slow
 def test_nonfinite_gradient_is_skipped(
     pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

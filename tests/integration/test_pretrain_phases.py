@@ -63,6 +63,7 @@ def test_a_stopped_run_equals_the_uninterrupted_one(
     assert [trained[step]["global_batch_size"] for step in range(1, 9)] == SIZES
 
 
+@pytest.mark.slow
 def test_phases_that_change_nothing_are_the_plain_run(pretrain: Run, tmp_path: Path) -> None:
     plain = ("train.steps=4", "train.exit_step=0", "optimizer.warmup_steps=2")
     assert pretrain(*plain, run_dir="plain")[0] == EXIT_DONE

@@ -99,7 +99,9 @@ def test_repeated_sigterm_saves_and_requests_a_requeue(
     run_yaml: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    job = start(run_yaml, run_dir, 2, forked=False)
+    # Starts faster than DeepSpeed, whose losses differ by rounding.
+    plain = "precision.engine=plain"
+    job = start(run_yaml, run_dir, 2, plain, forked=False)
     job.wait_for_step(3)
     job.ranks[0].send_signal(signal.SIGTERM)
     # SLURM and the supervisor both send a signal, and the rank may be exiting at that time.
@@ -114,9 +116,9 @@ def test_repeated_sigterm_saves_and_requests_a_requeue(
     assert f"checkpoint  {step_dir(run_dir, stopped_at)}\n" in job.output()
     assert "requeue" not in job.output()
     end = stopped_at + 3
-    job = run_to_end(run_yaml, run_dir, 2, f"train.exit_step={end}")
+    job = run_to_end(run_yaml, run_dir, 2, plain, f"train.exit_step={end}")
     assert f"resuming from {step_dir(run_dir, stopped_at)}" in job.output()
-    assert losses(run_dir) == losses(uninterrupted)[:end]
+    assert losses(run_dir) == pytest.approx(losses(uninterrupted)[:end], rel=1e-5)
 
 
 def exit_after_training(

@@ -26,13 +26,13 @@ from tests.slurm.submitted_run import TIMEOUT, SubmittedRun, command, submit
 from tests.slurm.virtual_cluster import VirtualCluster
 from tests.support.jobs import ROOT, losses
 
-STEPS = 60
+STEPS = 30
+# Starts faster than DeepSpeed, which other tests cover.
+PLAIN = "precision.engine=plain"
 ENDLESS = (
     "train.steps=1000000", "optimizer.schedule=constant", "train.eval_every=0",
-    "checkpoint.save_every=20", "data.num_workers=0",
+    "checkpoint.save_every=10", "data.num_workers=0", PLAIN,
 )  # fmt: skip
-# Starts faster than DeepSpeed.
-PLAIN = "precision.engine=plain"
 ON_NODE4 = {"exclude": "node1,node2,node3"}
 SUSPEND_AT = 5
 
@@ -62,7 +62,7 @@ def runs(cluster: VirtualCluster, run_yaml: Path, tmp_path_factory: pytest.TempP
         cluster, run_yaml, folder / "limited", *until_the_end,
         # Longer than the ranks are suspended.
         "cluster.step_timeout_seconds=600",
-        time_limit_minutes=2, signal_seconds=30, **ON_NODE4,
+        time_limit_minutes=2, signal_seconds=45, **ON_NODE4,
     )  # fmt: skip
     threading.Thread(target=suspend_until_signal, args=(limited,), daemon=True).start()
     uninterrupted.wait_for_step(STEPS)
@@ -110,7 +110,7 @@ def test_stop_file_ends_the_run(runs: Runs) -> None:
 def test_node_failure_requeues_on_other_nodes(runs: Runs, cluster: VirtualCluster) -> None:
     run = runs.killed
     # After the first checkpoint.
-    run.wait_for_step(25)
+    run.wait_for_step(15)
     ranks = ranks_of(run.run_dir)
     for rank in ranks:
         rank.suspend()  # It cannot finish before its node is killed.
@@ -121,7 +121,7 @@ def test_node_failure_requeues_on_other_nodes(runs: Runs, cluster: VirtualCluste
     cluster.start_node(victim)
     assert run.wait_for_end() == "COMPLETED", run.diagnostics()
     first, second = run.events("start")
-    assert second["step"] == 20
+    assert second["step"] == 10
     assert second["nodes"] == "node[2-3]" != first["nodes"]
     assert_same_losses(run, runs.uninterrupted)
     status = run.status()
@@ -130,7 +130,7 @@ def test_node_failure_requeues_on_other_nodes(runs: Runs, cluster: VirtualCluste
     assert outcomes == ["lost: the node or the job was killed", "finished"]
     shown = command(cluster, "status", str(run.run_dir)).stdout
     assert "restarts:       1\n" in shown
-    assert "step:           60 of 60 (100.0%); checkpoint at 60\n" in shown
+    assert f"step:           {STEPS} of {STEPS} (100.0%); checkpoint at {STEPS}\n" in shown
 
 
 @pytest.mark.slow
@@ -184,7 +184,7 @@ def test_save_file_status_logs_and_cancel(
 ) -> None:
     # It saves when asked only: other checkpoints would replace, or hide, the one asked for.
     run = submit(
-        cluster, run_yaml, tmp_path / "run", *ENDLESS, PLAIN, "checkpoint.save_every=1000000",
+        cluster, run_yaml, tmp_path / "run", *ENDLESS, "checkpoint.save_every=1000000",
         ranks_per_node=1, **ON_NODE4,
     )  # fmt: skip
     follower = subprocess.Popen(

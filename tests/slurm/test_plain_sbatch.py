@@ -12,7 +12,7 @@ from tests.slurm.submitted_run import ENDED, TIMEOUT
 from tests.slurm.virtual_cluster import VirtualCluster, wait_until
 from tests.support.jobs import ROOT, losses
 
-STEPS = 60
+STEPS = 20
 SCRIPT = str(ROOT / "launch" / "pretrain.sbatch")
 RUN = (
     f"train.exit_step={STEPS}", "train.steps=1000000", "optimizer.schedule=constant",

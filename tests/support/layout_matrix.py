@@ -43,7 +43,7 @@ from tests.support.tolerances import LAYOUT_GRADIENT, LAYOUT_LOSS
 
 STEPS, GLOBAL_BATCH, MICRO_BATCH, LENGTH = 20, 8, 2, 16
 MODEL = ModelConfig(
-    num_layers=3,
+    num_layers=2,
     hidden_size=32,
     num_heads=4,
     ffn_hidden_size=64,
@@ -108,7 +108,7 @@ def run_config(
             sequence_parallel=chosen.sequence_parallel,
             recompute=chosen.recompute,  # type: ignore[arg-type]
         ),
-        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=4),
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=1),
         precision=PrecisionConfig(
             engine="deepspeed" if layout else "plain",
             zero_stage=chosen.zero_stage,  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import datetime
 import faulthandler
 import functools
+import gc
 import multiprocessing
 import os
 import pickle
@@ -194,6 +195,8 @@ def grid(tp_size: int) -> ProcessGroups:
 
 def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
     """Main function of a rank: run tasks until the pipe closes."""
+    # DeepSpeed's full collections need not look at what was imported before the fork.
+    gc.freeze()
     faulthandler.enable()  # SIGABRT prints the stack.
     torch.set_num_threads(1)
     try:

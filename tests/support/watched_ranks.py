@@ -27,6 +27,18 @@ cluster: {{startup_timeout_seconds: {startup},
   data_timeout_seconds: {limit}, step_timeout_seconds: {limit},
   save_timeout_seconds: {limit}, evaluation_timeout_seconds: {limit}, straggler_window_steps: 10}}
 """
+STARTUP_EXIT_SECONDS = 1.0
+SUPERVISOR = f"""
+import sys
+from megatron_deberta.cluster.watchdog import supervisor
+
+# The tests would wait for the intervals of real runs most of the time.
+supervisor.POLL_SECONDS, supervisor.REPORT_SECONDS = 0.02, 0.1
+supervisor.MIN_NEWS_SECONDS = supervisor.DIAGNOSTICS_SECONDS = supervisor.PAUSE_SECONDS = 1.0
+supervisor.STARTUP_EXIT_SECONDS = {STARTUP_EXIT_SECONDS}
+sys.exit(supervisor.main(sys.argv[1:]))
+"""
+"""Program of a supervisor."""
 BARRIER = """
 import os, time
 
@@ -139,7 +151,7 @@ class WatchedRanks:
 
     def start(self) -> None:
         """Start one supervisor per node, like srun."""
-        command = [sys.executable, "-m", "megatron_deberta.cluster.watchdog.supervisor"]
+        command = [sys.executable, "-c", SUPERVISOR]
         for node in range(self.nodes):
             environment = {
                 **os.environ, "PYTHONPATH": str(ROOT), "MEGATRON_DEBERTA_TEST": str(self.folder),

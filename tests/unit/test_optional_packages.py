@@ -122,6 +122,7 @@ def failures(
     return failed
 
 
+@pytest.mark.slow
 def test_without_optional_packages_everything_but_the_kernels_is_imported(tmp_path: Path) -> None:
     names = [name for name in modules() if name not in COMPILED]
     assert "benchmarks.gpu.smoke" in names

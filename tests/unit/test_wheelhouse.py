@@ -96,6 +96,7 @@ def test_documented_subset_covers_the_requirements():
 LINES = ["alpha==1.0", "# said", "gamma", 'old==1.0; python_version < "3.12"']
 
 
+@pytest.mark.slow
 def test_bundle_contains_wheels_for_the_target_but_not_torch(index, tmp_path):
     done = wheelhouse(index, tmp_path / "a", LINES, "--python", "3.12")
     assert done.returncode == 0, done.stderr
@@ -117,6 +118,7 @@ def test_markers_are_evaluated_for_the_target_and_a_subset_is_kept(index, tmp_pa
     assert wheels(tmp_path / "a") == ["beta", "old"]
 
 
+@pytest.mark.slow
 def test_torch_build_is_chosen(index, tmp_path):
     options = ["--python", "3.12", "--torch", "torch==2.13.0+cu126"]
     done = wheelhouse(index, tmp_path / "a", ["alpha==1.0"], *options)

@@ -140,6 +140,7 @@ def test_digest_follows_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert code_digest(places) != before
 
 
+@pytest.mark.slow
 def test_every_campaign_of_training_covers_the_functions_that_flush_files() -> None:
     kinds = [case.places for case in faults.CHAOS_CASES.values()]
     for places in (

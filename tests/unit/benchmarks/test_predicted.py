@@ -114,6 +114,7 @@ def test_smoke_part_launches_every_kernel(monkeypatch: pytest.MonkeyPatch) -> No
     assert launched == defined
 
 
+@pytest.mark.slow
 def test_smoke_check_of_attention_passes_and_failures_print_their_stack(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

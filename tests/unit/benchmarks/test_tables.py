@@ -10,6 +10,7 @@ import pytest
 from benchmarks.tables import pages as tables
 
 
+@pytest.mark.slow
 def test_pages_equal_the_results() -> None:
     stale = [str(page) for page in tables.stale_pages()]
     assert not stale, "run: python -m benchmarks.tables --write"

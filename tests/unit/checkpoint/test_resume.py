@@ -59,10 +59,10 @@ def test_a_run_folder_of_another_kind_is_named(reader: CheckpointReader) -> None
     )
     with pytest.raises(CheckpointError) as error:
         resume(reader, task)
-    assert str(error.value) == (
-        "train.run_dir=runs/default holds a pretraining run with objective.name=mlm, and this is "
-        "a run of the task sst2; choose another train.run_dir"
-    )
+    for part in (
+        "train.run_dir=runs/default", "objective.name=mlm", "sst2", "choose another train.run_dir"
+    ):  # fmt: skip
+        assert part in str(error.value)
 
 
 @pytest.fixture(scope="module")

@@ -37,8 +37,10 @@ if len(sys.argv) > 3:
     def flock(*_):
         raise OSError(errno.ENOSYS, "Function not implemented")
     fcntl.flock = flock
+from megatron_deberta.cluster import run_lock
 from megatron_deberta.cluster.run_lock import RunLock
 from megatron_deberta.errors import ConfigError
+run_lock.HEARTBEAT_SECONDS = 0.3
 try:
     with RunLock(sys.argv[1]):
         if os.fork() == 0:
@@ -81,8 +83,8 @@ def first_line(process: subprocess.Popen[str]) -> str:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the time-outs for holders on other machines."""
-    monkeypatch.setattr(run_lock, "DEAD_SECONDS", 2.0)
-    monkeypatch.setattr(run_lock, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(run_lock, "DEAD_SECONDS", 1.0)
+    monkeypatch.setattr(run_lock, "SILENT_SECONDS", 0.5)
 
 
 def test_lock_is_exclusive_and_released(tmp_path: Path) -> None:

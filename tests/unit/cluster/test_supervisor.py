@@ -22,15 +22,11 @@ from megatron_deberta.cluster.watchdog.hang import RankView, diagnose_deaths
 from megatron_deberta.cluster.watchdog.heartbeat import Beat
 from megatron_deberta.cluster.watchdog.ranks import NodePlan, RankProcess
 from megatron_deberta.cluster.watchdog.report_store import NodeReport
-from megatron_deberta.cluster.watchdog.supervisor import (
-    FROZEN_SECONDS,
-    STARTUP_EXIT_SECONDS,
-    Supervisor,
-)
+from megatron_deberta.cluster.watchdog.supervisor import FROZEN_SECONDS, Supervisor
 from megatron_deberta.config.schema import ClusterConfig
 from megatron_deberta.files import temporary_name
 from megatron_deberta.observe.progress import Section
-from tests.support.watched_ranks import ATTEMPT, WatchedRanks
+from tests.support.watched_ranks import ATTEMPT, STARTUP_EXIT_SECONDS, WatchedRanks
 
 LIMIT = 1.0
 # Far below every other time-out; twelve processes may share one processor meanwhile.
@@ -97,7 +93,7 @@ def test_hang_is_detected_and_its_rank_named(
 
 
 def test_killed_rank_is_named_and_the_others_end(ranks_of: Any) -> None:
-    ranks = ranks_of(ranks_per_node=3, rank=2, place="step", step=4, how="kill")
+    ranks = ranks_of(ranks_per_node=3, exit_wait=0, rank=2, place="step", step=4, how="kill")
     assert ranks.run() == [1]
     diagnosis = ranks.diagnosis()
     assert (diagnosis.kind, diagnosis.ranks) == ("death", (2,))
@@ -107,14 +103,14 @@ def test_killed_rank_is_named_and_the_others_end(ranks_of: Any) -> None:
 
 @pytest.mark.parametrize("code", [2, 93, 1])
 def test_node_has_the_exit_code_of_its_rank(ranks_of: Any, code: int) -> None:
-    ranks = ranks_of(rank=0, place="startup", step=0, how=code)
+    ranks = ranks_of(exit_wait=0, rank=0, place="startup", step=0, how=code)
     assert ranks.run() == [code]
 
 
 @pytest.mark.parametrize("is_full", [False, True])
 def test_error_of_a_rank_is_kept_without_its_log(ranks_of: Any, is_full: bool) -> None:
     words = "before\nOSError: [Errno 28] No space left on device: 'ledger'\nafter\n"
-    ranks = ranks_of(rank=1, place="step", step=3, how=1, last_words=words)
+    ranks = ranks_of(exit_wait=0, rank=1, place="step", step=3, how=1, last_words=words)
     folder = ranks.run_dir / "logs" / ATTEMPT
     folder.mkdir(parents=True)
     if is_full:
@@ -209,7 +205,7 @@ def test_ranks_do_not_outlive_their_supervisor(ranks_of: Any) -> None:
 
 @pytest.mark.slow
 def test_silent_node_is_named(ranks_of: Any) -> None:
-    ranks = ranks_of(nodes=2, steps=100_000, startup=8)
+    ranks = ranks_of(nodes=2, steps=100_000, startup=5)
     ranks.start()
     wait_for(lambda: len(ranks.processes()) == 4)
     wait_for(lambda: len(list((ranks.run_dir / "supervision" / ATTEMPT).glob("node_?.json"))) == 2)
@@ -225,11 +221,11 @@ def test_silent_node_is_named(ranks_of: Any) -> None:
 
 @pytest.mark.slow
 def test_suspended_job_continues(ranks_of: Any) -> None:
-    ranks = ranks_of(steps=400)
+    ranks = ranks_of(steps=200)
     ranks.start()
     wait_for(lambda: len(ranks.processes()) == 2 and (ranks.folder / "step5").exists())
     everyone = [ranks.supervisors[0].pid, *ranks.processes()]
-    for number, seconds in ((signal.SIGSTOP, 4 * LIMIT), (signal.SIGCONT, 0)):
+    for number, seconds in ((signal.SIGSTOP, 2 * LIMIT), (signal.SIGCONT, 0)):
         for process in everyone:
             os.kill(process, number)
         time.sleep(seconds)
@@ -238,7 +234,7 @@ def test_suspended_job_continues(ranks_of: Any) -> None:
 
 
 def test_straggler_is_reported_in_log_and_history(ranks_of: Any) -> None:
-    ranks = ranks_of(nodes=2, steps=60, slow=3, slow_seconds=0.1)
+    ranks = ranks_of(nodes=2, steps=50, slow=3, slow_seconds=0.05)
     assert ranks.run() == [0, 0]
     assert "rank 3 on node1 is slow: forward takes" in ranks.logs[0]
     reports = [r for r in JobHistory(ranks.run_dir).records() if r["event"] == "slow"]
@@ -247,8 +243,15 @@ def test_straggler_is_reported_in_log_and_history(ranks_of: Any) -> None:
 
 @pytest.mark.parametrize(
     "plan",
-    [{}, {"ranks_per_node": 1}, {"rank": 1, "place": "data", "step": 0, "how": "read"}],
-    ids=["waiting in a collective", "one rank per node", "a rank elsewhere"],
+    [
+        pytest.param({}, id="waiting in a collective"),
+        pytest.param({"ranks_per_node": 1}, id="one rank per node", marks=pytest.mark.slow),
+        pytest.param(
+            {"rank": 1, "place": "data", "step": 0, "how": "read"},
+            id="a rank elsewhere",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_missing_node_is_diagnosed_and_no_other_rank(
     ranks_of: Any, tmp_path: Path, plan: dict[str, Any]
@@ -262,8 +265,9 @@ def test_missing_node_is_diagnosed_and_no_other_rank(
     assert report["verdict"]["ranks"] == report["verdict"]["hosts"] == []
 
 
+@pytest.mark.slow
 def test_run_continues_if_reports_cannot_be_written(ranks_of: Any, tmp_path: Path) -> None:
-    ranks = ranks_of(steps=700)
+    ranks = ranks_of(steps=500)
     # A busy machine needs seconds to start the ranks.
     (tmp_path / "run.yaml").write_text("cluster: {startup_timeout_seconds: 4}\n")
     ranks.run_dir.mkdir(parents=True)
@@ -288,7 +292,7 @@ def stop_reports(ranks: WatchedRanks, node: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("node", [0, 1])
 def test_frozen_report_of_a_healthy_node_ends_nothing(ranks_of: Any, node: int) -> None:
-    ranks = ranks_of(nodes=2, steps=500)
+    ranks = ranks_of(nodes=2, steps=350)
     ranks.start()
     stop_reports(ranks, node)
     begin = time.monotonic()
@@ -300,7 +304,7 @@ def test_frozen_report_of_a_healthy_node_ends_nothing(ranks_of: Any, node: int) 
 @pytest.mark.slow
 def test_hang_is_named_although_another_node_is_silent(ranks_of: Any) -> None:
     fault = {"rank": 0, "place": "step", "step": 100, "how": "stop"}
-    ranks = ranks_of(nodes=2, steps=100_000, startup=8, **fault)
+    ranks = ranks_of(nodes=2, steps=100_000, startup=5, **fault)
     ranks.start()
     stop_reports(ranks, 1)
     assert ranks.end() == [1, 1]

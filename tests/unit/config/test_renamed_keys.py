@@ -79,4 +79,4 @@ def test_a_checkpoint_with_old_names_shows_no_change() -> None:
     for old, new in RENAMED_KEYS.items():
         section, key = old.split(".")
         saved[section][key] = saved[section].pop(new.split(".")[1])
-    assert changes(saved, config) == {}
+    assert changes(config_from_dict(saved, "checkpoint"), config) == {}

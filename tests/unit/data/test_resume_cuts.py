@@ -24,10 +24,10 @@ from megatron_deberta.data.sample_log import SampleLog, check_sample_log
 from megatron_deberta.data.shards.writer import write_shard
 
 PACKINGS = ["full_sentences", "doc_sentences", "segment_pair", "sentence_pair"]
-CUTS = 40
+CUTS = 20
 """Number of resume points per format."""
 STEPS = 4
-WITH_WORKERS = 20
+WITH_WORKERS = 10
 """Interval of cuts whose batches are built by worker processes, which are slow to start."""
 
 

@@ -277,6 +277,7 @@ def test_reading_process_has_no_network(tmp_path: Path) -> None:
     legacy_bin._block_side_effects("open", ("file", "r", 0))
 
 
+@pytest.mark.slow
 def test_tied_tensors_and_wrapped_states_in_a_pickle(tmp_path: Path) -> None:
     tied = torch.ones(3, 2)
     torch.save({"model": {"a": tied, "b": tied, "step": 7}}, tmp_path / "old.bin")

@@ -84,6 +84,7 @@ def test_fused_equals_unfused_in_float64(work: Any) -> None:
         torch.testing.assert_close(one, other, **FP64)
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("work", [activated])  # compiling the other takes most of a minute
 def test_bfloat16_error_is_no_larger_than_unfused(work: Any) -> None:

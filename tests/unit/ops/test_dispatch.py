@@ -201,6 +201,7 @@ raise SystemExit(pytest.main(["--collect-only", "-q", *sys.argv[1:]]))
 """
 
 
+@pytest.mark.slow
 def test_without_triton_the_operator_runs_and_its_tests_are_found() -> None:
     tests = Path(__file__).parents[1]
     files = [*tests.glob("ops/test_triton*.py"), tests / "benchmarks/test_attention_benchmark.py"]

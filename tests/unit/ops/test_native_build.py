@@ -62,6 +62,7 @@ def test_a_folder_that_others_can_write_is_not_used(
     assert build.library() is None
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_the_library_is_compiled_once_and_kept(tmp_path: Path) -> None:
     compiler = build.find_compiler()

@@ -78,7 +78,9 @@ def test_every_mask(mask: str) -> None:
 
 @pytest.mark.parametrize("positions", [LINEAR, BUCKETS, WIDE], ids=["linear", "buckets", "wide"])
 @pytest.mark.parametrize("p2c_index", ["released", "paper"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)]
+)
 def test_every_distance(positions: RelativePositions, p2c_index: str, dtype: torch.dtype) -> None:
     inputs = random_inputs((1, 1, 3 * TILE, 32), positions)
     assert_matches_reference(inputs, positions, dtype, p2c_index=p2c_index)
@@ -90,8 +92,13 @@ def test_every_ablation(tables: str) -> None:
     assert_matches_reference(inputs, LINEAR, torch.float16)
 
 
-@pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize(
+    ("size", "gathered"),
+    [
+        (64, True), (128, False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((64, False), (128, True))),
+    ],
+)  # fmt: skip
 def test_every_head_size(size: int, gathered: bool) -> None:
     at = GATHERED[:1] if gathered else None
     inputs = random_inputs((1, 1, LENGTH, size), LINEAR, gathered=7 if gathered else None)
@@ -124,8 +131,19 @@ def test_two_passes_give_the_same_bits_and_so_does_recomputation() -> None:
         assert torch.equal(a.cpu().double(), b)
 
 
-@pytest.mark.parametrize("mask", ["none", "causal", "everything", "documents"])
-@pytest.mark.parametrize("positions", [LINEAR, WIDE], ids=["linear", "wide"])
+@pytest.mark.parametrize(
+    ("mask", "positions"),
+    [
+        ("none", LINEAR), ("everything", LINEAR), ("causal", WIDE), ("documents", WIDE),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("none", WIDE), ("everything", WIDE), ("causal", LINEAR), ("documents", LINEAR)
+            )
+        ),
+    ],
+    ids=lambda case: case if isinstance(case, str) else "linear" if case is LINEAR else "wide",
+)  # fmt: skip
 def test_gathered_queries(mask: str, positions: RelativePositions) -> None:
     """Queries in any order, repeated and padding, within and beyond the table."""
     dtype = torch.float32 if mask == "none" else torch.float16
@@ -180,6 +198,7 @@ def test_causal_outputs_do_not_depend_on_later_tokens(gathered: bool) -> None:
     )
 
 
+@pytest.mark.slow
 def test_tensor_parallel_halves_equal_the_whole() -> None:
     inputs = random_inputs((1, 2, 33, 32), LINEAR)
     options: dict[str, Any] = {"backend": "triton", "device": DEVICE, "dropout_p": 0.5, "seed": 2}

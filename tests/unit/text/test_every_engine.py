@@ -55,6 +55,7 @@ def on_mpi(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_split(text: list[str], scheduler: str, tmp_path: Path) -> None:
     call = ["split", "--input", *text, "--output"]
     for name, options in (("local", ["--workers", "2"]), ("dask", ["--dask", scheduler])):

@@ -91,6 +91,7 @@ def test_merging_is_writing_all_documents_at_once(parts, tmp_path, workers, monk
     assert megatron[len(documents[0])].tolist() == documents[1][0].tolist()
 
 
+@pytest.mark.slow
 def test_ranks_of_mpirun_and_dask_workers_copy_shards(parts, tmp_path):
     from distributed import LocalCluster
 
@@ -229,6 +230,7 @@ def test_full_disk_leaves_no_shard(parts, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*.unfinished"))
 
 
+@pytest.mark.slow
 def test_concurrent_merges_to_one_name(parts, tmp_path):
     output = str(tmp_path / "merged")
     with JobFolder(output).locked(), pytest.raises(DataError, match="another process works there"):

@@ -108,6 +108,7 @@ def test_a_few_bad_records_are_left_out(tmp_path: Path, caplog: pytest.LogCaptur
     assert len(sample(path, tmp_path / "many", allow_bad=0.01)) == 500
 
 
+@pytest.mark.slow
 def test_the_vocabulary_is_that_of_the_whole_text_on_mpi(tmp_path: Path) -> None:
     path = write(tmp_path, documents())
     texts = [line for text in documents() for line in text.splitlines()]

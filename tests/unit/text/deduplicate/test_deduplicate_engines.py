@@ -27,6 +27,7 @@ def test_processes_change_nothing(corpus: list[str], tmp_path: Path, workers: in
     assert contents(tmp_path / "0") == contents(tmp_path / str(workers))
 
 
+@pytest.mark.slow
 def test_ranks_of_mpirun_change_nothing(corpus: list[str], tmp_path: Path) -> None:
     call = ["deduplicate", "--input", *corpus, "--output"]
     assert main([*call, str(tmp_path / "whole"), "--workers", "0"]) == 0
@@ -44,6 +45,7 @@ def test_ranks_of_mpirun_change_nothing(corpus: list[str], tmp_path: Path) -> No
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_dask_workers_change_nothing(corpus: list[str], tmp_path: Path) -> None:
     from distributed import LocalCluster
 

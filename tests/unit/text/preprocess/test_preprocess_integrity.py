@@ -69,6 +69,7 @@ def test_hashes_are_of_what_was_meant_to_be_written(
             verify_hashes(prefix, manifest)
 
 
+@pytest.mark.slow
 def test_nobody_takes_over_from_a_suspended_process(
     corpus: str, tokenizer_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
