@@ -154,7 +154,12 @@ def run(args: argparse.Namespace) -> int:
         return _export_revisions(args)
     # Before the work, which takes minutes.
     refuse_existing(Path(args.output))
-    return _export(args) if args.checkpoint else _import(args)
+    if args.checkpoint:
+        return _export(args)
+    from megatron_deberta.train.start import refusals
+
+    with refusals():
+        return _import(args)
 
 
 def _export_revisions(args: argparse.Namespace) -> int:
@@ -258,10 +263,12 @@ def _export(args: argparse.Namespace) -> int:
     from megatron_deberta.hf.model_card import loading_lines
     from megatron_deberta.objectives import build_objective
     from megatron_deberta.tasks.reading import split_to_predict
+    from megatron_deberta.train.start import refusals
 
     check_options(args)
-    trained = open_trained_model(Path(args.checkpoint), args.tokenizer)
-    trained, averaged = _averaged(trained, args)
+    with refusals():
+        trained = open_trained_model(Path(args.checkpoint), args.tokenizer)
+        trained, averaged = _averaged(trained, args)
     config, weights = trained.open("discriminator")
     config = _in_form(config, trained.run, args.form)
     if args.to == "onnx":

@@ -56,6 +56,8 @@ def training_facts(
         steps = [record["step"] for record in records if _is_validation(record)]
         last = f"; its last validation before was at step {max(steps):,}" if steps else ""
         why_not = f"the run has no validation at step {step:,}{last}"
+        if any(r["kind"] == "validation" and r["step"] == step and "loss" in r for r in records):
+            why_not = f"the loss of the validation at step {step:,} is infinite or not a number"
     else:
         evaluation = _evaluation(trained, config, task, *validated, dtype)
     not_evaluated = _NOT_EVALUATED
@@ -147,7 +149,7 @@ def _text_rows(run: RunConfig, parts: Sequence[Segment], step: int) -> dict[str,
     tokens = sum(replace(p, steps=min(p.end, step) - p.first_step).tokens for p in parts if step)
     rows = {
         "tokens": f"{tokens:,}, padding included",
-        "sequence length": _each(parts, lambda one: _lengths(one.data)),
+        "sequence length": _each(parts, lambda one: _lengths(one.data, step)),
         "packing": _each(parts, lambda one: one.data.packing),
     }
     if run.checkpoint.continue_from:
@@ -162,9 +164,12 @@ def _each(parts: Iterable[Segment], text: Callable[[RunConfig], str]) -> str:
     return ", then ".join(dict.fromkeys(text(part.config) for part in parts))
 
 
-def _lengths(data: DataConfig) -> str:
+def _lengths(data: DataConfig, step: int) -> str:
+    """Return the lengths of rows up to a step."""
     if not data.short_steps:
         return f"{data.sequence_length:,}"
+    if 0 < step <= data.short_steps:
+        return f"{data.short_sequence_length:,}"
     return (
         f"{data.short_sequence_length:,} in the first {data.short_steps:,} steps, then "
         f"{data.sequence_length:,}"

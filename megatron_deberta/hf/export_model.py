@@ -28,13 +28,13 @@ from megatron_deberta.hf.config import (
     to_hf_config,
 )
 from megatron_deberta.hf.heads import HEADS
-from megatron_deberta.hf.loading import build_with_head
+from megatron_deberta.hf.loading import build_with_head, tokenizer_fields
 from megatron_deberta.hf.model_card import TrainingFacts, model_card
 from megatron_deberta.hf.names import HFTensor, ModelType, hf_tensors
 from megatron_deberta.hf.sentence_transformers import write_pooling
 from megatron_deberta.hf.verify import ExportCheck, check_export
 from megatron_deberta.model import DebertaBackbone, count_parameters
-from megatron_deberta.tokenizer import Tokenizer
+from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 from megatron_deberta.tokenizer.tokenizer import CONFIG_FILE, JSON_FILE
 
 UNKNOWN_TRAINING = TrainingFacts()
@@ -99,9 +99,7 @@ def export_model(
             written = folder / GENERATOR_FOLDER
             _write_export(written, name, *generator, tokenizer, dtype, generator_facts)
         if why_untrained:
-            path = written / "config.json"
-            fields = json.loads(path.read_text(encoding="utf-8"))
-            _write_json(path, {**fields, UNTRAINED_FIELD: why_untrained})
+            _add_fields(written / "config.json", {UNTRAINED_FIELD: why_untrained})
         if extend is not None:
             extend(folder)
     return result
@@ -133,6 +131,7 @@ def _write_export(
     def build() -> DebertaBackbone:
         return build_with_head(config, rounded, "reference")
 
+    _add_fields(folder / "config.json", tokenizer_fields(tokenizer, load_tokenizer(str(folder))))
     check = check_export(folder, model_type, build, tokenizer, dtype)
     return ExportResult(model_type, reason, check)
 
@@ -288,6 +287,10 @@ def _split_into_shards(entries: list[HFTensor], itemsize: int) -> list[list[HFTe
         shards[-1].append(entry)
         shard_bytes += size
     return shards
+
+
+def _add_fields(path: Path, fields: dict[str, Any]) -> None:
+    _write_json(path, {**json.loads(path.read_text(encoding="utf-8")), **fields})
 
 
 def _write_json(path: Path, content: object) -> None:

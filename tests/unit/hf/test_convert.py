@@ -16,19 +16,33 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModel
+from transformers import AutoModel, AutoTokenizer
 
 from megatron_deberta.checkpoint.parts import open_part
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.cli.main import main
 from megatron_deberta.config import load_config
-from megatron_deberta.config.schema import DataConfig, ModelConfig, TrainConfig
-from megatron_deberta.errors import ConfigError
+from megatron_deberta.config.schema import (
+    DataConfig,
+    ModelConfig,
+    RunConfig,
+    TokenizerConfig,
+    TrainConfig,
+)
+from megatron_deberta.config.task_head import with_task_head
+from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.files import published_folder, sha256_file
+from megatron_deberta.finetune.models import open_release_weights, open_source_model
 from megatron_deberta.hf.export_model import output_folder
-from megatron_deberta.hf.loading import load_pretrained, temporary_module_cache
+from megatron_deberta.hf.loading import (
+    load_export_tokenizer,
+    load_pretrained,
+    temporary_module_cache,
+    tokenizer_fields,
+)
 from megatron_deberta.model import parameter_shapes
+from megatron_deberta.tokenizer import load_tokenizer
 from tests.support.releases import write_release
 from tests.support.tiny_models import V2, random_weights, tiny_tokenizer
 from tests.support.tiny_runs import save_run
@@ -317,7 +331,7 @@ def test_import_says_why_it_cannot_fill_masks(
     assert main(["convert", "--from", "hf", str(again), "--output", str(third)]) == 0
     capsys.readouterr()
     refuses_to_predict(third, "it is a discriminator", tmp_path, capsys)
-    message = error_of([*arguments, str(tmp_path / "x"), "--generator-only"], capsys, 1)
+    message = error_of([*arguments, str(tmp_path / "x"), "--generator-only"], capsys, 2)
     assert "the generator cannot fill masks: it is a discriminator" in message
 
 
@@ -472,7 +486,7 @@ def test_fill_mask_refuses_in_one_line(
     (tmp_path / "config.json").unlink()
     assert "no committed checkpoint" in error_of(["fill-mask", str(tmp_path), TEXT], capsys, 2)
     (tmp_path / "config.json").write_text("{")
-    assert "config.json" in error_of(["fill-mask", str(tmp_path), TEXT], capsys, 1)
+    assert "config.json" in error_of(["fill-mask", str(tmp_path), TEXT], capsys, 2)
 
 
 def test_export_refuses_in_one_line_and_leaves_nothing(
@@ -498,7 +512,7 @@ def test_export_refuses_in_one_line_and_leaves_nothing(
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    assert "damaged" in error_of([*base, str(run_dir)], capsys, 1)
+    assert "damaged" in error_of([*base, str(run_dir)], capsys, 2)
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -511,9 +525,59 @@ def test_another_tokenizer_is_refused(
     vocabulary[20][1], vocabulary[21][1] = vocabulary[21][1] - 1, vocabulary[20][1]
     path.write_text(json.dumps(spec))
     arguments = ["convert", "--checkpoint", str(run_dir), "--output", str(tmp_path / "out")]
-    assert "fingerprint" in error_of(arguments, capsys, 1)
+    assert "fingerprint" in error_of(arguments, capsys, 2)
     missing = [*arguments, "--tokenizer", str(tmp_path / "nothing")]
     assert "--tokenizer" in error_of(missing, capsys, 2)
+
+
+def test_another_tokenizer_in_an_export_is_refused(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By every command that reads it; exports of earlier releases, without a record, load."""
+    out, fill = tmp_path / "out", ["fill-mask", str(tmp_path / "out"), TEXT]
+    assert main(["convert", "--checkpoint", str(run_dir), "--output", str(out)]) == 0
+    assert main(fill) == 0
+    # transformers writes the file anew.
+    AutoTokenizer.from_pretrained(out).save_pretrained(out)
+    assert main(fill) == 0
+    capsys.readouterr()
+    path = out / "tokenizer.json"
+    spec = json.loads(path.read_text())
+    vocabulary = spec["model"]["vocab"]
+    vocabulary[20], vocabulary[21] = vocabulary[21], vocabulary[20]
+    path.write_text(json.dumps(spec))
+    said = f"tokenizer {out} is not the one that the model was exported with (tokenizer_fingerp"
+    assert said in error_of(fill, capsys, 2)
+    imported = ["convert", "--from", "hf", str(out), "--output", str(tmp_path / "new")]
+    assert said in error_of(imported, capsys, 2)
+    source = open_source_model(out)
+    with pytest.raises(DataError, match="is not the one that the model was exported with"):
+        source.load_tokenizer()
+    model = with_task_head(source.config, "classification", ("good", "bad"), 0.0)
+    config = RunConfig(model=model, tokenizer=TokenizerConfig(path=str(out)))
+    with pytest.raises(DataError, match="is not the one that the model was exported with"):
+        open_release_weights(out, config)
+    assert main([*fill, "--tokenizer", str(tmp_path / "tokenizer")]) == 0
+    assert open_source_model(out, str(tmp_path / "tokenizer")).load_tokenizer()
+    fields = json.loads((out / "config.json").read_text())
+    del fields["tokenizer_fingerprints"]
+    (out / "config.json").write_text(json.dumps(fields))
+    assert main(fill) == 0
+    assert open_source_model(out).load_tokenizer()
+
+
+def test_another_sentencepiece_model_in_an_export_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Though ``tokenizer.json`` is read first: other programs read this one."""
+    golden = Path(__file__).parents[2] / "golden" / "unigram.model"
+    load_tokenizer(str(golden)).save(str(tmp_path / "tokenizer"))
+    fields = tokenizer_fields(*[load_tokenizer(str(tmp_path / "tokenizer"))] * 2)
+    load_export_tokenizer(fields, tmp_path / "tokenizer")
+    with (tmp_path / "tokenizer" / "spm.model").open("ab") as file:
+        file.write(b"\0")
+    with pytest.raises(DataError, match=r"exported with \(sentencepiece_sha256 in its config.json"):
+        load_export_tokenizer(fields, tmp_path / "tokenizer")
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(
@@ -653,7 +717,7 @@ def test_models_of_two_releases_are_refused(
         assert main(["convert", *arguments]) == 0
     models = ["--from", "hf", str(tmp_path / "one_hf")]
     models += ["--generator", str(tmp_path / "two_hf" / "generator")]
-    assert main(["convert", *models, "--output", str(tmp_path / "new")]) == 1
+    assert main(["convert", *models, "--output", str(tmp_path / "new")]) == 2
     error = capsys.readouterr().err
     assert "the generator has num_heads=2, the discriminator 4" in error
     assert not (tmp_path / "new").exists()
@@ -665,7 +729,7 @@ def test_a_model_without_generator_beside_it_is_refused(
     write_release(tmp_path / "v3", "v3", generator=False)
     folder, new = str(tmp_path / "v3"), str(tmp_path / "new")
     arguments = ["convert", "--from", "hf", folder, "--output", new, "--generator", folder]
-    message = error_of(arguments, capsys, 1)
+    message = error_of(arguments, capsys, 2)
     assert "has no generator_config.json, so no generator; download it, or use --new-gen" in message
     assert "give one of them" in error_of([*arguments, "--new-generator"], capsys, 2)
     assert not (tmp_path / "new").exists()

@@ -25,6 +25,7 @@ from megatron_deberta.planning.plan import make_plan
 from megatron_deberta.planning.search import NEAR, search_layouts
 from megatron_deberta.planning.timing import run_seconds, step_time
 from megatron_deberta.planning.traffic import Traffic
+from tests.support.tiny_task import MODEL, write_task
 
 RUNS = Path(__file__).parents[3] / "configs/runs"
 DGX2 = machine_of(load_profile("dgx2"))
@@ -384,6 +385,26 @@ def test_banner_and_plan_predict_the_same_memory() -> None:
     plan = make_cpu_plan(config, 1)
     expected = plan.memory[config.parallel.recompute].total + LIBRARY_BYTES
     assert predict_bytes(config) == expected
+    # Of phases, the one that needs most.
+    phases = ("steps=500 data.sequence_length=64", "steps=500 objective.mask_probability=0.5")
+    phased = replace(config, train=replace(config.train, phases=phases))
+    plan = make_cpu_plan(phased, 1)
+    assert predict_bytes(phased) == plan.memory[config.parallel.recompute].total + LIBRARY_BYTES
+    assert plan.memory[config.parallel.recompute].total + LIBRARY_BYTES > expected
+    assert [line.split(":")[0] for line in plan.phases] == ["steps 1 to 500", "steps 501 to 1,000"]
+
+
+def test_a_cpu_plan_of_fine_tuning_has_the_steps_of_its_epochs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, run = write_task(tmp_path / "data"), tmp_path / "run.yaml"
+    arguments = [str(data / "task.yaml"), "--model", str(MODEL), "--data", str(data)]
+    settings = ["train.global_batch_size=8", "finetune.epochs=3", "train.device=cpu"]
+    assert main(["finetune", *arguments, *settings, "--save-config", str(run)]) == 0
+    capsys.readouterr()
+    assert main(["plan", str(run)]) == 0
+    # 37 examples
+    assert " GFLOP per step, 15 steps\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

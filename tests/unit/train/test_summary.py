@@ -101,6 +101,17 @@ def test_end_of_a_run(tmp_path: Path) -> None:
     ]
 
 
+def test_an_early_end_has_its_own_reason(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    config = replace(config, finetune=replace(config.finetune, patience=3))
+    MetricsWriter(tmp_path, tensorboard=False).close()
+    text = describe_end(config, Outcome(Ending.FINISHED, TrainState(40, 320)), 1, None)
+    assert "ended early by finetune.patience=3 at step 40 of 500" in text
+    config = replace(config, train=replace(config.train, exit_step=40))
+    text = describe_end(config, Outcome(Ending.FINISHED, TrainState(40, 320)), 1, None)
+    assert "reached train.exit_step at step 40 of 500" in text
+
+
 @pytest.mark.parametrize(
     ("name", "training", "validation"),
     [
