@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_deberta.checkpoint.layout import checkpoints_dir
+from megatron_deberta.config import load_config
 from megatron_deberta.config.phases import Segment, segment_at, segments
 from megatron_deberta.config.schema import DataConfig, ModelConfig, ObjectiveConfig, RunConfig
 from megatron_deberta.finetune.data import DEV
@@ -58,6 +59,8 @@ def training_facts(
         why_not = f"the run has no validation at step {step:,}{last}"
         if any(r["kind"] == "validation" and r["step"] == step and "loss" in r for r in records):
             why_not = f"the loss of the validation at step {step:,} is infinite or not a number"
+    elif _validated_on_other_data(trained, records):
+        why_not = f"the validation at step {step:,} was on other data than the checkpoint records"
     else:
         evaluation = _evaluation(trained, config, task, *validated, dtype)
     not_evaluated = _NOT_EVALUATED
@@ -273,6 +276,33 @@ def _validation(records: Sequence[Record], step: int) -> tuple[Record, Record] |
         elif record["kind"] == "baseline" or UNIGRAM_METRIC in record:
             baselines |= record
     return found
+
+
+def _validated_on_other_data(trained: TrainedModel, records: Sequence[Record]) -> bool:
+    """Return whether the exported step was validated by a later start, with other validation data.
+
+    That start has recorded a further baseline before it.
+    """
+    folder, step = _run_folder(trained), trained.reader.metadata.step
+    baselines = 0
+    before = [0]
+    for record in records:
+        if _is_validation(record) and record["step"] == step:
+            before.append(baselines)
+        baselines += record["kind"] == "baseline" or UNIGRAM_METRIC in record
+    config = folder / "config.yaml" if folder else None
+    if before[-1] < 2 or config is None or not config.is_file():
+        return False
+    now, then = (
+        segment_at(run, max(step - 1, 0)).phase_config for run in (load_config(config), trained.run)
+    )
+    return _validation_keys(now) != _validation_keys(then)
+
+
+def _validation_keys(run: RunConfig) -> tuple[object, ...]:
+    data = run.data
+    masked = run.objective.mask_probability
+    return data.validation, data.sequence_length, masked, run.finetune.data
 
 
 def _evaluation(

@@ -214,6 +214,28 @@ def test_model_card_has_every_phase_up_to_the_step(run_dir: Path, tmp_path: Path
     )
 
 
+def test_model_card_has_the_lengths_up_to_the_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = DataConfig(train=("books",), short_steps=4, short_sequence_length=8, sequence_length=32)
+    rows = {
+        3: "| sequence length | 8 |",
+        6: "| sequence length | 8 in the first 4 steps, then 32 |",
+    }
+    nonfinite = {"step": 6, "kind": "validation", "loss": None}
+    for step, row in rows.items():
+        train = TrainConfig(steps=20_000, global_batch_size=4)
+        save_run(V2, tmp_path / "run", tmp_path / "tokenizer", step, train, data)
+        (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(nonfinite) + "\n")
+        out = tmp_path / f"out{step}"
+        assert main(["convert", "--checkpoint", str(tmp_path / "run"), "--output", str(out)]) == 0
+        card = (out / "README.md").read_text()
+        assert row in card
+        tokens = 4 * (min(step, 4) * 8 + max(step - 4, 0) * 32)
+        assert f"| tokens | {tokens:,}, padding included |" in card
+    assert "the loss of the validation at step 6 is infinite or not a number." in card
+
+
 def predictions(output: str) -> list[tuple[str, str]]:
     return re.findall(r"^\s*(\d\.\d{4})\s+(\S+)", output, re.MULTILINE)
 
