@@ -183,21 +183,21 @@ def _export_revisions(args: argparse.Namespace) -> int:
         if not _is_exported(folder, before.get(folder.name), _revision(args, run, step)):
             refuse_existing(folder)
     revisions = []
+    known = {name: entry for name, entry in before.items() if (output / name).exists()}
     for step in chosen:
         checkpoint, entry = step_dir(run, step), _revision(args, run, step)
         folder = output / checkpoint.name
+        revisions.append(entry)
         if _is_exported(folder, before.get(folder.name), entry):
             print(f"{folder}: exported before")
-        else:
-            one = {"checkpoint": str(checkpoint), "output": str(folder), "every": None}
-            _export(argparse.Namespace(**vars(args) | one))
-        revisions.append(entry)
-        # After each: what a killed command has exported is known to the next one.
-        known = {**before, **{str(each["revision"]): each for each in revisions}}
+            continue
+        # Before the export: what a killed command has exported is known to the next one.
+        known[folder.name] = entry
+        output.mkdir(parents=True, exist_ok=True)
         content = json.dumps(list(known.values()), indent=2) + "\n"
         write_atomically(output / REVISIONS, content.encode())
-    content = json.dumps(revisions, indent=2) + "\n"
-    write_atomically(output / REVISIONS, content.encode())
+        one = {"checkpoint": str(checkpoint), "output": str(folder), "every": None}
+        _export(argparse.Namespace(**vars(args) | one))
     print("Push the revisions, the last one also as main, with:")
     for name in [revision["revision"] for revision in revisions]:
         print(f"  hf upload USER/NAME {output / str(name)} . --revision {name}")
@@ -241,10 +241,15 @@ def _is_exported(folder: Path, before: dict[str, Any] | None, entry: dict[str, o
     """Return whether a folder has the export of a checkpoint; one that is empty has not.
 
     Raises:
-        ConfigError: it has that of another checkpoint, or with other options.
+        ConfigError: it has that of another checkpoint, or with other options, or an unlisted one.
     """
     if not (folder / "config.json").is_file():
         return False
+    if before is None:
+        raise ConfigError(
+            f"{folder} is not listed in {folder.parent / REVISIONS}, so it may be the export of "
+            "another checkpoint; remove it or choose another --output"
+        )
     # Earlier releases have listed step and folder only.
     changed = [key for key in entry if before and key in before and before[key] != entry[key]]
     if changed:

@@ -140,7 +140,7 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path, config: ModelConfig) -> 
     """Save the tokenizer as the model needs it.
 
     ``truncation=True`` cuts at the model's length, pairs get token types if the model has them, and
-    for a head on tokens the offsets of pieces are without the space before a word.
+    for tags and answers the offsets of pieces are without the space before a word.
     """
     tokenizer.save(str(folder))
     path = folder / CONFIG_FILE
@@ -149,7 +149,7 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path, config: ModelConfig) -> 
     if config.type_vocab_size > 1:
         fields["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     _write_json(path, fields)
-    if config.head == "tokens":
+    if config.head in ("tokens", "spans"):
         path = folder / JSON_FILE
         spec = with_trimmed_offsets(json.loads(path.read_text(encoding="utf-8")))
         path.write_text(json.dumps(spec, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

@@ -34,6 +34,7 @@ from megatron_deberta.config.task_head import with_task_head
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.files import published_folder, sha256_file
 from megatron_deberta.finetune.models import open_release_weights, open_source_model
+from megatron_deberta.hf import export_model as export_module
 from megatron_deberta.hf.export_model import output_folder
 from megatron_deberta.hf.loading import (
     load_export_tokenizer,
@@ -48,6 +49,7 @@ from tests.support.tiny_models import V2, random_weights, tiny_tokenizer
 from tests.support.tiny_runs import save_run
 
 TEXT = "The quick brown [MASK] jumps"
+UNIGRAM = Path(__file__).parents[2] / "golden" / "unigram.model"
 
 
 @pytest.fixture
@@ -124,6 +126,13 @@ def test_every_checkpoint_becomes_a_revision(
     for step, name in ((5, names[0]), (8, names[1])):
         table = load_file(out / name / "model.safetensors")["deberta.embeddings.LayerNorm.bias"]
         assert torch.equal(table, random_weights(V2, seed=step)["embeddings.norm.bias"])
+    # The list keeps what is there, and is written before an export, which may be killed.
+    assert main([*arguments[:4], "4", *arguments[5:]]) == 0
+    assert json.loads((out / "revisions.json").read_text()) == listed
+    (out / "revisions.json").write_text(json.dumps(listed[1:]))
+    capsys.readouterr()
+    message = error_of(arguments, capsys, 2)
+    assert f"{out / names[0]} is not listed in {out}/revisions.json, so it may be the" in message
     # A second call continues.
     shutil.rmtree(out / names[0])
     assert main(arguments) == 0
@@ -592,14 +601,28 @@ def test_another_sentencepiece_model_in_an_export_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Though ``tokenizer.json`` is read first: other programs read this one."""
-    golden = Path(__file__).parents[2] / "golden" / "unigram.model"
-    load_tokenizer(str(golden)).save(str(tmp_path / "tokenizer"))
+    load_tokenizer(str(UNIGRAM)).save(str(tmp_path / "tokenizer"))
     fields = tokenizer_fields(*[load_tokenizer(str(tmp_path / "tokenizer"))] * 2)
     load_export_tokenizer(fields, tmp_path / "tokenizer")
     with (tmp_path / "tokenizer" / "spm.model").open("ab") as file:
         file.write(b"\0")
     with pytest.raises(DataError, match=r"exported with \(sentencepiece_sha256 in its config.json"):
         load_export_tokenizer(fields, tmp_path / "tokenizer")
+
+
+@pytest.mark.parametrize("head", ["spans", "tokens", "classification"])
+def test_offsets_of_tags_and_answers_begin_with_a_letter(head: Any, tmp_path: Path) -> None:
+    """Also those of a lone space before a word, which is a piece of its own."""
+    labels = () if head == "spans" else ("O", "B-X")
+    text = "Zz in 1848 (the 7th) 東京"
+    tokenizer = load_tokenizer(str(UNIGRAM))
+    export_module._save_tokenizer(tokenizer, tmp_path, with_task_head(V2, head, labels, 0.0))
+    ids = tokenizer.encode(text)
+    found = AutoTokenizer.from_pretrained(tmp_path)(text, return_offsets_mapping=True)
+    assert found["input_ids"][1:-1] == ids
+    spans = found["offset_mapping"][1:-1]
+    assert [tokenizer.piece(token) for token in ids].count("▁") > 1
+    assert any(text[start].isspace() for start, _ in spans) == (head == "classification")
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(
