@@ -279,10 +279,21 @@ def write_durably(path: Path, content: bytes) -> None:
     Raises:
         OSError: the file exists, the disk is full or the folder not writable.
     """
-    with path.open("xb") as stream:
+    with _named_errors(path), path.open("xb") as stream:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    """Name the file in an error of writing, such as that of a full disk, which names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def write_atomically(final: str | Path, content: bytes, *, durable: bool = True) -> None:
@@ -303,7 +314,7 @@ def write_atomically(final: str | Path, content: bytes, *, durable: bool = True)
         if durable:
             write_durably(temporary, content)
         else:
-            with temporary.open("xb") as stream:
+            with _named_errors(temporary), temporary.open("xb") as stream:
                 stream.write(content)
         os.replace(temporary, final)
     finally:

@@ -84,8 +84,10 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match="No space") as caught:
         write_atomically(path, b"newer")
+    # An error of writing has no name of its own.
+    assert caught.value.filename == str(temporary_name(path))
     assert path.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [path]
 
