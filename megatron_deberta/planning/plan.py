@@ -26,6 +26,7 @@ from megatron_deberta.planning.search import POLICIES, Search, layout, rank_memo
 from megatron_deberta.planning.timing import (
     LinkVolume,
     StepTime,
+    bytes_per_score,
     link_volume,
     run_seconds,
     segment_seconds,
@@ -105,6 +106,7 @@ class RunPlan:
     def assumptions(self) -> list[str]:
         """Assumptions behind the predicted time."""
         device, dtype = self.machine.device, self.config.precision.dtype
+        per_score = bytes_per_score(self.config, device)
         offload = self.config.precision.offload_optimizer
         return [
             f"{device.name}: {device.flops_per_second(dtype) / 1e12:g} TFLOP/s in {dtype}, "
@@ -114,10 +116,10 @@ class RunPlan:
             *(
                 [
                     "attention without fused kernels is bound by memory: "
-                    f"{device.attention_bytes:g} bytes per score in 16 bits (counted), added to "
+                    f"{per_score:g} bytes per score in 16 bits (counted), added to "
                     "the time of matrix products"
                 ]
-                if device.attention_bytes
+                if per_score
                 else []
             ),
             f"NVLink {device.link_gb_per_second:g} GB/s per rank, network "
