@@ -17,14 +17,16 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_deberta.cli.arguments import number, refuse_options
+from megatron_deberta.cli.arguments import number, prepare_output, refuse_options
 from megatron_deberta.config.objective_rules import trained_forms
 from megatron_deberta.errors import ConfigError, MissingModelError
-from megatron_deberta.files import write_atomically
+from megatron_deberta.files import FileLock, write_atomically
 
 if TYPE_CHECKING:
     from megatron_deberta.config.schema import ModelConfig, RunConfig
@@ -164,8 +166,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _export_revisions(args: argparse.Namespace) -> int:
     """Export several checkpoints of a run; those that are exported already are skipped."""
-    from megatron_deberta.checkpoint.layout import committed_steps, step_dir
-    from megatron_deberta.hf.export_model import refuse_existing
+    from megatron_deberta.checkpoint.layout import committed_steps
 
     refuse_options(
         args, {"average": "--average", "ema": "--ema"}, "excludes --every, of single checkpoints"
@@ -177,6 +178,41 @@ def _export_revisions(args: argparse.Namespace) -> int:
             f"{run} has no committed checkpoint; --every needs the run's folder"
         )
     chosen = sorted({*steps[args.every - 1 :: args.every], steps[-1]})
+    with _revisions_lock(output):
+        revisions = _export_steps(args, run, output, chosen)
+    print("Push the revisions, the last one also as main, with:")
+    for name in [revision["revision"] for revision in revisions]:
+        print(f"  hf upload USER/NAME {output / str(name)} . --revision {name}")
+    print(f"  hf upload USER/NAME {output / str(revisions[-1]['folder'])} .")
+    return 0
+
+
+@contextmanager
+def _revisions_lock(output: Path) -> Iterator[None]:
+    """Exclude other commands that write the same list of revisions."""
+    prepare_output("--output", str(output), is_folder=True)
+    lock = FileLock(output / ".lock")
+    if not lock.acquire():
+        raise ConfigError(
+            f"{output} is being written by another --every; wait for it, or choose another --output"
+        )
+    try:
+        yield
+    finally:
+        (output / ".lock").unlink(missing_ok=True)
+        # Without an export, the folder is empty.
+        with suppress(OSError):
+            output.rmdir()
+        lock.release()
+
+
+def _export_steps(
+    args: argparse.Namespace, run: Path, output: Path, chosen: Sequence[int]
+) -> list[dict[str, object]]:
+    """Export the steps that are not exported yet; return the entries of all."""
+    from megatron_deberta.checkpoint.layout import step_dir
+    from megatron_deberta.hf.export_model import refuse_existing
+
     before = _read_revisions(output)
     for step in chosen:
         folder = output / step_dir(run, step).name
@@ -193,16 +229,11 @@ def _export_revisions(args: argparse.Namespace) -> int:
             continue
         # Before the export: what a killed command has exported is known to the next one.
         known[folder.name] = entry
-        output.mkdir(parents=True, exist_ok=True)
         content = json.dumps(list(known.values()), indent=2) + "\n"
         write_atomically(output / REVISIONS, content.encode())
         one = {"checkpoint": str(checkpoint), "output": str(folder), "every": None}
         _export(argparse.Namespace(**vars(args) | one))
-    print("Push the revisions, the last one also as main, with:")
-    for name in [revision["revision"] for revision in revisions]:
-        print(f"  hf upload USER/NAME {output / str(name)} . --revision {name}")
-    print(f"  hf upload USER/NAME {output / str(revisions[-1]['folder'])} .")
-    return 0
+    return revisions
 
 
 def _revision(args: argparse.Namespace, run: Path, step: int) -> dict[str, object]:

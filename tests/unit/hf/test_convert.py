@@ -32,7 +32,7 @@ from megatron_deberta.config.schema import (
 )
 from megatron_deberta.config.task_head import with_task_head
 from megatron_deberta.errors import ConfigError, DataError
-from megatron_deberta.files import published_folder, sha256_file
+from megatron_deberta.files import FileLock, published_folder, sha256_file
 from megatron_deberta.finetune.models import open_release_weights, open_source_model
 from megatron_deberta.hf import export_model as export_module
 from megatron_deberta.hf.export_model import output_folder
@@ -126,6 +126,11 @@ def test_every_checkpoint_becomes_a_revision(
     for step, name in ((5, names[0]), (8, names[1])):
         table = load_file(out / name / "model.safetensors")["deberta.embeddings.LayerNorm.bias"]
         assert torch.equal(table, random_weights(V2, seed=step)["embeddings.norm.bias"])
+    # By one command at a time.
+    lock = FileLock(out / ".lock")
+    assert lock.acquire()
+    assert f"{out} is being written by another --every" in error_of(arguments, capsys, 2)
+    lock.release()
     # The list keeps what is there, and is written before an export, which may be killed.
     assert main([*arguments[:4], "4", *arguments[5:]]) == 0
     assert json.loads((out / "revisions.json").read_text()) == listed
