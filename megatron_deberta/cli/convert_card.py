@@ -287,7 +287,7 @@ def _validated_on_other_data(trained: TrainedModel, records: Sequence[Record]) -
     baselines = 0
     before = [0]
     for record in records:
-        if _is_validation(record) and record["step"] == step:
+        if record["step"] == step and _is_validation(record):
             before.append(baselines)
         baselines += record["kind"] == "baseline" or UNIGRAM_METRIC in record
     config = folder / "config.yaml" if folder else None
