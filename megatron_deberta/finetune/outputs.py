@@ -216,7 +216,12 @@ def find_runs(folder: Path) -> list[FinetunedRun]:
             _remove_orphans(path)
             continue
         task = load_task(run_task_name(config.finetune.task, path))
-        if (found := _progress(path, config)) is not None:
+        found = None
+        try:
+            found = _progress(path, config)
+        except DataError as error:
+            logger.warning("%s; it is not known whether this run has finished", error)
+        if found is not None:
             if found.selection.best_step is not None:
                 # A process that was killed after a commit may not have recorded it.
                 checkpoint = step_dir(path, found.selection.best_step)

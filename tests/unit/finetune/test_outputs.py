@@ -266,7 +266,7 @@ def test_unfinished_runs_are_named_and_runs_without_checkpoint_left_out(
 ) -> None:
     """Of ``compare`` and ``ensemble``; a process was killed at different moments."""
     folder = run.folder.parent / "runs"
-    for name in ("no_best", "no_checkpoint", "no_validation", "part", "whole"):
+    for name in ("damaged", "no_best", "no_checkpoint", "no_validation", "part", "whole"):
         shutil.copytree(run.folder, folder / name)
     (folder / "no_best" / "best.json").unlink()
     shutil.rmtree(checkpoints_dir(folder / "no_checkpoint"))
@@ -275,9 +275,13 @@ def test_unfinished_runs_are_named_and_runs_without_checkpoint_left_out(
     metrics.write_text("".join(line for line in lines if '"validation"' not in line))
     config = folder / "part" / CONFIG_FILE
     config.write_text(re.sub(r"(\n  steps:) 2\n", r"\1 9\n", config.read_text()))
+    (folder / "damaged" / "metrics.jsonl").write_text("x\n")
     found = {each.folder.name: each.checkpoint.name for each in find_runs(folder)}
-    assert found == dict.fromkeys(["no_best", "no_validation", "part", "whole"], "step_00000002")
-    said = [record.getMessage() for record in caplog.records]
+    names = ["damaged", "no_best", "no_validation", "part", "whole"]
+    assert found == dict.fromkeys(names, "step_00000002")
+    damaged, *said = [record.getMessage() for record in caplog.records]
+    assert damaged.startswith(f"{folder}/damaged/metrics.jsonl:1: not a metrics record")
+    assert damaged.endswith("it is not known whether this run has finished")
     assert said == [
         f"{folder}/no_checkpoint: left out, as it has no checkpoint",
         *(
