@@ -13,11 +13,11 @@ import platform
 import re
 import shutil
 import stat
-import sys
 import tempfile
+import time
 import tokenize
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -33,6 +33,8 @@ NPY_ERRORS = (
     tokenize.TokenError,
 )  # fmt: skip
 """What ``numpy.load`` raises for a ``.npy`` file that is missing or damaged."""
+_ENTER_SECONDS = 2.0
+"""Time to wait for another process that begins to write a folder."""
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
@@ -279,10 +281,21 @@ def write_durably(path: Path, content: bytes) -> None:
     Raises:
         OSError: the file exists, the disk is full or the folder not writable.
     """
-    with path.open("xb") as stream:
+    with _named_errors(path), path.open("xb") as stream:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    """Name the file in an error of writing, such as that of a full disk, which names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def write_atomically(final: str | Path, content: bytes, *, durable: bool = True) -> None:
@@ -303,7 +316,7 @@ def write_atomically(final: str | Path, content: bytes, *, durable: bool = True)
         if durable:
             write_durably(temporary, content)
         else:
-            with temporary.open("xb") as stream:
+            with _named_errors(temporary), temporary.open("xb") as stream:
                 stream.write(content)
         os.replace(temporary, final)
     finally:
@@ -333,18 +346,24 @@ def published_folder(output: Path, *, replace: bool = False, alone: bool = False
     """
     output = output.absolute()
     output.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent))
-    fresh, old, lock = staging / "new", staging / "old", FileLock(staging / _LOCK)
+    with _one_at_a_time(output.parent):
+        staging = Path(
+            tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".tmp", dir=output.parent)
+        )
+        fresh, old, lock = staging / "new", staging / "old", FileLock(staging / _LOCK)
+        try:
+            lock.acquire()
+            # Written when the lock is held: a folder without it is not taken for one of a killed
+            # process.
+            (staging / _OWNER).write_text(f"process {os.getpid()} on {platform.node()}")
+            owners = _owners(_remove_abandoned(output, staging))
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            lock.release()
+            raise
     try:
-        lock.acquire()
-        # Written when the lock is held: a folder without it is not taken for one of a killed
-        # process.
-        (staging / _OWNER).write_text(f"process {os.getpid()} on {platform.node()}")
-        others = _remove_abandoned(output, staging)
-        # Of two that start at once, the earlier one continues.
-        if alone and (earlier := [path for path in others if _age_key(path) < _age_key(staging)]):
-            owner = (earlier[0] / _OWNER).read_text()
-            raise FolderInUseError(errno.EBUSY, f"is being written by {owner}", str(output))
+        if alone and owners:
+            raise FolderInUseError(errno.EBUSY, f"is being written by {owners[0]}", str(output))
         fresh.mkdir()
         yield fresh
         for path in sorted(fresh.rglob("*")):
@@ -366,10 +385,18 @@ def folder_writer(output: Path) -> str:
     """Return the process that writes a folder by `published_folder`; empty: none is known."""
     output = output.absolute()
     try:
-        owners = [path / _OWNER for path in _remove_abandoned(output)]
-        return owners[0].read_text() if owners else ""
+        return next(iter(_owners(_remove_abandoned(output))), "")
     except OSError:
         return ""
+
+
+def _owners(folders: Sequence[Path]) -> list[str]:
+    """Return the processes that write temporary folders, without those that have ended since."""
+    owners = []
+    for path in folders:
+        with contextlib.suppress(FileNotFoundError):
+            owners.append((path / _OWNER).read_text())
+    return owners
 
 
 def _remove_abandoned(output: Path, own: Path | None = None) -> list[Path]:
@@ -404,9 +431,23 @@ def _remove_abandoned(output: Path, own: Path | None = None) -> list[Path]:
     return running
 
 
-def _age_key(staging: Path) -> tuple[int, str]:
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Let processes enter one after the other, so that of two the second one sees the first.
+
+    Without locks on this file system, or while another program holds one, they are not kept apart.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return (staging / _OWNER).stat().st_mtime_ns, staging.name
-    except FileNotFoundError:
-        # It has ended meanwhile.
-        return sys.maxsize, staging.name
+        deadline = time.monotonic() + _ENTER_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.01)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(descriptor)

@@ -17,14 +17,16 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_deberta.cli.arguments import number, refuse_options
+from megatron_deberta.cli.arguments import number, prepare_output, refuse_options
 from megatron_deberta.config.objective_rules import trained_forms
 from megatron_deberta.errors import ConfigError, MissingModelError
-from megatron_deberta.files import write_atomically
+from megatron_deberta.files import FileLock, write_atomically
 
 if TYPE_CHECKING:
     from megatron_deberta.config.schema import ModelConfig, RunConfig
@@ -154,13 +156,17 @@ def run(args: argparse.Namespace) -> int:
         return _export_revisions(args)
     # Before the work, which takes minutes.
     refuse_existing(Path(args.output))
-    return _export(args) if args.checkpoint else _import(args)
+    if args.checkpoint:
+        return _export(args)
+    from megatron_deberta.train.start import refusals
+
+    with refusals():
+        return _import(args)
 
 
 def _export_revisions(args: argparse.Namespace) -> int:
     """Export several checkpoints of a run; those that are exported already are skipped."""
-    from megatron_deberta.checkpoint.layout import committed_steps, step_dir
-    from megatron_deberta.hf.export_model import refuse_existing
+    from megatron_deberta.checkpoint.layout import committed_steps
 
     refuse_options(
         args, {"average": "--average", "ema": "--ema"}, "excludes --every, of single checkpoints"
@@ -172,32 +178,62 @@ def _export_revisions(args: argparse.Namespace) -> int:
             f"{run} has no committed checkpoint; --every needs the run's folder"
         )
     chosen = sorted({*steps[args.every - 1 :: args.every], steps[-1]})
+    with _revisions_lock(output):
+        revisions = _export_steps(args, run, output, chosen)
+    print("Push the revisions, the last one also as main, with:")
+    for name in [revision["revision"] for revision in revisions]:
+        print(f"  hf upload USER/NAME {output / str(name)} . --revision {name}")
+    print(f"  hf upload USER/NAME {output / str(revisions[-1]['folder'])} .")
+    return 0
+
+
+@contextmanager
+def _revisions_lock(output: Path) -> Iterator[None]:
+    """Exclude other commands that write the same list of revisions."""
+    prepare_output("--output", str(output), is_folder=True)
+    lock = FileLock(output / ".lock")
+    if not lock.acquire():
+        raise ConfigError(
+            f"{output} is being written by another --every; wait for it, or choose another --output"
+        )
+    try:
+        yield
+    finally:
+        (output / ".lock").unlink(missing_ok=True)
+        # Without an export, the folder is empty.
+        with suppress(OSError):
+            output.rmdir()
+        lock.release()
+
+
+def _export_steps(
+    args: argparse.Namespace, run: Path, output: Path, chosen: Sequence[int]
+) -> list[dict[str, object]]:
+    """Export the steps that are not exported yet; return the entries of all."""
+    from megatron_deberta.checkpoint.layout import step_dir
+    from megatron_deberta.hf.export_model import refuse_existing
+
     before = _read_revisions(output)
     for step in chosen:
         folder = output / step_dir(run, step).name
         if not _is_exported(folder, before.get(folder.name), _revision(args, run, step)):
             refuse_existing(folder)
     revisions = []
+    known = {name: entry for name, entry in before.items() if (output / name).exists()}
     for step in chosen:
         checkpoint, entry = step_dir(run, step), _revision(args, run, step)
         folder = output / checkpoint.name
+        revisions.append(entry)
         if _is_exported(folder, before.get(folder.name), entry):
             print(f"{folder}: exported before")
-        else:
-            one = {"checkpoint": str(checkpoint), "output": str(folder), "every": None}
-            _export(argparse.Namespace(**vars(args) | one))
-        revisions.append(entry)
-        # After each: what a killed command has exported is known to the next one.
-        known = {**before, **{str(each["revision"]): each for each in revisions}}
+            continue
+        # Before the export: what a killed command has exported is known to the next one.
+        known[folder.name] = entry
         content = json.dumps(list(known.values()), indent=2) + "\n"
         write_atomically(output / REVISIONS, content.encode())
-    content = json.dumps(revisions, indent=2) + "\n"
-    write_atomically(output / REVISIONS, content.encode())
-    print("Push the revisions, the last one also as main, with:")
-    for name in [revision["revision"] for revision in revisions]:
-        print(f"  hf upload USER/NAME {output / str(name)} . --revision {name}")
-    print(f"  hf upload USER/NAME {output / str(revisions[-1]['folder'])} .")
-    return 0
+        one = {"checkpoint": str(checkpoint), "output": str(folder), "every": None}
+        _export(argparse.Namespace(**vars(args) | one))
+    return revisions
 
 
 def _revision(args: argparse.Namespace, run: Path, step: int) -> dict[str, object]:
@@ -236,10 +272,15 @@ def _is_exported(folder: Path, before: dict[str, Any] | None, entry: dict[str, o
     """Return whether a folder has the export of a checkpoint; one that is empty has not.
 
     Raises:
-        ConfigError: it has that of another checkpoint, or with other options.
+        ConfigError: it has that of another checkpoint, or with other options, or an unlisted one.
     """
     if not (folder / "config.json").is_file():
         return False
+    if before is None:
+        raise ConfigError(
+            f"{folder} is not listed in {folder.parent / REVISIONS}, so it may be the export of "
+            "another checkpoint; remove it or choose another --output"
+        )
     # Earlier releases have listed step and folder only.
     changed = [key for key in entry if before and key in before and before[key] != entry[key]]
     if changed:
@@ -258,10 +299,12 @@ def _export(args: argparse.Namespace) -> int:
     from megatron_deberta.hf.model_card import loading_lines
     from megatron_deberta.objectives import build_objective
     from megatron_deberta.tasks.reading import split_to_predict
+    from megatron_deberta.train.start import refusals
 
     check_options(args)
-    trained = open_trained_model(Path(args.checkpoint), args.tokenizer)
-    trained, averaged = _averaged(trained, args)
+    with refusals():
+        trained = open_trained_model(Path(args.checkpoint), args.tokenizer)
+        trained, averaged = _averaged(trained, args)
     config, weights = trained.open("discriminator")
     config = _in_form(config, trained.run, args.form)
     if args.to == "onnx":

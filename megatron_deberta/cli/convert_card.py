@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_deberta.checkpoint.layout import checkpoints_dir
+from megatron_deberta.config import load_config
 from megatron_deberta.config.phases import Segment, segment_at, segments
 from megatron_deberta.config.schema import DataConfig, ModelConfig, ObjectiveConfig, RunConfig
 from megatron_deberta.finetune.data import DEV
@@ -56,6 +57,10 @@ def training_facts(
         steps = [record["step"] for record in records if _is_validation(record)]
         last = f"; its last validation before was at step {max(steps):,}" if steps else ""
         why_not = f"the run has no validation at step {step:,}{last}"
+        if any(r["kind"] == "validation" and r["step"] == step and "loss" in r for r in records):
+            why_not = f"the loss of the validation at step {step:,} is infinite or not a number"
+    elif _validated_on_other_data(trained, records):
+        why_not = f"the validation at step {step:,} was on other data than the checkpoint records"
     else:
         evaluation = _evaluation(trained, config, task, *validated, dtype)
     not_evaluated = _NOT_EVALUATED
@@ -147,7 +152,7 @@ def _text_rows(run: RunConfig, parts: Sequence[Segment], step: int) -> dict[str,
     tokens = sum(replace(p, steps=min(p.end, step) - p.first_step).tokens for p in parts if step)
     rows = {
         "tokens": f"{tokens:,}, padding included",
-        "sequence length": _each(parts, lambda one: _lengths(one.data)),
+        "sequence length": _each(parts, lambda one: _lengths(one.data, step)),
         "packing": _each(parts, lambda one: one.data.packing),
     }
     if run.checkpoint.continue_from:
@@ -162,9 +167,12 @@ def _each(parts: Iterable[Segment], text: Callable[[RunConfig], str]) -> str:
     return ", then ".join(dict.fromkeys(text(part.config) for part in parts))
 
 
-def _lengths(data: DataConfig) -> str:
+def _lengths(data: DataConfig, step: int) -> str:
+    """Return the lengths of rows up to a step."""
     if not data.short_steps:
         return f"{data.sequence_length:,}"
+    if 0 < step <= data.short_steps:
+        return f"{data.short_sequence_length:,}"
     return (
         f"{data.short_sequence_length:,} in the first {data.short_steps:,} steps, then "
         f"{data.sequence_length:,}"
@@ -268,6 +276,33 @@ def _validation(records: Sequence[Record], step: int) -> tuple[Record, Record] |
         elif record["kind"] == "baseline" or UNIGRAM_METRIC in record:
             baselines |= record
     return found
+
+
+def _validated_on_other_data(trained: TrainedModel, records: Sequence[Record]) -> bool:
+    """Return whether the exported step was validated by a later start, with other validation data.
+
+    That start has recorded a further baseline before it.
+    """
+    folder, step = _run_folder(trained), trained.reader.metadata.step
+    baselines = 0
+    before = [0]
+    for record in records:
+        if record["step"] == step and _is_validation(record):
+            before.append(baselines)
+        baselines += record["kind"] == "baseline" or UNIGRAM_METRIC in record
+    config = folder / "config.yaml" if folder else None
+    if before[-1] < 2 or config is None or not config.is_file():
+        return False
+    now, then = (
+        segment_at(run, max(step - 1, 0)).phase_config for run in (load_config(config), trained.run)
+    )
+    return _validation_keys(now) != _validation_keys(then)
+
+
+def _validation_keys(run: RunConfig) -> tuple[object, ...]:
+    data = run.data
+    masked = run.objective.mask_probability
+    return data.validation, data.sequence_length, masked, run.finetune.data
 
 
 def _evaluation(

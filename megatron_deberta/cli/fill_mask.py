@@ -60,11 +60,13 @@ def run(args: argparse.Namespace) -> int:
     if not args.prior_weight:
         refuse_options(args, {"prior_shards": "--prior-shards"}, "needs --prior-weight above 0")
     from megatron_deberta.hf.fill_mask import open_filler
+    from megatron_deberta.train.start import refusals
 
-    filler = open_filler(Path(args.model), args.tokenizer)
-    penalty = read_penalty(filler, args.prior_weight, args.prior_shards)
-    # All texts before any output, so that an error in one of them comes first.
-    answers = [filler.fill(text, args.top_k, penalty) for text in args.text]
+    with refusals():
+        filler = open_filler(Path(args.model), args.tokenizer)
+        penalty = read_penalty(filler, args.prior_weight, args.prior_shards)
+        # All texts before any output, so that an error in one of them comes first.
+        answers = [filler.fill(text, args.top_k, penalty) for text in args.text]
     console = Console()
     for text, masks in zip(args.text, answers, strict=True):
         console.print(f"[bold]{escape(text)}[/bold]")

@@ -93,8 +93,10 @@ def run(args: argparse.Namespace) -> int:
     from megatron_deberta.finetune.models import open_source_model
     from megatron_deberta.finetune.settings import describe_settings, finetune_config
     from megatron_deberta.tasks.task import load_task
+    from megatron_deberta.train.start import refusals
 
-    model = open_source_model(Path(args.model), args.tokenizer)
+    with refusals():
+        model = open_source_model(Path(args.model), args.tokenizer)
     config = finetune_config(args.task, model, args.data, args.overrides, settings=args.settings)
     settings = describe_settings(load_task(args.task), model.config, args.settings, config)
     if args.dry_run:

@@ -79,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_deberta.finetune.inputs import fingerprint_inputs
     from megatron_deberta.finetune.models import open_source_model
     from megatron_deberta.tasks.task import load_task
+    from megatron_deberta.train.start import refusals
 
     if read_environment().world_size > 1:
         raise ConfigError("finetune-checkpoints starts its own ranks; run it alone, with --ranks N")
@@ -89,17 +90,18 @@ def run(args: argparse.Namespace) -> int:
     output = Path(args.output or run_folder(args) / "finetuned" / task.name)
     if DEV not in task.splits:
         raise ConfigError(f"task {task.name} has no split {DEV!r}, whose score is the curve")
-    runs = plan_runs(run_folder(args), output, args.every, args.seeds)
-    tokenizer = open_source_model(runs[0].checkpoint, args.tokenizer).tokenizer_path
-    settings = {
-        "run": str(Path(args.run_dir).resolve()),
-        "task": task.name,
-        "settings": args.settings,
-        "overrides": args.overrides,
-        **fingerprint_inputs(task, args.data, tokenizer),
-    }
-    check_settings(output, settings)
-    check_weights(output, runs)
+    with refusals():
+        runs = plan_runs(run_folder(args), output, args.every, args.seeds)
+        tokenizer = open_source_model(runs[0].checkpoint, args.tokenizer).tokenizer_path
+        settings = {
+            "run": str(Path(args.run_dir).resolve()),
+            "task": task.name,
+            "settings": args.settings,
+            "overrides": args.overrides,
+            **fingerprint_inputs(task, args.data, tokenizer),
+        }
+        check_settings(output, settings)
+        check_weights(output, runs)
     for count, planned in enumerate(runs, start=1):
         if planned.score is not None:
             continue

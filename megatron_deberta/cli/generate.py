@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the texts with their continuations."""
     from megatron_deberta.hf.generation import Sampling, open_generator
+    from megatron_deberta.train.start import refusals
 
     if args.temperature == 0:
         for name in ("top_k", "top_p", "seed"):
@@ -58,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
         top_p=1.0 if args.top_p is None else args.top_p,
         seed=args.seed or 0,
     )
-    generator = open_generator(Path(args.model), args.tokenizer)
-    for text in args.text:
-        print(generator.generate(text, args.tokens, sampling))
+    with refusals():
+        generator = open_generator(Path(args.model), args.tokenizer)
+        for text in args.text:
+            print(generator.generate(text, args.tokens, sampling))
     return EXIT_DONE

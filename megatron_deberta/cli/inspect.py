@@ -113,8 +113,10 @@ def run(args: argparse.Namespace) -> int:
     if args.generator:
         # Imported here because it imports torch.
         from megatron_deberta.cli.inspect_generator import open_generator
+        from megatron_deberta.train.start import refusals
 
-        generate = open_generator(args.generator, tokenizer)
+        with refusals():
+            generate = open_generator(args.generator, tokenizer)
     vocabulary = Vocabulary.of(tokenizer)
     # Without a run, write no index files.
     cache = IndexCache(config.data.index_cache) if args.prefix else None

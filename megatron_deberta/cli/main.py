@@ -148,6 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: on ``--help``, ``--version`` (0) and an unknown command (2), as argparse does.
     """
+    if argv is None:
+        _use_utf8()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Text of any language is shown; a terminal or pipe may have another encoding.
         sys.stdout.reconfigure(errors="replace")
@@ -166,6 +168,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return module.run(args)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except UnicodeEncodeError as error:
+        if debug:
+            traceback.print_exc()
+        text = printable(error.object[error.start : error.end])
+        print(
+            f"megatron-deberta: error: {text!a} cannot be written in {error.encoding}, the "
+            "encoding of this environment; set PYTHONUTF8=1, or LC_ALL to a locale with UTF-8",
+            file=sys.stderr,
+        )
+        return EXIT_USAGE
     except (MegatronDebertaError, OSError) as error:
         if isinstance(error, BrokenPipeError) and stdout_is_closed():
             return EXIT_PIPE_CLOSED
@@ -177,6 +189,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A file where a folder is wanted, or the other way round, which no restart changes
         is_lasting = isinstance(error, NotADirectoryError | IsADirectoryError)
         return EXIT_USAGE if is_lasting else EXIT_FAILURE
+
+
+def _use_utf8() -> None:
+    """Start this process again in UTF-8 mode if names of files would be ASCII.
+
+    This is so with ``LC_ALL=C PYTHONUTF8=0``; arguments and paths in any language then fail.
+    """
+    flags = sys.flags
+    is_possible = not flags.ignore_environment and "utf8" not in sys._xoptions
+    if sys.getfilesystemencoding() == "ascii" and is_possible and not flags.utf8_mode:
+        arguments = [sys.executable, *sys.orig_argv[1:]]
+        os.execve(sys.executable, arguments, {**os.environ, "PYTHONUTF8": "1"})
 
 
 def stdout_is_closed() -> bool:

@@ -122,6 +122,8 @@ def run(args: argparse.Namespace) -> int:
         refuse_options(
             args, {"failure_days": "--failure-days"}, "needs checkpoint.local_every above 0"
         )
+    if not args.task and config.finetune.task and config.finetune.epochs:
+        config = planned_steps(config)
     if args.cluster == CPU or (not args.cluster and config.train.device == CPU):
         if args.task:
             raise ConfigError("--task needs --cluster PROFILE with devices, such as dgx2")
@@ -132,8 +134,6 @@ def run(args: argparse.Namespace) -> int:
     world_size = _world_size(config, args, machine.ranks_per_node)
     if args.task:
         config = _task_config(config, args, overrides, world_size)
-    elif config.finetune.task and config.finetune.epochs:
-        config = planned_steps(config)
     failure_days = FAILURE_DAYS if args.failure_days is None else args.failure_days
     if not 0 < failure_days < math.inf:
         raise ConfigError(f"--failure-days {failure_days:g} must be above 0, such as 60")

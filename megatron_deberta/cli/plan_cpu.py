@@ -42,6 +42,7 @@ def describe(plan: CpuPlan) -> str:
     rows = [
         ("machine", f"CPU, {plan.cores} cores, {plan.memory_bytes / 2**30:.1f} GiB"),
         ("model", f"{plan.parameters:,} parameters"),
+        *(("phase", line) for line in plan.phases),
         (
             "ranks",
             f"{plan.world_size} = TP {config.parallel.tensor_parallel_size} x DP {batch.dp_size}, "
@@ -51,12 +52,12 @@ def describe(plan: CpuPlan) -> str:
             "batch",
             f"{config.train.global_batch_size:,} sequences = micro batch {batch.micro_batch_size} "
             f"x accumulation {batch.accumulation_steps} x DP {batch.dp_size}; "
-            f"{batch.tokens_per_step:,} tokens per step",
+            f"{plan.tokens_per_step:,} tokens per step",
         ),
         (
             "work",
             f"{plan.flops_per_token / 1e9:.3g} GFLOP per token, "
-            f"{plan.flops_per_token * batch.tokens_per_step / 1e9:,.3g} GFLOP per step, "
+            f"{plan.flops_per_token * plan.tokens_per_step / 1e9:,.3g} GFLOP per step, "
             f"{config.train.steps:,} steps",
         ),
         (

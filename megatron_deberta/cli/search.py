@@ -80,16 +80,19 @@ def run(args: argparse.Namespace) -> int:
     from megatron_deberta.finetune.search.config import load_search
     from megatron_deberta.finetune.search.results import read_result
     from megatron_deberta.tasks.task import load_task
+    from megatron_deberta.train.start import refusals
 
     search = load_search(args.search, args.overrides)
     task = load_task(search.task)
     if args.table:
         return _show(search, list_runs(search, task), task.metrics[0], prunes=args.prune)
-    source = open_source_model(Path(search.model), search.tokenizer)
+    with refusals():
+        source = open_source_model(Path(search.model), search.tokenizer)
     runs = configure_runs(search, task, source)
     if not args.no_check:
-        inputs = fingerprint_inputs(task, search.data, source.tokenizer_path)
-        inputs["model_fingerprint"] = fingerprint_weights(source.path)
+        with refusals():
+            inputs = fingerprint_inputs(task, search.data, source.tokenizer_path)
+            inputs["model_fingerprint"] = fingerprint_weights(source.path)
         has_runs = any(run.folder.exists() for run in runs)
         file = Path(search.output) / INPUTS_FILE
         remedy = "restore it, or give the search another output"

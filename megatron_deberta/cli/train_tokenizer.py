@@ -83,7 +83,13 @@ def run(args: argparse.Namespace) -> int:
                 "warning: the vocabulary is also trained on validation text (%s); to leave it out, "
                 "give --input %s", sides[1], sides[0],
             )  # fmt: skip
-        with sampled_lines(sources, output, options, sample_bytes, run=run_options) as lines:
+
+        def check() -> None:
+            refuse_existing(args.output, args.force)
+
+        with sampled_lines(
+            sources, output, options, sample_bytes, run=run_options, check=check
+        ) as lines:
             tokenizer = train_sentencepiece(
                 lines,
                 args.output,

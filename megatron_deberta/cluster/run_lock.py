@@ -184,7 +184,11 @@ class RunLock:
             number = self._received()
             ended = number.name if number is not None else describe_error(*exception[1:2])
             released = replace(self._holder, released=True, ended=ended)
-            write_atomically(self._path, released.to_json())
+            try:
+                write_atomically(self._path, released.to_json())
+            except OSError as error:
+                # The error that ended the run is the one to report; the kernel releases the lock.
+                logger.warning("%s: not released: %s", self._path, error.strerror)
         self._close()
 
     def check(self) -> None:

@@ -6,10 +6,12 @@ One ``rank-XXXXX.jsonl`` per data-parallel rank. A record survives the death of 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,19 +80,34 @@ class SampleLog:
         """
         samples = [index for batch in batches for index in batch.sample_index.tolist()]
         record = {"step": step, "rank": self._rank, "samples": samples}
+        line = json.dumps(record).encode() + b"\n"
+        with self._errors():
+            # A disk that becomes full takes a part of the line, without an error.
+            if self._stream.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def sync(self) -> None:
+        """Flush to disk; call before a checkpoint commits.
+
+        Raises:
+            DataError: the disk is full or broken.
+        """
+        with self._errors():
+            os.fsync(self._stream.fileno())
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
         try:
-            self._stream.write(json.dumps(record).encode() + b"\n")
+            yield
         except OSError as error:
             raise DataError(f"{self._stream.name}: cannot write the sample log: {error}") from error
 
-    def sync(self) -> None:
-        """Flush to disk; call before a checkpoint commits."""
-        os.fsync(self._stream.fileno())
-
     def close(self) -> None:
         """Flush and close."""
-        self.sync()
-        self._stream.close()
+        try:
+            self.sync()
+        finally:
+            self._stream.close()
 
 
 def read_sample_log(directory: str | Path) -> dict[int, list[int]]:

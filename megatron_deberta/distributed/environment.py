@@ -17,6 +17,7 @@ from megatron_deberta.errors import TopologyError
 
 # Range of derived ports, below Linux's ephemeral ports (from 32768)
 _FIRST_PORT, _NUM_PORTS = 12000, 20000
+_LAST_PORT = 65535
 
 # SLURM's steps of batch scripts, interactive shells and the like have reserved numbers.
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
@@ -137,8 +138,19 @@ def _numbers(
 def _port(env: Mapping[str, str], job: str) -> int:
     """``MASTER_PORT``, or a port derived from the job's name."""
     if "MASTER_PORT" in env:
-        return _number(env, "MASTER_PORT", "MASTER_ADDR")
+        return _given_port(env)
     return _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS
+
+
+def _given_port(env: Mapping[str, str]) -> int:
+    """``MASTER_PORT``, which is set."""
+    text = env["MASTER_PORT"].strip()
+    if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= _LAST_PORT:
+        raise TopologyError(
+            f"MASTER_PORT={text!r} is not a port from 1 to {_LAST_PORT}; set it to a free one, or "
+            "unset it where the launcher chooses one"
+        )
+    return int(text)
 
 
 def _from_torchrun(env: Mapping[str, str]) -> RankEnvironment:
@@ -149,8 +161,10 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnvironment:
             f"RANK={rank} and WORLD_SIZE={world_size} without MASTER_ADDR; start the job with "
             "torchrun, or set MASTER_ADDR and MASTER_PORT"
         )
-    alone = world_size == 1 and "MASTER_PORT" not in env
-    port = _FIRST_PORT if alone else _number(env, "MASTER_PORT", "torchrun")
+    if "MASTER_PORT" in env:
+        port = _given_port(env)
+    else:
+        port = _FIRST_PORT if world_size == 1 else _number(env, "MASTER_PORT", "torchrun")
     return RankEnvironment("torchrun", *numbers, env.get("MASTER_ADDR", "127.0.0.1"), port)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -17,11 +18,18 @@ from megatron_deberta.checkpoint.task_head import TaskHead, are_placeholders, cl
 from megatron_deberta.config import config_from_dict
 from megatron_deberta.config.schema import ModelConfig, RunConfig
 from megatron_deberta.config.task_head import with_task_head
-from megatron_deberta.errors import CheckpointError, MissingModelError
+from megatron_deberta.errors import CheckpointError, DataError, MissingModelError
+from megatron_deberta.hf.config import TOKENIZER_FIELD
 from megatron_deberta.hf.heads import HeadFields, task_head
 from megatron_deberta.hf.import_model import CONFIG_FILES, open_release, read_config
-from megatron_deberta.hf.loading import check_folder, check_tokenizer, load_model_tokenizer
+from megatron_deberta.hf.loading import (
+    check_folder,
+    check_tokenizer,
+    load_export_tokenizer,
+    load_model_tokenizer,
+)
 from megatron_deberta.tokenizer import Tokenizer
+from megatron_deberta.tokenizer.tokenizer import JSON_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +48,7 @@ class SourceModel:
         why_untrained: why it cannot predict tokens, of a pretrained model; empty: it can.
         is_multi_label: each class has a probability of its own (sigmoid instead of softmax).
         checkpoint: the training checkpoint, whose files are not verified yet; None: another format.
+        fields: ``config.json`` of another format.
     """
 
     path: Path
@@ -51,6 +60,7 @@ class SourceModel:
     why_untrained: str = ""
     is_multi_label: bool = False
     checkpoint: CheckpointReader | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     def verify(self, *, share: int = 0, num_shares: int = 1) -> None:
         """Verify the files of a checkpoint before its weights are read.
@@ -75,9 +85,10 @@ class SourceModel:
             DataError: it is missing, or not the one that the model was trained with.
         """
         location = path or self.tokenizer_path
+        if self.checkpoint is None:
+            return load_export_tokenizer(self.fields, location)
         tokenizer = load_model_tokenizer(location)
-        if self.checkpoint is not None:
-            check_tokenizer(self.checkpoint.metadata, location, tokenizer)
+        check_tokenizer(self.checkpoint.metadata.tokenizer_fingerprint, location, tokenizer)
         return tokenizer
 
 
@@ -102,7 +113,8 @@ def open_source_model(
             f"{path} has pickled weights; import them first: megatron-deberta convert --from hf "
             f"{path} --output NEW --allow-pickle-weights-only --sha256 HEX"
         )
-    own = task_head(read_config(path))
+    fields = read_config(path)
+    own = task_head(fields)
     release = open_release(path, None, path, adapt=None if own.head == "mlm" else _with_head(own))
     missing = tuple(part for tensor in release.missing for part in tensor.parts)
     location = tokenizer_path or str(path)
@@ -115,6 +127,7 @@ def open_source_model(
         missing,
         release.why_untrained if own.head == "mlm" else "",
         own.is_multi_label,
+        fields=fields,
     )
 
 
@@ -181,6 +194,7 @@ def open_release_weights(path: Path, config: RunConfig) -> TaskHead:
 
     Raises:
         CheckpointError: it is damaged or of another architecture.
+        DataError: its tokenizer is not the one that it was exported with.
     """
     model = config.model
 
@@ -188,6 +202,24 @@ def open_release_weights(path: Path, config: RunConfig) -> TaskHead:
         return with_task_head(own, model.head, model.labels, model.head_dropout)
 
     release = open_release(path, None, path, adapt=adapt)
-    fields = task_head(read_config(path))
+    content = read_config(path)
+    _check_tokenizer(path, content, config.tokenizer.path)
+    fields = task_head(content)
     own = replace(release.config, head=fields.head, labels=fields.labels)
     return TaskHead(release, own, model)
+
+
+def _check_tokenizer(path: Path, fields: Mapping[str, Any], location: str) -> None:
+    """Check that an export's own tokenizer is the recorded one; warn if another one was chosen."""
+    if TOKENIZER_FIELD not in fields:
+        return
+    try:
+        load_export_tokenizer(fields, location)
+    except DataError:
+        if Path(location).resolve() in (path.resolve(), path.resolve() / JSON_FILE):
+            raise
+        logger.warning(
+            "%s was trained with another tokenizer than %s; its embeddings belong to other tokens",
+            path,
+            location,
+        )

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
 import logging
 import math
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
-from megatron_deberta.checkpoint.layout import COMMITTED_FILE, committed_steps, find_best
+from megatron_deberta.checkpoint.layout import (
+    COMMITTED_FILE,
+    committed_steps,
+    find_best,
+    step_dir,
+)
 from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import ConfigError, DataError, MegatronDebertaError
 from megatron_deberta.files import NPY_ERRORS, write_atomically
 from megatron_deberta.finetune.batches import output_shape
-from megatron_deberta.finetune.data import Split, read_split
+from megatron_deberta.finetune.data import DEV, Split, read_split
 from megatron_deberta.finetune.predict import open_predictor
 from megatron_deberta.model.heads import num_outputs
 from megatron_deberta.observe.metrics import FILE_NAME as METRICS_FILE
@@ -47,6 +54,8 @@ FOLDER = "outputs"
 
 logger = logging.getLogger(__name__)
 
+_WRITING_SECONDS = 60
+"""Age from which a file of outputs without a record is a leftover."""
 _MAX_HEADER = 1 << 16
 """Bytes of a ``.npy`` file before its numbers."""
 
@@ -65,10 +74,23 @@ class _Kept(TypedDict):
     sha256: str
 
 
-class _SearchResults(TypedDict):
-    """What is read of ``SEARCH_RESULTS``: the folder of the best cell."""
+_CellFolder = Annotated[str, Field(pattern=r"^cells/[A-Za-z0-9_=+-][A-Za-z0-9.,_=+-]*$")]
 
-    best: Annotated[str, Field(pattern=r"^cells/[A-Za-z0-9_=+-][A-Za-z0-9.,_=+-]*$")] | None
+
+class _SearchCell(TypedDict):
+    """A cell in ``SEARCH_RESULTS``."""
+
+    folder: _CellFolder
+    runs: int
+    scores: dict[str, float]
+
+
+class _SearchResults(TypedDict):
+    """What is read of ``SEARCH_RESULTS``."""
+
+    best: _CellFolder | None
+    metric: NotRequired[str]
+    cells: NotRequired[list[_SearchCell]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,29 +151,54 @@ def finished_validation(run_dir: Path, metric: str) -> FinishedValidation | None
         DataError: a file of the run is damaged.
         CheckpointError: ``best.json`` is damaged.
     """
-    config, metrics = run_dir / CONFIG_FILE, run_dir / METRICS_FILE
-    last = max(committed_steps(run_dir), default=0)
-    if not last or not config.exists() or not metrics.exists():
+    config = run_dir / CONFIG_FILE
+    found = _progress(run_dir, load_config(config)) if config.exists() else None
+    if found is None or not found.has_ended or found.last not in found.validations:
         return None
-    run, records = load_config(config), read_metrics(metrics)
-    selection = Selection.of_run(run_dir, records, last, keeps_best=run.finetune.keep_best)
-    patience = run.finetune.patience
-    has_ended = last >= last_step(run) or 0 < patience <= selection.num_worse
-    validations = {r["step"]: r for r in records if r["kind"] == "validation"}
-    if last not in validations or not has_ended:
-        return None
+    selection, last = found.selection, found.last
     record_selection(run_dir, selection)
     step = last if selection.best_step is None else selection.best_step
-    known = {k: v for k, v in validations.get(step, {}).items() if k not in ("step", "kind", SCORE)}
+    validation = found.validations.get(step, {})
+    known = {k: v for k, v in validation.items() if k not in ("step", "kind", SCORE)}
     numbers = {key: v for key, v in known.items() if isinstance(v, int | float | None)}
     score = numbers.get(metric) if selection.best_step is None else selection.best_score
     return FinishedValidation(step, score, numbers, last)
 
 
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    """How far a fine-tuning run is.
+
+    Attributes:
+        last: step of its last checkpoint.
+        selection: at this step.
+        has_ended: this is the run's last step; its validation may be missing.
+        validations: records by step.
+    """
+
+    last: int
+    selection: Selection
+    has_ended: bool
+    validations: dict[int, dict[str, Any]]
+
+
+def _progress(run_dir: Path, run: RunConfig) -> _Progress | None:
+    """Return how far a run is; None: it has no checkpoint or no records."""
+    metrics, last = run_dir / METRICS_FILE, max(committed_steps(run_dir), default=0)
+    if not last or not metrics.exists():
+        return None
+    records, patience = read_metrics(metrics), run.finetune.patience
+    selection = Selection.of_run(run_dir, records, last, keeps_best=run.finetune.keep_best)
+    has_ended = last >= last_step(run) or 0 < patience <= selection.num_worse
+    validations = {r["step"]: r for r in records if r["kind"] == "validation"}
+    return _Progress(last, selection, has_ended, validations)
+
+
 def find_runs(folder: Path) -> list[FinetunedRun]:
     """Return the fine-tuned runs in a folder, by task, seed and name.
 
-    Of a search (``SEARCH_RESULTS``), these are the runs of the best cell.
+    Of a search (``SEARCH_RESULTS``), these are the runs of the best cell. Runs without a checkpoint
+    are left out, and unfinished ones are named, each in a warning.
 
     Args:
         folder: a run, a folder of runs at any depth, or a search.
@@ -160,11 +207,30 @@ def find_runs(folder: Path) -> list[FinetunedRun]:
         ConfigError: there are none with a checkpoint.
     """
     runs = []
-    for path in _run_folders(_best_cell(folder)):
+    for path in sorted(_run_folders(_best_cell(folder))):
         config, checkpoint = load_config(path / CONFIG_FILE), find_best(path) or find_newest(path)
-        if config.finetune.task and checkpoint is not None:
-            task = load_task(run_task_name(config.finetune.task, path))
-            runs.append(FinetunedRun(path, config, task, checkpoint))
+        if not config.finetune.task:
+            continue
+        if checkpoint is None:
+            logger.warning("%s: left out, as it has no checkpoint", path)
+            _remove_orphans(path)
+            continue
+        task = load_task(run_task_name(config.finetune.task, path))
+        found = None
+        try:
+            found = _progress(path, config)
+        except DataError as error:
+            logger.warning("%s; it is not known whether this run has finished", error)
+        if found is not None:
+            if found.selection.best_step is not None:
+                # A process that was killed after a commit may not have recorded it.
+                checkpoint = step_dir(path, found.selection.best_step)
+            if not found.has_ended or (DEV in task.splits and found.last not in found.validations):
+                logger.warning(
+                    "%s: this run has not finished (step %s of %s); results are those of %s",
+                    path, f"{found.last:,}", f"{last_step(config):,}", checkpoint.name,
+                )  # fmt: skip
+        runs.append(FinetunedRun(path, config, task, checkpoint))
     if not runs:
         raise ConfigError(f"{folder}: no fine-tuned run with a checkpoint in this folder")
     return sorted(runs, key=lambda r: (r.task.name, r.config.train.seed, str(r.folder)))
@@ -176,9 +242,24 @@ def _best_cell(folder: Path) -> Path:
     if not file.is_file():
         return folder
     what, remedy = "the results of a search", "write it again: --table"
-    best = read_json(file, _SearchResults, what, remedy=remedy, ignore_unknown=True)["best"]
+    found = read_json(file, _SearchResults, what, remedy=remedy, ignore_unknown=True)
+    unfinished = 0
+    for cell in found.get("cells", []):
+        unfinished += cell["runs"] - len(cell["scores"])
+        for run in (folder / cell["folder"]).glob("seed_*"):
+            if run.name.removeprefix("seed_") in cell["scores"]:
+                continue
+            result = finished_validation(run, found.get("metric", ""))
+            if result is not None and result.score is not None:
+                raise ConfigError(f"{file}: {run} has finished since it was written; {remedy}")
+    best = found["best"]
     if best is None:
         raise ConfigError(f"{file}: no cell of the search is complete; finish the search first")
+    if unfinished:
+        logger.warning(
+            "%s: %d runs of the search have no score yet; %s is the best of the complete cells",
+            file, unfinished, best,
+        )  # fmt: skip
     return folder / best
 
 
@@ -215,6 +296,7 @@ def read_outputs(run: FinetunedRun, split: str, data: str = "") -> SplitOutputs:
     fingerprint = found.encoded.fingerprint
     key = hashlib.sha256(f"{weights} {fingerprint}".encode()).hexdigest()[:16]
     path = run.folder / FOLDER / f"{split}-{run.checkpoint.name}-{key}.npy"
+    _remove_orphans(run.folder)
     shape = output_shape(run.task.head, found.encoded, num_outputs(config.model))
     outputs = _read_kept(path, weights, fingerprint, shape)
     if outputs is None:
@@ -235,6 +317,26 @@ def read_outputs(run: FinetunedRun, split: str, data: str = "") -> SplitOutputs:
             "optimizer.learning_rate"
         )
     return SplitOutputs(found, outputs)
+
+
+def _remove_orphans(run_dir: Path) -> None:
+    """Remove the kept outputs of checkpoints that exist no longer, and files without a record."""
+    marks = {
+        (step_dir(run_dir, step) / COMMITTED_FILE).read_text(encoding="utf-8").strip()
+        for step in committed_steps(run_dir)
+    }
+    used = set()
+    # Another process may just write files.
+    before = time.time() - _WRITING_SECONDS
+    with contextlib.suppress(OSError):
+        for record in (run_dir / FOLDER).glob("*.json"):
+            with contextlib.suppress(MegatronDebertaError):
+                kept = read_json(record, _Kept, "a record of outputs", remedy="remove it")
+                if kept["weights"] in marks:
+                    used |= {record, record.with_suffix(".npy")}
+        for path in (run_dir / FOLDER).iterdir():
+            if path not in used and path.lstat().st_mtime < before:
+                path.unlink()
 
 
 def _read_kept(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -152,12 +153,18 @@ def open_ranks(config: RunConfig, source: SourceModel) -> Iterator[tuple[nn.Modu
             config.cluster.collective_timeout_minutes,
             environment,
         )
-        with raise_on_all_ranks(groups):
-            source.verify(share=groups.rank, num_shares=environment.world_size)
-        sharded = build_rank_model(config, groups)
-        with torch.no_grad():
-            for name, parameter in sharded.module.named_parameters():
-                parameter.copy_(local_part(source.read(name), sharded.specs[name]))
+        with ThreadPoolExecutor(1) as pool:
+            # Meanwhile the model is built; hashing leaves the interpreter to it.
+            verified = pool.submit(
+                source.verify, share=groups.rank, num_shares=environment.world_size
+            )
+            sharded = build_rank_model(config, groups)
+            with raise_on_all_ranks(groups):
+                # First: a damaged file is named by its hash, not by what its tensors look like.
+                verified.result()
+                with torch.no_grad():
+                    for name, parameter in sharded.module.named_parameters():
+                        parameter.copy_(local_part(source.read(name), sharded.specs[name]))
         yield sharded.module.eval(), groups
     finally:
         shutdown()

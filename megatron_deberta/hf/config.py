@@ -90,6 +90,11 @@ _VALUE_CHECKS: tuple[tuple[Iterable[str], Callable[[Any], bool], str], ...] = (
 """Fields, the check of their values, and what the error message says is expected."""
 UNTRAINED_FIELD = "why_untrained"
 """In ``config.json`` of the export of an import without a trained head: the reason."""
+TOKENIZER_FIELD = "tokenizer_fingerprints"
+"""In ``config.json`` of an export: fingerprint of the tokenizer used in training and, if different,
+of the one beside the file, which gives the same ids."""
+SENTENCEPIECE_FIELD = "sentencepiece_sha256"
+"""In ``config.json`` of an export: SHA-256 (hex) of ``spm.model`` beside it."""
 _NEXT_SENTENCE_FIELDS = {
     "next_sentence_head": True,
     "num_labels": 2,

@@ -28,13 +28,13 @@ from megatron_deberta.hf.config import (
     to_hf_config,
 )
 from megatron_deberta.hf.heads import HEADS
-from megatron_deberta.hf.loading import build_with_head
+from megatron_deberta.hf.loading import build_with_head, tokenizer_fields
 from megatron_deberta.hf.model_card import TrainingFacts, model_card
 from megatron_deberta.hf.names import HFTensor, ModelType, hf_tensors
 from megatron_deberta.hf.sentence_transformers import write_pooling
 from megatron_deberta.hf.verify import ExportCheck, check_export
 from megatron_deberta.model import DebertaBackbone, count_parameters
-from megatron_deberta.tokenizer import Tokenizer
+from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 from megatron_deberta.tokenizer.tokenizer import CONFIG_FILE, JSON_FILE
 
 UNKNOWN_TRAINING = TrainingFacts()
@@ -99,9 +99,7 @@ def export_model(
             written = folder / GENERATOR_FOLDER
             _write_export(written, name, *generator, tokenizer, dtype, generator_facts)
         if why_untrained:
-            path = written / "config.json"
-            fields = json.loads(path.read_text(encoding="utf-8"))
-            _write_json(path, {**fields, UNTRAINED_FIELD: why_untrained})
+            _add_fields(written / "config.json", {UNTRAINED_FIELD: why_untrained})
         if extend is not None:
             extend(folder)
     return result
@@ -133,6 +131,7 @@ def _write_export(
     def build() -> DebertaBackbone:
         return build_with_head(config, rounded, "reference")
 
+    _add_fields(folder / "config.json", tokenizer_fields(tokenizer, load_tokenizer(str(folder))))
     check = check_export(folder, model_type, build, tokenizer, dtype)
     return ExportResult(model_type, reason, check)
 
@@ -141,7 +140,7 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path, config: ModelConfig) -> 
     """Save the tokenizer as the model needs it.
 
     ``truncation=True`` cuts at the model's length, pairs get token types if the model has them, and
-    for a head on tokens the offsets of pieces are without the space before a word.
+    for tags and answers the offsets of pieces are without the space before a word.
     """
     tokenizer.save(str(folder))
     path = folder / CONFIG_FILE
@@ -150,7 +149,7 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path, config: ModelConfig) -> 
     if config.type_vocab_size > 1:
         fields["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     _write_json(path, fields)
-    if config.head == "tokens":
+    if config.head in ("tokens", "spans"):
         path = folder / JSON_FILE
         spec = with_trimmed_offsets(json.loads(path.read_text(encoding="utf-8")))
         path.write_text(json.dumps(spec, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
@@ -288,6 +287,10 @@ def _split_into_shards(entries: list[HFTensor], itemsize: int) -> list[list[HFTe
         shards[-1].append(entry)
         shard_bytes += size
     return shards
+
+
+def _add_fields(path: Path, fields: dict[str, Any]) -> None:
+    _write_json(path, {**json.loads(path.read_text(encoding="utf-8")), **fields})
 
 
 def _write_json(path: Path, content: object) -> None:

@@ -22,7 +22,7 @@ from megatron_deberta.hf.loading import (
     NONFINITE,
     build_model,
     check_folder,
-    load_model_tokenizer,
+    load_export_tokenizer,
     open_trained_model,
 )
 from megatron_deberta.model import ModelInputs
@@ -150,7 +150,8 @@ def _read_published(
     )
     if not any(path.glob("*.safetensors")) and any(path.glob("*.bin")):
         raise MissingModelError(f"{path} has pickled weights; import them first: {importing}")
-    head = task_head(read_config(path)).head
+    fields = read_config(path)
+    head = task_head(fields).head
     if head != "mlm":
         raise ConfigError(
             f"{path} is fine-tuned with the head {head} and fills no masks; use megatron-deberta "
@@ -166,4 +167,5 @@ def _read_published(
         remedy = f"import its generator: {importing}" if generator else "give its generator"
         raise MissingModelError(f"{path} cannot fill masks: {release.why_no_masks}; {remedy}")
     # Each tensor is released when it has been copied into the model.
-    return release.config, dict(release.tensors()).pop, load_model_tokenizer(tokenizer_path or path)
+    tokenizer = load_export_tokenizer(fields, tokenizer_path or path)
+    return release.config, dict(release.tensors()).pop, tokenizer

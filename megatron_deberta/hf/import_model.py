@@ -26,7 +26,7 @@ from megatron_deberta.config.schema import (
 from megatron_deberta.errors import CheckpointError, ConfigError, MissingModelError
 from megatron_deberta.hf.config import UNTRAINED_FIELD, from_hf_config, padding_id
 from megatron_deberta.hf.export_model import output_folder
-from megatron_deberta.hf.loading import check_folder, load_model_tokenizer
+from megatron_deberta.hf.loading import check_folder, load_export_tokenizer
 from megatron_deberta.hf.names import TOKEN_TYPES, HFTensor, ModelType, hf_tensors, standard_names
 from megatron_deberta.hf.weight_files import StoredTensor, read_object, stored_tensors, weight_files
 from megatron_deberta.model.shapes import parameter_shapes
@@ -98,8 +98,8 @@ def import_model(
         DataError: there is no usable tokenizer.
     """
     check_folder(directory, "one with config.json and weights")
-    read_config(directory, (*CONFIG_FILES, *([GENERATOR_CONFIG] if generator else ())))
-    tokenizer = load_model_tokenizer(tokenizer_path or directory)
+    fields = read_config(directory, (*CONFIG_FILES, *([GENERATOR_CONFIG] if generator else ())))
+    tokenizer = load_export_tokenizer(fields, tokenizer_path or directory)
     output = output.absolute()
     with output_folder(output) as folder, tempfile.TemporaryDirectory(dir=folder) as scratch:
         release = open_release(

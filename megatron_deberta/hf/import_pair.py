@@ -25,7 +25,7 @@ from megatron_deberta.hf.import_model import (
     read_config,
     write_import,
 )
-from megatron_deberta.hf.loading import check_folder, load_model_tokenizer
+from megatron_deberta.hf.loading import check_folder, load_export_tokenizer
 from megatron_deberta.model.replaced_tokens import (
     DELTA,
     DISCRIMINATOR,
@@ -81,12 +81,12 @@ def import_pair(
         ConfigError: ``output`` is in use, or the tokenizer has more ids than the model.
         DataError: there is no usable tokenizer.
     """
-    for file in filter(None, (discriminator, generator)):
+    for file in filter(None, (generator, discriminator)):
         check_folder(file.directory, "one with config.json and weights")
-        read_config(file.directory, (*CONFIG_FILES, GENERATOR_CONFIG))
+        fields = read_config(file.directory, (*CONFIG_FILES, GENERATOR_CONFIG))
     if generator:
         _check_generator(generator.directory, discriminator.directory)
-    tokenizer = load_model_tokenizer(tokenizer_path or discriminator.directory)
+    tokenizer = load_export_tokenizer(fields, tokenizer_path or discriminator.directory)
     read = functools.partial(open_release, allow_pickle=allow_pickle, seed=seed)
     with (
         output_folder(output.absolute()) as folder,

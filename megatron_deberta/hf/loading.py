@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor
 from transformers import dynamic_module_utils
 from transformers.utils import logging
 
-from megatron_deberta.checkpoint.layout import COMMITTED_FILE, CheckpointMetadata, find_best
+from megatron_deberta.checkpoint.layout import COMMITTED_FILE, find_best
 from megatron_deberta.checkpoint.parts import Part, open_part
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.store import StoredRun, find_newest
@@ -24,6 +25,7 @@ from megatron_deberta.config import config_from_dict
 from megatron_deberta.config.schema import ModelConfig, RunConfig
 from megatron_deberta.errors import CheckpointError, DataError, MissingModelError
 from megatron_deberta.files import did_you_mean
+from megatron_deberta.hf.config import SENTENCEPIECE_FIELD, TOKENIZER_FIELD
 from megatron_deberta.model import (
     DebertaBackbone,
     DebertaForPretraining,
@@ -124,26 +126,65 @@ def open_trained_model(path: Path, tokenizer_path: str = "") -> TrainedModel:
     if not location:
         raise DataError(f"{reader.path} records no tokenizer; give --tokenizer")
     tokenizer = load_model_tokenizer(location)
-    check_tokenizer(metadata, location, tokenizer)
+    check_tokenizer(metadata.tokenizer_fingerprint, location, tokenizer)
     return TrainedModel(reader, config_from_dict(metadata.config, str(step)), tokenizer)
 
 
-def check_tokenizer(metadata: CheckpointMetadata, location: str, tokenizer: Tokenizer) -> None:
+def check_tokenizer(recorded: str, location: str, tokenizer: Tokenizer) -> None:
     """Check that a tokenizer is the one that a checkpoint's model was trained with.
 
     Args:
-        metadata: of the checkpoint; without a fingerprint, nothing is checked.
+        recorded: fingerprint in the checkpoint; empty: nothing is checked.
         location: where the tokenizer is, for the message.
         tokenizer: the tokenizer.
 
     Raises:
         DataError: it is another one.
     """
-    if metadata.tokenizer_fingerprint not in ("", tokenizer.fingerprint):
+    if recorded not in ("", tokenizer.fingerprint):
         raise DataError(
             f"tokenizer {location} has fingerprint {tokenizer.fingerprint}, but the run was "
-            f"trained with {metadata.tokenizer_fingerprint}; give that one with --tokenizer"
+            f"trained with {recorded}; give that one with --tokenizer"
         )
+
+
+def tokenizer_fields(trained: Tokenizer, exported: Tokenizer) -> dict[str, Any]:
+    """Return what ``config.json`` of an export records of its tokenizer.
+
+    Args:
+        trained: the tokenizer used in training.
+        exported: the same with the offsets that the export needs.
+    """
+    prints = list(dict.fromkeys((trained.fingerprint, exported.fingerprint)))
+    model = exported.sentencepiece_model
+    digest = {} if model is None else {SENTENCEPIECE_FIELD: hashlib.sha256(model).hexdigest()}
+    return {TOKENIZER_FIELD: prints, **digest}
+
+
+def load_export_tokenizer(fields: Mapping[str, Any], location: str | Path) -> Tokenizer:
+    """Load the tokenizer of an export, and check that it is the recorded one.
+
+    Args:
+        fields: content of ``config.json``; that of other exporters, and of earlier releases,
+            records no tokenizer.
+        location: where the tokenizer is.
+
+    Raises:
+        DataError: it is missing, invalid, or another one.
+    """
+    tokenizer = load_model_tokenizer(location)
+    recorded, digest = fields.get(TOKENIZER_FIELD) or (), fields.get(SENTENCEPIECE_FIELD)
+    model, field = tokenizer.sentencepiece_model, TOKENIZER_FIELD
+    is_same = not recorded or tokenizer.fingerprint in recorded
+    if is_same and digest and model is not None:
+        is_same, field = hashlib.sha256(model).hexdigest() == digest, SENTENCEPIECE_FIELD
+    if not is_same:
+        raise DataError(
+            f"tokenizer {location} is not the one that the model was exported with ({field} in its "
+            "config.json); restore it, or give that one with --tokenizer; if you have changed it "
+            "together with the model, remove the field"
+        )
+    return tokenizer
 
 
 def load_model_tokenizer(path: str | Path) -> Tokenizer:

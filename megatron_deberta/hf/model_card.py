@@ -46,10 +46,32 @@ Not evaluated: {not_evaluated}.
 ```python
 {lines}
 ```
-
+{whole_words}
 ## License
 
 Not stated. Before publishing, name a license here and in the first lines of this file.
+"""
+_WHOLE_WORDS = """
+The pipeline makes a word of its own of a lone `▁` before a word, which has further pieces. These
+lines label each word by its first piece, as in training:
+
+```python
+import torch
+from transformers import AutoModelForTokenClassification, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForTokenClassification.from_pretrained("{name}"{option})
+text = "A sentence, its words separated by single spaces"
+pieces = tokenizer(text, return_offsets_mapping=True, return_special_tokens_mask=True)
+with torch.no_grad():
+    scores = model(input_ids=torch.tensor([pieces["input_ids"]])).logits[0]
+labels = {{}}
+for (start, _), special, row in zip(
+    pieces["offset_mapping"], pieces["special_tokens_mask"], scores
+):
+    if not special:
+        labels.setdefault(text[:start].count(" "), model.config.id2label[int(row.argmax())])
+print([(word, labels.get(number)) for number, word in enumerate(text.split(" "))])
+```
 """
 _KEYS = (
     "num_layers", "hidden_size", "num_heads", "ffn_hidden_size", "vocab_size",
@@ -185,7 +207,16 @@ def model_card(
         evaluation=_evaluation(facts),
         not_evaluated=facts.not_evaluated,
         lines="\n".join(lines),
+        whole_words=_whole_words(name, config, model_type),
     )
+
+
+def _whole_words(name: str, config: ModelConfig, model_type: ModelType) -> str:
+    """Return the lines that label whole words; empty: the head does not."""
+    if config.head != "tokens":
+        return ""
+    option = ", trust_remote_code=True" if has_own_class(config, model_type) else ""
+    return _WHOLE_WORDS.format(name=name, option=option)
 
 
 def _rows(cells: Mapping[str, object]) -> str:

@@ -37,6 +37,13 @@ class Device:
         return 1e12 * (self.single_tflops if dtype == "fp32" else self.half_tflops)
 
 
+CHUNKED_BYTES = 248
+"""Memory traffic per attention score of the ``chunked`` backend, see `Device.attention_bytes`.
+
+Counted: 25 GB per layer of the 1.5B model and 8,192 tokens in rows of 512."""
+MEASURED = "--achieved"
+"""Source of a share that was measured of whole steps."""
+
 _HOPPER_SOURCE = "assumed; no measurement of this project yet"
 
 DEVICES: tuple[Device, ...] = (
@@ -44,8 +51,7 @@ DEVICES: tuple[Device, ...] = (
         name="V100-32GB", memory_gb=32, half_tflops=125, single_tflops=15.7,
         memory_gb_per_second=900, link_gb_per_second=150, achieved=0.30,
         achieved_source="39 TFLOP/s on one V100 (Shoeybi et al. 2019, arXiv:1909.08053, section 1)",
-        # Counted: 25 GB per layer of the 1.5B model and 8,192 tokens in rows of 512.
-        attention="chunked", attention_bytes=248,
+        attention="chunked", attention_bytes=CHUNKED_BYTES,
     ),
     Device(
         name="A100-80GB", memory_gb=80, half_tflops=312, single_tflops=19.5,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from megatron_deberta.cluster.profile import ClusterProfile
 from megatron_deberta.errors import ConfigError
-from megatron_deberta.planning.devices import Device, find_device
+from megatron_deberta.planning.devices import MEASURED, Device, find_device
 
 RESERVED_MEMORY = 0.08
 """Share of device memory for the driver, the communication library and fragmentation."""
@@ -58,7 +58,7 @@ def machine_of(profile: ClusterProfile, device: str = "", achieved: float = 0.0)
     found = find_device(name)
     if achieved:
         # A measured share is one of whole steps.
-        found = replace(found, achieved=achieved, achieved_source="--achieved", attention_bytes=0.0)
+        found = replace(found, achieved=achieved, achieved_source=MEASURED, attention_bytes=0.0)
     return Machine(
         device=found,
         ranks_per_node=profile.ranks_per_node,

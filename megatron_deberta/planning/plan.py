@@ -26,13 +26,20 @@ from megatron_deberta.planning.search import POLICIES, Search, layout, rank_memo
 from megatron_deberta.planning.timing import (
     LinkVolume,
     StepTime,
+    bytes_per_score,
     link_volume,
     run_seconds,
     segment_seconds,
     step_time,
 )
 from megatron_deberta.planning.traffic import step_traffic
-from megatron_deberta.planning.work import RankFlops, micro_batch_rows, rank_flops, rows_per_sample
+from megatron_deberta.planning.work import (
+    RankFlops,
+    micro_batch_rows,
+    micro_batch_tokens,
+    rank_flops,
+    rows_per_sample,
+)
 
 FAILURE_DAYS = 60.0
 """Assumed mean days between failures of one node: every few days one of 16."""
@@ -99,6 +106,7 @@ class RunPlan:
     def assumptions(self) -> list[str]:
         """Assumptions behind the predicted time."""
         device, dtype = self.machine.device, self.config.precision.dtype
+        per_score = bytes_per_score(self.config, device)
         offload = self.config.precision.offload_optimizer
         return [
             f"{device.name}: {device.flops_per_second(dtype) / 1e12:g} TFLOP/s in {dtype}, "
@@ -108,10 +116,10 @@ class RunPlan:
             *(
                 [
                     "attention without fused kernels is bound by memory: "
-                    f"{device.attention_bytes:g} bytes per score in 16 bits (counted), added to "
+                    f"{per_score:g} bytes per score in 16 bits (counted), added to "
                     "the time of matrix products"
                 ]
-                if device.attention_bytes
+                if per_score
                 else []
             ),
             f"NVLink {device.link_gb_per_second:g} GB/s per rank, network "
@@ -199,7 +207,7 @@ def make_plan(
     dp_size = validate_for_world(config, world_size).dp_size
     parts, seconds = segments(config), run_seconds(config, machine, dp_size)
     phases = _phase_seconds(config, machine, dp_size) if len(parts) > 1 else {}
-    config = max(parts, key=lambda part: _micro_batch_tokens(part.config)).config
+    config = max(parts, key=lambda part: micro_batch_tokens(part.config)).config
     batch = batch_arithmetic(config, dp_size)
     model, data = config.model, config.data
     step = step_time(config, machine, batch.dp_size)
@@ -234,11 +242,6 @@ def make_plan(
             config, machine, world_size, step.total, failure_days, parts[-1].end
         ),
     )
-
-
-def _micro_batch_tokens(config: RunConfig) -> tuple[int, int]:
-    length, train = config.data.sequence_length, config.train
-    return train.micro_batch_size * length, train.global_batch_size
 
 
 def _phase_seconds(config: RunConfig, machine: Machine, dp_size: int) -> dict[str, float]:

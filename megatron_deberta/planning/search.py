@@ -133,8 +133,10 @@ def _fastest(config: RunConfig, machine: Machine, dp_size: int) -> Choice | Refu
 
 
 def rank_memory(config: RunConfig, machine: Machine, dp_size: int) -> MemoryEstimate:
-    """Estimate the memory of a rank with the attention backend of the device."""
-    return estimate_memory(config, dp_size, attention=machine.device.attention)
+    """Estimate the memory of a rank with the attention backend of the run, or of the device."""
+    is_chunked = config.parallel.attention_backend == "chunked"
+    attention = "chunked" if is_chunked else machine.device.attention
+    return estimate_memory(config, dp_size, attention=attention)
 
 
 def layout(config: RunConfig) -> dict[str, Any]:

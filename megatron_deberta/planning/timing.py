@@ -15,7 +15,7 @@ from megatron_deberta.config.rules import batch_arithmetic
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.model.flops import num_position_terms
 from megatron_deberta.model.replaced_tokens import single_models
-from megatron_deberta.planning.devices import Device
+from megatron_deberta.planning.devices import CHUNKED_BYTES, MEASURED, Device
 from megatron_deberta.planning.machine import CALL_SECONDS, LINK_EFFICIENCY, Machine
 from megatron_deberta.planning.memory import ELEMENT_BYTES, local_parameters
 from megatron_deberta.planning.traffic import Traffic, step_traffic
@@ -146,7 +146,7 @@ def step_time(config: RunConfig, machine: Machine, dp_size: int) -> StepTime:
 
 
 def attention_bytes(config: RunConfig, device: Device) -> float:
-    """Return the memory traffic of attention per rank and micro batch.
+    """Return the memory traffic of attention per rank and micro batch, besides matrix products.
 
     The mask decoder's further passes are left out: they have few queries.
     """
@@ -157,7 +157,15 @@ def attention_bytes(config: RunConfig, device: Device) -> float:
         terms = (1 + num_position_terms(model)) / 3
         scores += model.num_layers * heads * micro_batch_rows(config) * length**2 * terms
     again = 4 / 3 if config.parallel.recompute == "full" else 1.0
-    return scores * again * device.attention_bytes * ELEMENT_BYTES[config.precision.dtype] / 2
+    per_score = bytes_per_score(config, device)
+    return scores * again * per_score * ELEMENT_BYTES[config.precision.dtype] / 2
+
+
+def bytes_per_score(config: RunConfig, device: Device) -> float:
+    """Return the memory traffic of attention per score; 0: included in the share of the rate."""
+    if config.parallel.attention_backend == "chunked" and device.achieved_source != MEASURED:
+        return CHUNKED_BYTES
+    return device.attention_bytes
 
 
 def run_seconds(config: RunConfig, machine: Machine, dp_size: int) -> float:
@@ -167,7 +175,7 @@ def run_seconds(config: RunConfig, machine: Machine, dp_size: int) -> float:
 
 def segment_seconds(part: Segment, machine: Machine, dp_size: int) -> float:
     """Predict the time of a segment."""
-    config, short = part.config, part.config.data.short_steps
+    config, short = part.config, min(part.config.data.short_steps, part.steps)
     seconds = (part.steps - short) * step_time(config, machine, dp_size).total
     if short:
         rows = replace(config.data, sequence_length=config.data.short_sequence_length)

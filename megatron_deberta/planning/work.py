@@ -45,6 +45,12 @@ def micro_batch_rows(config: RunConfig) -> int:
     return config.train.micro_batch_size * rows_per_sample(config)
 
 
+def micro_batch_tokens(config: RunConfig) -> tuple[int, int]:
+    """Return the tokens of a micro batch and the global batch, by which phases are compared."""
+    length, train = config.data.sequence_length, config.train
+    return train.micro_batch_size * length, train.global_batch_size
+
+
 def masked_tokens(config: RunConfig) -> int:
     """Return the number of tokens per micro batch at which mask decoder and vocabulary run.
 

@@ -11,7 +11,7 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +50,7 @@ def sampled_lines(
     *,
     run: RunOptions | None = None,
     unit_bytes: int = UNIT_BYTES,
+    check: Callable[[], None] = lambda: None,
 ) -> Iterator[list[str]]:
     """Yield the sample; units that are done stay in ``{output}.unfinished`` if the block fails.
 
@@ -63,9 +64,12 @@ def sampled_lines(
             at least one sixteenth of the input's bytes is text.
         run: how it is done.
         unit_bytes: size of the units.
+        check: called when the folder is this process's; raises ConfigError if ``output`` cannot be
+            made any more, as when another process has made it meanwhile.
 
     Raises:
-        ConfigError: ``sample_bytes`` is negative, or unfinished work of another plan exists.
+        ConfigError: ``sample_bytes`` is negative, ``check`` raises it, or unfinished work of
+            another plan exists.
         DataError: too many records are bad, the disk is full, or a worker died.
     """
     run = run or RunOptions()
@@ -79,6 +83,11 @@ def sampled_lines(
     folder.remove_leftovers()
     with contextlib.ExitStack() as stack:
         work = stack.enter_context(begin_work(folder, plan))
+        try:
+            check()
+        except ConfigError:
+            folder.remove()
+            raise
         count = run.workers if len(work.units) > 1 else 0
         engine = run.engine or stack.enter_context(local_engine(count, start_method="spawn"))
         runner = StageRunner(work, engine, run.advance)

@@ -20,6 +20,7 @@ from megatron_deberta.train.preemption import STOP_FILE
 from megatron_deberta.train.records import UNIGRAM_METRIC
 from megatron_deberta.train.start import Start
 from megatron_deberta.train.state import Ending
+from megatron_deberta.train.trainer import last_step
 
 _LABEL_WIDTH = 12
 
@@ -88,8 +89,11 @@ def describe_end(
         received: stop signal of this process.
     """
     run_dir, train = config.train.run_dir, config.train
+    finished = "finished" if step >= train.steps else "reached train.exit_step"
+    if step < last_step(config):
+        finished = f"ended early by finetune.patience={config.finetune.patience}"
     how = {
-        Ending.FINISHED: "finished" if step >= train.steps else "reached train.exit_step",
+        Ending.FINISHED: finished,
         Ending.INTERRUPTED: "stopped by Ctrl-C",
         Ending.STOPPED: f"stopped by the file {STOP_FILE}",
     }.get(ending, f"stopped by {received.name if received else 'a signal'}")

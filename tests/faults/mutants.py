@@ -239,7 +239,8 @@ MUTANTS = (
     ),
     Mutant(
         "a run without its last validation has finished", "finetune/outputs.py",
-        "if last not in validations or not has_ended:", "if not has_ended:",
+        "if found is None or not found.has_ended or found.last not in found.validations:",
+        "if found is None or not found.has_ended:",
         "unit/finetune/test_outputs.py::test_a_run_has_finished_when_its_last_validation_is_recorded",
     ),
     Mutant(

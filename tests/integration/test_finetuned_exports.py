@@ -96,6 +96,18 @@ def test_the_printed_pipeline_predicts_as_we_do(
             values = [ours["value"], *([max(ours["probabilities"])] if len(found) > 1 else [])]
             assert found == [pytest.approx(v, abs=1e-5) for v in values]
     if head == "tokens":
+        card = (exported / "README.md").read_text()
+        lines = card.split("```python\n")[2].split("```")[0].replace('"exported"', f'"{exported}"')
+        lone = 0
+        for words, ours in zip(SENTENCES, expected, strict=True):
+            written_text = lines.replace(
+                "A sentence, its words separated by single spaces", " ".join(words)
+            )
+            with temporary_module_cache():
+                exec(written_text, scope)
+            assert scope["labels"] == dict(enumerate(ours["value"]))
+            lone += sum(scope["run"].tokenizer.tokenize(word)[0] == "▁" for word in words)
+        assert lone
         assert len({tag for ours in expected for tag in ours["value"]}) > 1
 
 

@@ -324,6 +324,33 @@ def test_a_step_without_validation_has_no_figures(runs: Path) -> None:
     assert "not evaluated: the run has no validation at step 2." in text
 
 
+def test_a_validation_on_other_data_than_the_checkpoint_records_has_no_figures(
+    runs: Path, tmp_path: Path
+) -> None:
+    """The process was stopped before it, and started again with other data.validation."""
+    shutil.copytree(pretrained(runs, "autoregressive"), tmp_path / "run")
+    parts = [str(SHARD), str(runs / "other_text_document")]
+    assert main(["merge", *parts, "--output", str(tmp_path / "twice")]) == 0
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    (tmp_path / "run.yaml").write_text(RUN)
+
+    def start_again(*more: str) -> str:
+        again = [*PRETRAIN, *KINDS["autoregressive"], f"train.run_dir={tmp_path / 'run'}", *more]
+        other = f"data.validation=[{tmp_path / 'twice'}]"
+        assert main(["pretrain", str(tmp_path / "run.yaml"), *again, other]) == 0
+        shutil.rmtree(tmp_path / "run-hf", ignore_errors=True)
+        return read_card(exported(tmp_path / "run"))[0]
+
+    # Only after the validation.
+    assert "on other_text_document: rows of 24 tokens." in start_again()
+    metrics.write_text("".join(line for line in lines if '"accuracy"' not in line))
+    text = start_again()
+    assert metrics.read_text().count('"accuracy"') == 1
+    assert "the validation at step 4 was on other data than the checkpoint records." in text
+    assert "model-index" not in text
+
+
 def test_an_imported_model_has_no_figures(tmp_path: Path) -> None:
     new, folder = tmp_path / "new", tmp_path / "out"
     assert main(["convert", "--from", "hf", str(MODEL), "--output", str(new)]) == 0

@@ -84,8 +84,10 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match="No space") as caught:
         write_atomically(path, b"newer")
+    # An error of writing has no name of its own.
+    assert caught.value.filename == str(temporary_name(path))
     assert path.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -191,6 +193,31 @@ def test_a_folder_that_a_process_writes_is_left_alone(tmp_path: Path) -> None:
     assert (out / "a").read_text() == "first"
     assert folder_writer(out) == ""
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_of_several_that_start_at_once_one_writes(tmp_path: Path) -> None:
+    """Within one tick of the clock that gives files their times, too."""
+    for number in range(5):
+        out, (reader, writer) = tmp_path / str(number), os.pipe()
+        for _ in range(4):
+            if not os.fork():
+                code = 1
+                try:
+                    with published_folder(out, alone=True):
+                        # Until all of them have tried.
+                        os.read(reader, 1)
+                        code = 0
+                except FolderInUseError:
+                    code = 2
+                finally:
+                    os._exit(code)
+        codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(3)]
+        os.write(writer, b"1")
+        codes.append(os.waitstatus_to_exitcode(os.wait()[1]))
+        assert codes == [2, 2, 2, 0]
+        os.close(reader)
+        os.close(writer)
+        assert [path.name for path in tmp_path.iterdir() if path.name[0] == "."] == []
 
 
 def test_atomic_write_flushes_before_and_after_the_rename(

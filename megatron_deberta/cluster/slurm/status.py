@@ -37,6 +37,10 @@ class _TrainSection(TypedDict, total=False):
     """Former name of ``exit_step``."""
 
 
+class _FinetuneSection(TypedDict, total=False):
+    patience: Count | None
+
+
 class _ClusterSection(TypedDict, total=False):
     bad_node_hours: Seconds | None
 
@@ -45,6 +49,7 @@ class _Config(TypedDict, total=False):
     """What is read from a run's resolved configuration, which an older release may have written."""
 
     train: _TrainSection
+    finetune: _FinetuneSection
     cluster: _ClusterSection
 
 
@@ -133,7 +138,10 @@ def gather(run_dir: str | os.PathLike[str], *, ask_slurm: bool = True) -> RunSta
     last = records[-1] if records else {}
     state, jobs = queue_state(history.submitted_jobs()) if ask_slurm else ("not asked", ())
     step, target = int(last.get("step", 0)), target_step(folder)
-    over = history.end_reason() or (FINISHED if 0 < target <= step else "")
+    over = history.end_reason() or (FINISHED if is_finished(folder, all_records, target) else "")
+    if over == FINISHED and max(step, history.committed_step()) < target and not _patience(folder):
+        # Exit code 0 before the last step.
+        over = "stopped by the file `stop`"
     holder = present_holder(folder)
     is_alive = bool(holder or jobs)
     has_eta = not over and (is_alive or history.is_running())
@@ -369,6 +377,27 @@ def bad_node_hours(folder: Path) -> float:
     """Return ``cluster.bad_node_hours`` of a run."""
     given = _config(folder).get("cluster", {}).get("bad_node_hours")
     return ClusterConfig().bad_node_hours if given is None else given
+
+
+def is_finished(folder: Path, records: Sequence[Mapping[str, Any]], target: int) -> bool:
+    """Return whether the last step is saved and, in a run that validates, its validation recorded.
+
+    A process may be killed between the two, or before both; the next start makes up for it.
+
+    Args:
+        folder: folder of the run.
+        records: those of ``metrics.jsonl``.
+        target: the run's last step; 0: unknown.
+    """
+    if not 0 < target <= max(committed_steps(folder), default=0):
+        return False
+    validated = {r["step"] for r in records if r["kind"] in ("validation", "baseline")}
+    return not validated or max(validated) >= target
+
+
+def _patience(folder: Path) -> int:
+    """Return ``finetune.patience``, with which a run may end before its last step; 0: none."""
+    return _config(folder).get("finetune", {}).get("patience") or 0
 
 
 def target_step(folder: Path) -> int:

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_deberta.checkpoint.layout import checkpoints_dir
+from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import write_atomically
 from megatron_deberta.finetune.data import DEV
+from megatron_deberta.finetune.outputs import FOLDER as OUTPUTS
 from megatron_deberta.finetune.outputs import SEARCH_RESULTS, finished_validation
 from megatron_deberta.finetune.search.cells import Cell, SearchRun, short_names
 from megatron_deberta.finetune.search.config import SearchConfig, Statistic
@@ -87,11 +89,18 @@ def read_result(folder: Path, metric: str) -> RunResult | None:
         metric: name of the task's first metric.
 
     Raises:
+        ConfigError: the result is of another metric.
         DataError: a file is damaged.
     """
     path = folder / RESULT_FILE
     if path.exists():
-        return read_json(path, RunResult, "the result of a run", remedy="remove it")
+        result = read_json(path, RunResult, "the result of a run", remedy="remove it")
+        if result.metric != metric:
+            raise ConfigError(
+                f"{path}: {result.metric} has selected this checkpoint, but the task's first "
+                f"metric is {metric} now; restore metrics, or give the search another output"
+            )
+        return result
     finished = finished_validation(folder, metric)
     if finished is None:
         return None
@@ -143,6 +152,8 @@ def prune(results: Sequence[CellResult], statistic: Statistic) -> int:
             if (folder := checkpoints_dir(run.folder)).exists():
                 shutil.rmtree(folder)
                 pruned += 1
+            # Outputs of these checkpoints; nothing would remove them later.
+            shutil.rmtree(run.folder / OUTPUTS, ignore_errors=True)
     return pruned
 
 

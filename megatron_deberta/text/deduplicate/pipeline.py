@@ -35,6 +35,8 @@ from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import SUMMARY, Source
 
 Compression = Literal["none", "gz", "zst"]
+_FILES = "files"
+"""In the summary: size of each other file of the result."""
 
 
 def deduplicate(
@@ -107,13 +109,13 @@ def fill_folder(
         The summary; empty if other array tasks still work.
 
     Raises:
-        ConfigError: ``output`` exists, or unfinished work of another plan does.
+        ConfigError: ``output`` exists, or is damaged, or unfinished work of another plan exists.
         DataError: the disk is full, or what the stages raise.
     """
     folder = JobFolder(output)
     folder.remove_leftovers()
     try:
-        summary = _finished(output, plan)
+        summary = _finished(output, plan, options)
         if summary is None:
             if os.path.lexists(output) and not options.force:
                 raise ConfigError(f"--output {output}: exists; choose another or add --force")
@@ -127,13 +129,13 @@ def fill_folder(
                     )
                     runner = StageRunner(work, engine, options.advance, options.share)
                     # Another task of the array may have published since.
-                    if not is_shared or _finished(output, plan) is None:
+                    if not is_shared or _finished(output, plan, options) is None:
                         run_stages(work, runner)
                         runner.check()
                     if not is_shared:
                         return _publish(work, folder, output, gather, options.allow_bad)
                 with folder.locked(seconds=0):
-                    if (summary := _finished(output, plan)) is not None:
+                    if (summary := _finished(output, plan, options)) is not None:
                         folder.remove()
                         return summary
                     return _publish(work, folder, output, gather, options.allow_bad)
@@ -169,6 +171,8 @@ def _publish(
     summary = {**gather(work, staged), "plan_sha256": work.plan_sha256}
     listed = staged / QUARANTINE
     refuse_bad(summary["quarantined"], summary["documents"], allow_bad, listed)
+    files = sorted(path for path in staged.rglob("*") if path.is_file())
+    summary[_FILES] = {str(path.relative_to(staged)): path.stat().st_size for path in files}
     (staged / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     for path in staged.rglob("*"):
         fsync_path(path)
@@ -182,13 +186,31 @@ def _publish(
     return summary
 
 
-def _finished(output: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the summary of a result that is there, if it is this plan's."""
+def _finished(output: Path, plan: dict[str, Any], options: RunOptions) -> dict[str, Any] | None:
+    """Return the summary of a result that is there, if it is this plan's; None: do the work.
+
+    Raises:
+        ConfigError: files of it are missing or cut off, and it is not to be replaced.
+    """
     try:
         summary = read_json(output / SUMMARY, dict[str, Any], "a summary", remedy="remove it")
     except (OSError, DataError):
         return None
-    return summary if summary.get("plan_sha256") == plan_digest(plan) else None
+    if summary.get("plan_sha256") != plan_digest(plan):
+        return None
+    # Summaries of earlier releases list no files.
+    files = summary.get(_FILES)
+    for name, size in files.items() if isinstance(files, dict) else ():
+        path = output / name
+        if path.is_file() and path.stat().st_size == size:
+            continue
+        if not options.force:
+            raise ConfigError(
+                f"{path} is missing or cut off since the result was published; remove {output}, or "
+                "add --force"
+            )
+        return None
+    return summary
 
 
 def _run_stages(work: Work, runner: StageRunner) -> None:

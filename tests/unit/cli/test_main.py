@@ -72,6 +72,32 @@ def test_characters_that_the_output_lacks_are_replaced(
     assert shown in raw.getvalue()
 
 
+def test_arguments_of_any_language_need_no_locale() -> None:
+    """With ASCII names of files, the command starts itself again in UTF-8 mode, once."""
+    command = [sys.executable, "-m", "megatron_deberta", "status", "dés/modèle"]
+    settings = {"LC_ALL": "C", "PYTHONUTF8": "0"}
+    for more in ({}, {"PYTHONIOENCODING": "ascii"}):
+        environment = {**os.environ, **settings, **more}
+        done = subprocess.run(command, env=environment, capture_output=True)
+        assert done.returncode == errors.EXIT_USAGE
+        assert done.stderr.count(b"\n") == 1
+        name = "dés/modèle".encode() if not more else rb"d\xe9s/mod\xe8le"
+        assert done.stderr.startswith(b"megatron-deberta: error: " + name + b": no such folder")
+
+
+def test_text_that_the_encoding_lacks_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where Python was started in another encoding by its own option."""
+    error = UnicodeEncodeError("ascii", "dés", 1, 2, "ordinal not in range(128)")
+    monkeypatch.setattr(cli, "import_command", lambda _: Subcommand(error))
+    assert cli.main(["plan"]) == errors.EXIT_USAGE
+    assert capsys.readouterr().err == (
+        "megatron-deberta: error: '\\xe9' cannot be written in ascii, the encoding of this "
+        "environment; set PYTHONUTF8=1, or LC_ALL to a locale with UTF-8\n"
+    )
+
+
 def test_a_misspelled_command_is_named_with_a_similar_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

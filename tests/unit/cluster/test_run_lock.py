@@ -28,7 +28,7 @@ from megatron_deberta.cluster.run_lock import (
     read_lock,
 )
 from megatron_deberta.cluster.slurm.history import JobHistory
-from megatron_deberta.errors import ConfigError
+from megatron_deberta.errors import ConfigError, DataError
 from tests.support.jobs import ROOT
 
 HOLD = """
@@ -125,6 +125,23 @@ def test_exception_releases_the_lock(tmp_path: Path) -> None:
         raise RuntimeError
     with RunLock(tmp_path):
         pass
+
+
+def test_a_full_disk_does_not_hide_why_the_run_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The lock's own file cannot be written either."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run_lock, "write_atomically", fail)
+    with pytest.raises(DataError, match="cannot write the sample log"), RunLock(tmp_path):
+        raise DataError("cannot write the sample log")
+    monkeypatch.undo()
+    assert "00000001.json: not released: No space left on device" in caplog.text
+    with RunLock(tmp_path) as lock:
+        assert lock.number == 2
 
 
 def test_killed_holder_releases_the_lock_while_its_loader_lives(tmp_path: Path) -> None:

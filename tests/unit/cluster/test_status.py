@@ -175,6 +175,12 @@ def test_a_finished_run_has_no_eta(
         "end", link="7.2", step=300, code=0, goes_on=False, reason="finished"
     )
     assert main(["status", str(run_dir)]) == 0
+    assert "ended:          stopped by the file `stop`\n" in capsys.readouterr().out
+    (run_dir / "config.yaml").write_text("train: {steps: 1000}\nfinetune: {patience: 3}\n")
+    assert main(["status", str(run_dir)]) == 0
+    assert "ended:          finished\n" in capsys.readouterr().out
+    (run_dir / "config.yaml").write_text("train: {steps: 320}\n")
+    assert main(["status", str(run_dir)]) == 0
     shown = capsys.readouterr().out
     assert "ETA" not in shown
     assert "ended:          finished\n" in shown
@@ -285,6 +291,7 @@ def test_last_event_and_next_command(
     (run_dir / "submissions").mkdir()
     assert last_rows()[1] == f"megatron-deberta submit {run_dir}/config.yaml --cluster PROFILE"
     history.append("end", **failed, code=0, reason="finished")
+    (run_dir / "config.yaml").write_text("train: {steps: 320}\n")
     export = f"--to hf --output {run_dir}/hf"
     assert last_rows()[1] == f"megatron-deberta convert --checkpoint {run_dir} {export}"
 
@@ -389,6 +396,9 @@ def test_condition_of_a_run_that_ended(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(slurm, "call", Slurm())
     JobHistory(run_dir).append("end", link="7.2", step=300, code=code, goes_on=False, reason=reason)
+    if word == "finished":
+        assert read_condition(run_dir, capsys) == ("stopped", "stopped by the file `stop`")
+        (run_dir / "config.yaml").write_text("train: {steps: 320}\n")
     shown = "" if word == "finished" else reason
     assert read_condition(run_dir, capsys) == (word, shown)
     assert main(["status", str(run_dir)]) == 0
@@ -473,6 +483,16 @@ def test_condition_without_supervisor(
     os.utime(lock, (0, 0))
     assert read_condition(tmp_path, capsys) == ("failed", "its process was killed or lost")
     (tmp_path / FILE_NAME).write_text('{"step": 60, "kind": "train", "loss": 2.5}\n')
+    assert read_condition(tmp_path, capsys) == ("failed", "its process was killed or lost")
+    step_dir(tmp_path, 60).mkdir(parents=True)
+    (step_dir(tmp_path, 60) / COMMITTED_FILE).touch()
+    assert read_condition(tmp_path, capsys) == ("finished", "")
+    # Of a run that validates, the last validation is missing.
+    with (tmp_path / FILE_NAME).open("a") as metrics:
+        metrics.write('{"step": 0, "kind": "validation", "unigram_loss": 2.5}\n')
+    assert read_condition(tmp_path, capsys) == ("failed", "its process was killed or lost")
+    with (tmp_path / FILE_NAME).open("a") as metrics:
+        metrics.write('{"step": 60, "kind": "validation", "loss": 2.5}\n')
     assert read_condition(tmp_path, capsys) == ("finished", "")
 
 

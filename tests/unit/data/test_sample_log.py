@@ -1,6 +1,8 @@
 """Sample log: writing, truncation on resume, merging and checking."""
 
+import errno
 import json
+import os
 
 import pytest
 import torch
@@ -70,6 +72,41 @@ def test_records_are_written_without_closing(tmp_path):
         "samples": [0, 1],
     }
     sample_log.close()
+
+
+def test_a_disk_that_becomes_full_leaves_no_gap(tmp_path, monkeypatch):
+    """It takes a part of a record, without an error; or it fails when the log is flushed."""
+    sample_log = SampleLog(tmp_path, 0, 1, 0)
+    sample_log.append(1, [batch([0, 1])])
+    whole = sample_log._stream
+
+    class Full:
+        name = whole.name
+        fileno = whole.fileno
+        close = whole.close
+
+        def write(self, content):
+            return whole.write(content[:9])
+
+    def fail(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    sample_log._stream = Full()
+    with pytest.raises(
+        DataError, match="rank-00000.jsonl: cannot write the sample log: .*No space"
+    ):
+        sample_log.append(2, [batch([2, 3])])
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(
+        DataError, match="rank-00000.jsonl: cannot write the sample log: .*No space"
+    ):
+        sample_log.sync()
+    with pytest.raises(DataError):
+        sample_log.close()
+    monkeypatch.undo()
+    assert whole.closed
+    write_steps(tmp_path, [2], dp_size=1, completed=1, global_batch=2)
+    check_sample_log(tmp_path, global_batch_size=2, num_steps=2)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from megatron_deberta.distributed.environment import RankEnvironment, first_host, read_environment
-from megatron_deberta.errors import TopologyError
+from megatron_deberta.errors import EXIT_USAGE, TopologyError
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
@@ -55,6 +57,17 @@ def test_srun() -> None:
 def test_meeting_point_can_be_set() -> None:
     environment = read_environment({**SRUN, "MASTER_ADDR": "ib0", "MASTER_PORT": "1234"})
     assert (environment.master_address, environment.master_port) == ("ib0", 1234)
+
+
+@pytest.mark.parametrize("variables", [TORCHRUN, SRUN, OPEN_MPI, HYDRA])
+@pytest.mark.parametrize("port", ["0", "-1", "65536", "99999", "abc", "1e4", "12.0", "²"])
+def test_what_is_no_port_is_a_mistake_of_the_user(variables: dict[str, str], port: str) -> None:
+    given = {**variables, "MASTER_ADDR": "n0", "MASTER_PORT": port}
+    said = f"MASTER_PORT='{re.escape(port)}' is not a port from 1 to 65535; set it to a free one"
+    with pytest.raises(TopologyError, match=said) as caught:
+        read_environment(given)
+    assert caught.value.exit_code == EXIT_USAGE
+    assert read_environment({**given, "MASTER_PORT": " 65535 "}).master_port == 65535
 
 
 def test_open_mpi_on_one_node() -> None:

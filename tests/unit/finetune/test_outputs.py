@@ -238,6 +238,89 @@ def test_the_best_cell_of_a_search_is_inside_its_folder(run: FinetunedRun) -> No
         find_runs(search)
 
 
+def test_results_of_a_search_that_are_older_than_its_runs_are_refused(
+    run: FinetunedRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a search that was killed before it could write the table."""
+    search = run.folder.parent / "search"
+    for name in ("a/seed_1", "a/seed_2", "b/seed_1", "b/seed_2"):
+        shutil.copytree(run.folder, search / "cells" / name)
+    (search / "cells" / "b" / "seed_2" / "best.json").unlink()
+    shutil.rmtree(checkpoints_dir(search / "cells" / "b" / "seed_2"))
+    cells = [
+        {"folder": "cells/a", "runs": 2, "scores": {"1": 0.5, "2": 0.6}},
+        {"folder": "cells/b", "runs": 2, "scores": {}},
+    ]
+    results = {"metric": "accuracy", "best": "cells/a", "cells": cells}
+    (search / SEARCH_RESULTS).write_text(json.dumps(results))
+    with pytest.raises(ConfigError, match="cells/b/seed_1 has finished since it was written"):
+        find_runs(search)
+    cells[1]["scores"] = {"1": 0.4}
+    (search / SEARCH_RESULTS).write_text(json.dumps(results))
+    assert len(find_runs(search)) == 2
+    assert "1 runs of the search have no score yet; cells/a is the best" in caplog.text
+
+
+def test_unfinished_runs_are_named_and_runs_without_checkpoint_left_out(
+    run: FinetunedRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of ``compare`` and ``ensemble``; a process was killed at different moments."""
+    folder = run.folder.parent / "runs"
+    for name in ("damaged", "no_best", "no_checkpoint", "no_validation", "part", "whole"):
+        shutil.copytree(run.folder, folder / name)
+    (folder / "no_best" / "best.json").unlink()
+    shutil.rmtree(checkpoints_dir(folder / "no_checkpoint"))
+    metrics = folder / "no_validation" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(line for line in lines if '"validation"' not in line))
+    config = folder / "part" / CONFIG_FILE
+    config.write_text(re.sub(r"(\n  steps:) 2\n", r"\1 9\n", config.read_text()))
+    (folder / "damaged" / "metrics.jsonl").write_text("x\n")
+    found = {each.folder.name: each.checkpoint.name for each in find_runs(folder)}
+    names = ["damaged", "no_best", "no_validation", "part", "whole"]
+    assert found == dict.fromkeys(names, "step_00000002")
+    damaged, *said = [record.getMessage() for record in caplog.records]
+    assert damaged.startswith(f"{folder}/damaged/metrics.jsonl:1: not a metrics record")
+    assert damaged.endswith("it is not known whether this run has finished")
+    assert said == [
+        f"{folder}/no_checkpoint: left out, as it has no checkpoint",
+        *(
+            f"{folder}/{name}: this run has not finished (step 2 of {steps}); results are those "
+            "of step_00000002"
+            for name, steps in (("no_validation", 2), ("part", 9))
+        ),
+    ]  # fmt: skip
+
+
+def test_a_best_checkpoint_that_is_not_recorded_is_found(run: FinetunedRun) -> None:
+    """A process was killed after the commit of the best checkpoint, before ``best.json``."""
+    shutil.copytree(run.checkpoint, run.checkpoint.with_name("step_00000001"))
+    recorded = {"step": 2, "score": 0.25, "examples": ""}
+    (run.folder / "best.json").write_text(json.dumps(recorded))
+    lines = [{"step": 1, "kind": "validation", "loss": 1, "accuracy": 1, "score": 1}]
+    lines += [{"step": 2, "kind": "validation", "loss": 1, "accuracy": 0.25, "score": 0.25}]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (run.folder / "metrics.jsonl").write_text(text)
+    assert [found.checkpoint.name for found in find_runs(run.folder)] == ["step_00000001"]
+
+
+def test_outputs_of_checkpoints_that_are_gone_are_removed(run: FinetunedRun) -> None:
+    read_outputs(run, "dev")
+    (path,) = files(run)
+    kept = json.loads(path.with_suffix(".json").read_text())
+    gone = path.with_name("dev-step_00000001-0123456789abcdef.npy")
+    module._keep(gone, np.zeros(3, np.float32), "0" * 64, kept["data"])
+    # Of an earlier release, without a record; and one that is being written.
+    np.save(path.with_name("dev-step_00000002.npy"), np.zeros(3))
+    (path.parent / "dev-step_00000002.npy.7.x.tmp").write_bytes(b"1")
+    for old in path.parent.iterdir():
+        os.utime(old, (0, 0))
+    np.save(path.with_name("test-step_00000002-fedcba9876543210.npy"), np.zeros(3))
+    left = {path.name, path.with_suffix(".json").name, "test-step_00000002-fedcba9876543210.npy"}
+    read_outputs(run, "dev")
+    assert {each.name for each in path.parent.iterdir()} == left
+
+
 def test_a_run_has_finished_when_its_last_validation_is_recorded(run: FinetunedRun) -> None:
     metrics = run.folder / "metrics.jsonl"
     finished = finished_validation(run.folder, "accuracy")

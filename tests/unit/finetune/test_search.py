@@ -236,6 +236,19 @@ def test_finished_means_the_last_step_and_its_validation(
     assert result.score == 0.9
 
 
+def test_results_of_another_metric_are_not_shown(
+    search_file: Path, runs: list[ConfiguredRun], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The order of the task's metrics was changed; the old one has selected the checkpoints."""
+    finish(runs[0], 0.5)
+    task = search_file.parent / "data" / "task.yaml"
+    task.write_text(task.read_text().replace("[accuracy]", "[f1, accuracy]"))
+    for options in (["--table"], ["--no-check"]):
+        assert main(["search", str(search_file), *options]) == EXIT_USAGE
+        error = capsys.readouterr().err
+        assert "accuracy has selected this checkpoint, but the task's first metric is f1" in error
+
+
 def test_a_run_without_a_score_does_not_end_the_search(
     search: SearchConfig, runs: list[ConfiguredRun]
 ) -> None:
@@ -327,10 +340,12 @@ def test_prune_keeps_the_best_cell_and_unfinished_ones(
         finish(run, score)
     for run in runs:
         checkpoints_dir(run.folder).mkdir(parents=True)
+        (run.folder / "outputs").mkdir()
     found = collect(runs, "accuracy")
     assert prune(found, search.select) == 3
     left = [run for run in runs if checkpoints_dir(run.folder).exists()]
     assert left == runs[3:]
+    assert left == [run for run in runs if (run.folder / "outputs").exists()]
     assert collect(runs, "accuracy") == found
 
 

@@ -16,24 +16,40 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModel
+from transformers import AutoModel, AutoTokenizer
 
 from megatron_deberta.checkpoint.parts import open_part
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.cli.main import main
 from megatron_deberta.config import load_config
-from megatron_deberta.config.schema import DataConfig, ModelConfig, TrainConfig
-from megatron_deberta.errors import ConfigError
-from megatron_deberta.files import published_folder, sha256_file
+from megatron_deberta.config.schema import (
+    DataConfig,
+    ModelConfig,
+    RunConfig,
+    TokenizerConfig,
+    TrainConfig,
+)
+from megatron_deberta.config.task_head import with_task_head
+from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.files import FileLock, published_folder, sha256_file
+from megatron_deberta.finetune.models import open_release_weights, open_source_model
+from megatron_deberta.hf import export_model as export_module
 from megatron_deberta.hf.export_model import output_folder
-from megatron_deberta.hf.loading import load_pretrained, temporary_module_cache
+from megatron_deberta.hf.loading import (
+    load_export_tokenizer,
+    load_pretrained,
+    temporary_module_cache,
+    tokenizer_fields,
+)
 from megatron_deberta.model import parameter_shapes
+from megatron_deberta.tokenizer import load_tokenizer
 from tests.support.releases import write_release
 from tests.support.tiny_models import V2, random_weights, tiny_tokenizer
 from tests.support.tiny_runs import save_run
 
 TEXT = "The quick brown [MASK] jumps"
+UNIGRAM = Path(__file__).parents[2] / "golden" / "unigram.model"
 
 
 @pytest.fixture
@@ -110,6 +126,18 @@ def test_every_checkpoint_becomes_a_revision(
     for step, name in ((5, names[0]), (8, names[1])):
         table = load_file(out / name / "model.safetensors")["deberta.embeddings.LayerNorm.bias"]
         assert torch.equal(table, random_weights(V2, seed=step)["embeddings.norm.bias"])
+    # By one command at a time.
+    lock = FileLock(out / ".lock")
+    assert lock.acquire()
+    assert f"{out} is being written by another --every" in error_of(arguments, capsys, 2)
+    lock.release()
+    # The list keeps what is there, and is written before an export, which may be killed.
+    assert main([*arguments[:4], "4", *arguments[5:]]) == 0
+    assert json.loads((out / "revisions.json").read_text()) == listed
+    (out / "revisions.json").write_text(json.dumps(listed[1:]))
+    capsys.readouterr()
+    message = error_of(arguments, capsys, 2)
+    assert f"{out / names[0]} is not listed in {out}/revisions.json, so it may be the" in message
     # A second call continues.
     shutil.rmtree(out / names[0])
     assert main(arguments) == 0
@@ -198,6 +226,28 @@ def test_model_card_has_every_phase_up_to_the_step(run_dir: Path, tmp_path: Path
         "were not evaluated: the run has no validation"
         in (tmp_path / "copied" / "README.md").read_text()
     )
+
+
+def test_model_card_has_the_lengths_up_to_the_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = DataConfig(train=("books",), short_steps=4, short_sequence_length=8, sequence_length=32)
+    rows = {
+        3: "| sequence length | 8 |",
+        6: "| sequence length | 8 in the first 4 steps, then 32 |",
+    }
+    nonfinite = {"step": 6, "kind": "validation", "loss": None}
+    for step, row in rows.items():
+        train = TrainConfig(steps=20_000, global_batch_size=4)
+        save_run(V2, tmp_path / "run", tmp_path / "tokenizer", step, train, data)
+        (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(nonfinite) + "\n")
+        out = tmp_path / f"out{step}"
+        assert main(["convert", "--checkpoint", str(tmp_path / "run"), "--output", str(out)]) == 0
+        card = (out / "README.md").read_text()
+        assert row in card
+        tokens = 4 * (min(step, 4) * 8 + max(step - 4, 0) * 32)
+        assert f"| tokens | {tokens:,}, padding included |" in card
+    assert "the loss of the validation at step 6 is infinite or not a number." in card
 
 
 def predictions(output: str) -> list[tuple[str, str]]:
@@ -317,7 +367,7 @@ def test_import_says_why_it_cannot_fill_masks(
     assert main(["convert", "--from", "hf", str(again), "--output", str(third)]) == 0
     capsys.readouterr()
     refuses_to_predict(third, "it is a discriminator", tmp_path, capsys)
-    message = error_of([*arguments, str(tmp_path / "x"), "--generator-only"], capsys, 1)
+    message = error_of([*arguments, str(tmp_path / "x"), "--generator-only"], capsys, 2)
     assert "the generator cannot fill masks: it is a discriminator" in message
 
 
@@ -472,7 +522,7 @@ def test_fill_mask_refuses_in_one_line(
     (tmp_path / "config.json").unlink()
     assert "no committed checkpoint" in error_of(["fill-mask", str(tmp_path), TEXT], capsys, 2)
     (tmp_path / "config.json").write_text("{")
-    assert "config.json" in error_of(["fill-mask", str(tmp_path), TEXT], capsys, 1)
+    assert "config.json" in error_of(["fill-mask", str(tmp_path), TEXT], capsys, 2)
 
 
 def test_export_refuses_in_one_line_and_leaves_nothing(
@@ -498,7 +548,7 @@ def test_export_refuses_in_one_line_and_leaves_nothing(
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    assert "damaged" in error_of([*base, str(run_dir)], capsys, 1)
+    assert "damaged" in error_of([*base, str(run_dir)], capsys, 2)
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -511,9 +561,73 @@ def test_another_tokenizer_is_refused(
     vocabulary[20][1], vocabulary[21][1] = vocabulary[21][1] - 1, vocabulary[20][1]
     path.write_text(json.dumps(spec))
     arguments = ["convert", "--checkpoint", str(run_dir), "--output", str(tmp_path / "out")]
-    assert "fingerprint" in error_of(arguments, capsys, 1)
+    assert "fingerprint" in error_of(arguments, capsys, 2)
     missing = [*arguments, "--tokenizer", str(tmp_path / "nothing")]
     assert "--tokenizer" in error_of(missing, capsys, 2)
+
+
+def test_another_tokenizer_in_an_export_is_refused(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By every command that reads it; exports of earlier releases, without a record, load."""
+    out, fill = tmp_path / "out", ["fill-mask", str(tmp_path / "out"), TEXT]
+    assert main(["convert", "--checkpoint", str(run_dir), "--output", str(out)]) == 0
+    assert main(fill) == 0
+    # transformers writes the file anew.
+    AutoTokenizer.from_pretrained(out).save_pretrained(out)
+    assert main(fill) == 0
+    capsys.readouterr()
+    path = out / "tokenizer.json"
+    spec = json.loads(path.read_text())
+    vocabulary = spec["model"]["vocab"]
+    vocabulary[20], vocabulary[21] = vocabulary[21], vocabulary[20]
+    path.write_text(json.dumps(spec))
+    said = f"tokenizer {out} is not the one that the model was exported with (tokenizer_fingerp"
+    assert said in error_of(fill, capsys, 2)
+    imported = ["convert", "--from", "hf", str(out), "--output", str(tmp_path / "new")]
+    assert said in error_of(imported, capsys, 2)
+    source = open_source_model(out)
+    with pytest.raises(DataError, match="is not the one that the model was exported with"):
+        source.load_tokenizer()
+    model = with_task_head(source.config, "classification", ("good", "bad"), 0.0)
+    config = RunConfig(model=model, tokenizer=TokenizerConfig(path=str(out)))
+    with pytest.raises(DataError, match="is not the one that the model was exported with"):
+        open_release_weights(out, config)
+    assert main([*fill, "--tokenizer", str(tmp_path / "tokenizer")]) == 0
+    assert open_source_model(out, str(tmp_path / "tokenizer")).load_tokenizer()
+    fields = json.loads((out / "config.json").read_text())
+    del fields["tokenizer_fingerprints"]
+    (out / "config.json").write_text(json.dumps(fields))
+    assert main(fill) == 0
+    assert open_source_model(out).load_tokenizer()
+
+
+def test_another_sentencepiece_model_in_an_export_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Though ``tokenizer.json`` is read first: other programs read this one."""
+    load_tokenizer(str(UNIGRAM)).save(str(tmp_path / "tokenizer"))
+    fields = tokenizer_fields(*[load_tokenizer(str(tmp_path / "tokenizer"))] * 2)
+    load_export_tokenizer(fields, tmp_path / "tokenizer")
+    with (tmp_path / "tokenizer" / "spm.model").open("ab") as file:
+        file.write(b"\0")
+    with pytest.raises(DataError, match=r"exported with \(sentencepiece_sha256 in its config.json"):
+        load_export_tokenizer(fields, tmp_path / "tokenizer")
+
+
+@pytest.mark.parametrize("head", ["spans", "tokens", "classification"])
+def test_offsets_of_tags_and_answers_begin_with_a_letter(head: Any, tmp_path: Path) -> None:
+    """Also those of a lone space before a word, which is a piece of its own."""
+    labels = () if head == "spans" else ("O", "B-X")
+    text = "Zz in 1848 (the 7th) 東京"
+    tokenizer = load_tokenizer(str(UNIGRAM))
+    export_module._save_tokenizer(tokenizer, tmp_path, with_task_head(V2, head, labels, 0.0))
+    ids = tokenizer.encode(text)
+    found = AutoTokenizer.from_pretrained(tmp_path)(text, return_offsets_mapping=True)
+    assert found["input_ids"][1:-1] == ids
+    spans = found["offset_mapping"][1:-1]
+    assert [tokenizer.piece(token) for token in ids].count("▁") > 1
+    assert any(text[start].isspace() for start, _ in spans) == (head == "classification")
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(
@@ -653,7 +767,7 @@ def test_models_of_two_releases_are_refused(
         assert main(["convert", *arguments]) == 0
     models = ["--from", "hf", str(tmp_path / "one_hf")]
     models += ["--generator", str(tmp_path / "two_hf" / "generator")]
-    assert main(["convert", *models, "--output", str(tmp_path / "new")]) == 1
+    assert main(["convert", *models, "--output", str(tmp_path / "new")]) == 2
     error = capsys.readouterr().err
     assert "the generator has num_heads=2, the discriminator 4" in error
     assert not (tmp_path / "new").exists()
@@ -665,7 +779,7 @@ def test_a_model_without_generator_beside_it_is_refused(
     write_release(tmp_path / "v3", "v3", generator=False)
     folder, new = str(tmp_path / "v3"), str(tmp_path / "new")
     arguments = ["convert", "--from", "hf", folder, "--output", new, "--generator", folder]
-    message = error_of(arguments, capsys, 1)
+    message = error_of(arguments, capsys, 2)
     assert "has no generator_config.json, so no generator; download it, or use --new-gen" in message
     assert "give one of them" in error_of([*arguments, "--new-generator"], capsys, 2)
     assert not (tmp_path / "new").exists()

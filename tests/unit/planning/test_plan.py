@@ -22,9 +22,10 @@ from megatron_deberta.planning.devices import find_device
 from megatron_deberta.planning.machine import Machine, machine_of
 from megatron_deberta.planning.memory import estimate_memory
 from megatron_deberta.planning.plan import make_plan
-from megatron_deberta.planning.search import NEAR, search_layouts
+from megatron_deberta.planning.search import NEAR, rank_memory, search_layouts
 from megatron_deberta.planning.timing import run_seconds, step_time
 from megatron_deberta.planning.traffic import Traffic
+from tests.support.tiny_task import MODEL, write_task
 
 RUNS = Path(__file__).parents[3] / "configs/runs"
 DGX2 = machine_of(load_profile("dgx2"))
@@ -71,6 +72,15 @@ def test_attention_without_kernels_is_bound_by_memory(large: RunConfig) -> None:
     assert step_time(large, machine_of(load_profile("dgx2"), achieved=0.2), 256).attention == 0
     h100 = machine_of(load_profile("dgx_h100"))
     assert step_time(large, h100, 256).attention == 0
+    # A run may choose the backend without fused kernels anywhere.
+    chunked = replace(large, parallel=replace(large.parallel, attention_backend="chunked"))
+    assert step_time(chunked, h100, 256).attention == pytest.approx(248 * scores / 3350e9)
+    measured = machine_of(load_profile("dgx_h100"), achieved=0.2)
+    assert step_time(chunked, measured, 256).attention == 0
+    assumed = make_plan(chunked, h100, 256, search=False).assumptions
+    assert any("248 bytes per score" in text for text in assumed)
+    assert rank_memory(chunked, DGX2, 256) == rank_memory(large, DGX2, 256)
+    assert rank_memory(chunked, h100, 256) == rank_memory(chunked, DGX2, 256)
 
 
 def test_gradients_cross_nodes_only_where_there_are_several(large: RunConfig) -> None:
@@ -82,6 +92,14 @@ def test_gradients_cross_nodes_only_where_there_are_several(large: RunConfig) ->
         assert (volume.network_bytes == 0) is inside
         # Two rings pass through each node, one a rank of a layer.
         assert inside or volume.network_bytes == pytest.approx(2 * volume.nvlink_bytes)
+
+
+def test_short_rows_for_longer_than_the_run(large: RunConfig) -> None:
+    """As where a copy of a config has fewer steps."""
+    data = replace(large.data, short_steps=2_000_000, short_sequence_length=128)
+    rows = replace(large.data, sequence_length=128)
+    expected = 1_000_000 * step_time(replace(large, data=rows), DGX2, 256).total
+    assert run_seconds(replace(large, data=data), DGX2, 256) == pytest.approx(expected)
 
 
 def test_shorter_rows_take_less_time(large: RunConfig) -> None:
@@ -384,6 +402,26 @@ def test_banner_and_plan_predict_the_same_memory() -> None:
     plan = make_cpu_plan(config, 1)
     expected = plan.memory[config.parallel.recompute].total + LIBRARY_BYTES
     assert predict_bytes(config) == expected
+    # Of phases, the one that needs most.
+    phases = ("steps=500 data.sequence_length=64", "steps=500 objective.mask_probability=0.5")
+    phased = replace(config, train=replace(config.train, phases=phases))
+    plan = make_cpu_plan(phased, 1)
+    assert predict_bytes(phased) == plan.memory[config.parallel.recompute].total + LIBRARY_BYTES
+    assert plan.memory[config.parallel.recompute].total + LIBRARY_BYTES > expected
+    assert [line.split(":")[0] for line in plan.phases] == ["steps 1 to 500", "steps 501 to 1,000"]
+
+
+def test_a_cpu_plan_of_fine_tuning_has_the_steps_of_its_epochs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, run = write_task(tmp_path / "data"), tmp_path / "run.yaml"
+    arguments = [str(data / "task.yaml"), "--model", str(MODEL), "--data", str(data)]
+    settings = ["train.global_batch_size=8", "finetune.epochs=3", "train.device=cpu"]
+    assert main(["finetune", *arguments, *settings, "--save-config", str(run)]) == 0
+    capsys.readouterr()
+    assert main(["plan", str(run)]) == 0
+    # 37 examples
+    assert " GFLOP per step, 15 steps\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 
 from megatron_deberta.cli.main import main
 from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.text import sample as module
 from megatron_deberta.text.jobs.executors import RunOptions
 from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.jobs.progress import Counts
@@ -154,6 +157,29 @@ def test_a_failed_start_does_not_block_the_corrected_one(
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.jsonl", "bad.jsonl", "out"]
     assert main([*command, str(path), "--force", "--character-coverage", "3"]) == 2
     assert not (tmp_path / "out.unfinished").exists()
+
+
+def test_one_that_comes_second_samples_nothing_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two commands at a time: the second one waits for the folder, and finds the tokenizer."""
+    path = write(tmp_path, LINES[:300])
+    command = ["train-tokenizer", "--output", str(tmp_path / "out"), "--workers", "0"]
+    command += ["--vocab-size", "25", "--input", str(path)]
+    begin = module.begin_work
+
+    @contextlib.contextmanager
+    def late(*arguments: Any) -> Iterator[Any]:
+        with begin(*arguments) as work:
+            (tmp_path / "out").mkdir()
+            (tmp_path / "out" / "tokenizer.json").touch()
+            yield work
+
+    monkeypatch.setattr(module, "begin_work", late)
+    monkeypatch.setattr(module, "StageRunner", None)
+    assert main(command) == 2
+    assert "exists; name a new directory or add --force" in capsys.readouterr().err
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.jsonl", "out"]
 
 
 def test_a_killed_sample_is_still_protected(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from megatron_deberta.cli.main import main
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.text.deduplicate.settings import Settings
 from megatron_deberta.text.deduplicate.shingles import digest_of
+from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.readers.checks import SIDES
 from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import find_sources
@@ -49,6 +50,37 @@ def test_five_percent_on_average(many, tmp_path):
     train, validation = (names(tmp_path / "out" / side) for side in ("train", "validation"))
     assert sorted(train + validation) == list(range(4000))
     assert train == sorted(train)
+
+
+@pytest.mark.parametrize("command", ["split", "deduplicate"])
+def test_array_task_that_is_not_the_last_says_that_nothing_is_published(
+    command, many, tmp_path, capsys
+):
+    output = tmp_path / "out"
+    arguments = [command, "--input", *many, "--output", str(output), "--workers", "0"]
+    with JobFolder(output).locked(shared=True):
+        assert main([*arguments, "--array-task", "0/2"]) == 0
+        said = f"{output}: this task is done, but nothing is published yet"
+        assert said in capsys.readouterr().out
+        assert not output.exists()
+    assert main([*arguments, "--array-task", "1/2"]) == 0
+    assert f"{output}: 4,000 documents" in capsys.readouterr().out
+    assert (output / "summary.json").exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_a_result_without_a_file_is_not_taken_for_whole(damage, many, tmp_path, capsys):
+    output = tmp_path / "out"
+    arguments = ["split", "--input", *many, "--output", str(output), "--workers", "0"]
+    assert main(arguments) == 0
+    assert main(arguments) == 0
+    (part,) = (output / "train").iterdir()
+    content = part.read_bytes()
+    part.write_bytes(content[:-9]) if damage == "cut" else part.unlink()
+    assert main(arguments) == 2
+    assert f"{part} is missing or cut off since the result was pub" in capsys.readouterr().err
+    assert main([*arguments, "--force"]) == 0
+    assert part.read_bytes() == content
 
 
 def test_other_commands_do_not_mix_the_sides_unnoticed(many, tmp_path, capsys, caplog):

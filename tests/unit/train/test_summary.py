@@ -18,7 +18,7 @@ from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.observe.metrics import MetricsWriter
 from megatron_deberta.train.data import describe_tokens
 from megatron_deberta.train.start import Start
-from megatron_deberta.train.state import Ending, Outcome, TrainState
+from megatron_deberta.train.state import Ending, TrainState
 from megatron_deberta.train.summary import describe_end, describe_nothing_left, describe_start
 
 CORPORA: Any = SimpleNamespace(train=(SimpleNamespace(lengths=np.full(100, 640)),))
@@ -67,13 +67,12 @@ def commit(run_dir: Path, step: int) -> None:
 def test_end_before_or_after_the_last_checkpoint(tmp_path: Path) -> None:
     """A process that is preempted completes the save in flight, which is of an earlier step."""
     MetricsWriter(tmp_path, tensorboard=False).close()
-    outcome = Outcome(Ending.PREEMPTED, TrainState(23, 184))
-    text = describe_end(config_of(tmp_path), outcome, 5, None)
+    text = describe_end(config_of(tmp_path), Ending.PREEMPTED, 23, 5, None)
     assert "checkpoint  none yet\n" in text
     assert text.endswith("start the same command again")
     for step in (14, 21, 28):
         commit(tmp_path, step)
-    text = describe_end(config_of(tmp_path), outcome, 5, None)
+    text = describe_end(config_of(tmp_path), Ending.PREEMPTED, 23, 5, None)
     assert f"checkpoint  {step_dir(tmp_path, 21)}\n" in text
     assert text.endswith("start the same command again: it resumes from this checkpoint")
 
@@ -86,9 +85,9 @@ def test_end_of_a_run(tmp_path: Path) -> None:
         writer.write(step, {"loss": loss}, kind="validation")
     writer.write(501, {"loss": float("nan")})
     writer.close()
-    config, state = config_of(tmp_path), TrainState(500, 4000)
+    config = config_of(tmp_path)
     commit(tmp_path, 500)
-    text = describe_end(config, Outcome(Ending.FINISHED, state), 3723.4, None)
+    text = describe_end(config, Ending.FINISHED, 500, 3723.4, None)
     assert text.splitlines() == [
         "run         finished at step 500 of 500 after 1:02:03",
         "training    loss 2.7000",
@@ -99,6 +98,17 @@ def test_end_of_a_run(tmp_path: Path) -> None:
         f"            megatron-deberta convert --checkpoint {tmp_path} --to hf"
         f" --output {tmp_path}/hf",
     ]
+
+
+def test_an_early_end_has_its_own_reason(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    config = replace(config, finetune=replace(config.finetune, patience=3))
+    MetricsWriter(tmp_path, tensorboard=False).close()
+    text = describe_end(config, Ending.FINISHED, 40, 1, None)
+    assert "ended early by finetune.patience=3 at step 40 of 500" in text
+    config = replace(config, train=replace(config.train, exit_step=40))
+    text = describe_end(config, Ending.FINISHED, 40, 1, None)
+    assert "reached train.exit_step at step 40 of 500" in text
 
 
 @pytest.mark.parametrize(
@@ -117,8 +127,7 @@ def test_end_names_the_model_or_form_of_a_loss(
     writer.close()
     config = config_of(tmp_path)
     config = replace(config, objective=replace(config.objective, name=name))
-    state = TrainState(500, 4000)
-    lines = describe_end(config, Outcome(Ending.FINISHED, state), 1, None).splitlines()
+    lines = describe_end(config, Ending.FINISHED, 500, 1, None).splitlines()
     assert lines[1:3] == [f"training    {training}", f"validation  {validation}"]
 
 
@@ -139,8 +148,7 @@ def test_only_a_slurm_job_is_requeued(
     if job:
         monkeypatch.setenv("SLURM_JOB_ID", "7")
     MetricsWriter(tmp_path, tensorboard=False).close()
-    outcome = Outcome(ending, TrainState(23, 184))
-    text = describe_end(config_of(tmp_path), outcome, 5, received)
+    text = describe_end(config_of(tmp_path), ending, 23, 5, received)
     assert f"run         stopped by {how} at step 23 of 500 after 0:00:05\n" in text
     assert text.splitlines()[-1].startswith(f"next        {follows}")
 
