@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_deberta.checkpoint.layout import EMA, WEIGHT, committed_steps, step_dir
-from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.checkpoint.reader import CheckpointReader, Slice
 from megatron_deberta.errors import CheckpointError, ConfigError
 
 
@@ -43,21 +43,14 @@ class AveragedWeights:
         """Steps of the checkpoints."""
         return [reader.metadata.step for reader, _ in self._parts]
 
-    def tensor(
-        self,
-        name: str,
-        kind: str = WEIGHT,
-        dim: int | None = None,
-        start: int | None = None,
-        stop: int | None = None,
-    ) -> Tensor:
-        """Return the mean of a parameter, or of indices of one dimension, in fp32."""
+    def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
+        """Return the mean of a parameter, or of a part of it, in fp32."""
         first, *others = (
-            reader.tensor(name, kind, dim, start, stop).to(torch.float64) * share
+            reader.tensor(name, kind, part).to(torch.float64) * share
             for reader, share in self._parts
         )
-        for part in others:
-            first += part
+        for other in others:
+            first += other
         return first.to(torch.float32)
 
 
@@ -85,16 +78,9 @@ class MovingAverage:
         self._reader = reader
         self.path, self.metadata, self.shapes = reader.path, reader.metadata, reader.shapes
 
-    def tensor(
-        self,
-        name: str,
-        kind: str = WEIGHT,
-        dim: int | None = None,
-        start: int | None = None,
-        stop: int | None = None,
-    ) -> Tensor:
+    def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
         """Read a parameter as `CheckpointReader.tensor`, its average for its weight."""
-        return self._reader.tensor(name, EMA if kind == WEIGHT else kind, dim, start, stop)
+        return self._reader.tensor(name, EMA if kind == WEIGHT else kind, part)
 
 
 def average_checkpoints(run_dir: Path, count: int, decay: float) -> AveragedWeights:

@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 from torch import Tensor
 
 from megatron_deberta.checkpoint.layout import WEIGHT
+from megatron_deberta.checkpoint.reader import Slice
 from megatron_deberta.checkpoint.store import WeightSource
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.errors import CheckpointError
@@ -46,14 +47,7 @@ class ModelPart:
         self.config = (generator_config if self._is_generator else discriminator_config)(model)
         self.shapes = parameter_shapes(self.config)
 
-    def tensor(
-        self,
-        name: str,
-        kind: str = WEIGHT,
-        dim: int | None = None,
-        start: int | None = None,
-        stop: int | None = None,
-    ) -> Tensor:
+    def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
         """Read a parameter as `CheckpointReader.tensor`; weights only.
 
         Raises:
@@ -63,7 +57,7 @@ class ModelPart:
             raise CheckpointError(f"{self.path}: a part of it has weights only, no {kind}")
 
         def read(stored: str) -> Tensor:
-            return self._reader.tensor(stored, kind, dim, start, stop)
+            return self._reader.tensor(stored, kind, part)
 
         if self._is_generator:
             return read(GENERATOR + name)

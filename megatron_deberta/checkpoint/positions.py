@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_deberta.checkpoint.layout import WEIGHT
-from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.checkpoint.reader import CheckpointReader, Slice
 
 POSITION_TABLES = ("embeddings.position.weight", "mask_decoder.position.weight")
 """Tables with a row per absolute position; those of relative positions do not grow."""
@@ -56,19 +56,9 @@ class ExtendedPositions:
             for name, shape in reader.shapes.items()
         }
 
-    def tensor(
-        self,
-        name: str,
-        kind: str = WEIGHT,
-        dim: int | None = None,
-        start: int | None = None,
-        stop: int | None = None,
-    ) -> Tensor:
-        """Read a parameter, or indices ``[start, stop)`` of one dimension, in fp32."""
+    def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
+        """Read a parameter, or a part of it, in fp32."""
         if not name.endswith(POSITION_TABLES):
-            return self._reader.tensor(name, kind, dim, start, stop)
+            return self._reader.tensor(name, kind, part)
         table = extend_table(self._reader.tensor(name, kind), self._rows, self._rule)
-        if dim is None:
-            return table
-        first = start or 0
-        return table.narrow(dim, first, (table.shape[dim] if stop is None else stop) - first)
+        return table if part is None else part.of(table)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +22,18 @@ from megatron_deberta.checkpoint.layout import (
 )
 from megatron_deberta.errors import CheckpointError
 from megatron_deberta.files import sha256_file
+
+
+class Slice(NamedTuple):
+    """Indices ``[start, stop)`` of one dimension of a tensor."""
+
+    dim: int
+    start: int
+    stop: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return these indices of a tensor."""
+        return tensor.narrow(self.dim, self.start, self.stop - self.start)
 
 
 class CheckpointReader:
@@ -85,22 +97,13 @@ class CheckpointReader:
             if digest != entry.sha256:
                 raise CheckpointError(f"{file}: SHA-256 differs from the manifest's; it is damaged")
 
-    def tensor(
-        self,
-        name: str,
-        kind: str = WEIGHT,
-        dim: int | None = None,
-        start: int | None = None,
-        stop: int | None = None,
-    ) -> Tensor:
-        """Read a parameter, or indices ``[start, stop)`` of one dimension.
+    def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
+        """Read a parameter, or a part of it.
 
         Args:
             name: canonical name.
             kind: one of ``kinds``.
-            dim: dimension to slice; None: read everything.
-            start: first index; None: 0.
-            stop: end of the slice; None: the dimension's size.
+            part: indices to read; None: all.
 
         Returns:
             fp32 CPU tensor.
@@ -112,21 +115,21 @@ class CheckpointReader:
         if shape is None or kind not in self.kinds:
             raise CheckpointError(f"{self.path} holds no {kind} of {name}; it is of another model")
         requested = [range(extent) for extent in shape]
-        if dim is not None:
-            first, last = start or 0, shape[dim] if stop is None else stop
-            if not 0 <= first <= last <= shape[dim]:
+        if part is not None:
+            dim, start, stop = part
+            if not 0 <= start <= stop <= shape[dim]:
                 raise CheckpointError(
                     f"{self.path}: {name} has {shape[dim]} indices along dimension {dim}, "
-                    f"not {first} to {last}; it is of another model"
+                    f"not {start} to {stop}; it is of another model"
                 )
-            requested[dim] = range(first, last)
+            requested[dim] = range(start, stop)
         key = tensor_key(kind, name)
         # Files first: their headers are checked against the manifest's shapes before any memory
         # is allocated for these.
         parts = [
-            part
+            found
             for fragment in self._fragments[name]
-            if (part := self._open_overlap(fragment, key, requested)) is not None
+            if (found := self._open_overlap(fragment, key, requested)) is not None
         ]
         result = torch.empty([len(indices) for indices in requested], dtype=torch.float32)
         for tensor, source, target in parts:

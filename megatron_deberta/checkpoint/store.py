@@ -25,7 +25,7 @@ from megatron_deberta.checkpoint.layout import (
     state_kinds,
     step_dir,
 )
-from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.checkpoint.reader import CheckpointReader, Slice
 from megatron_deberta.checkpoint.retention import Retention, delete_expired
 from megatron_deberta.distributed.control import all_reduce_any, broadcast_from_rank_zero
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
@@ -235,15 +235,8 @@ class WeightSource(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Logical shape by canonical name."""
 
-    def tensor(
-        self,
-        name: str,
-        kind: str = WEIGHT,
-        dim: int | None = None,
-        start: int | None = None,
-        stop: int | None = None,
-    ) -> Tensor:
-        """Read a parameter, or indices ``[start, stop)`` of one dimension, in fp32."""
+    def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
+        """Read a parameter, or a part of it, in fp32."""
 
 
 class StoredRun(WeightSource, Protocol):
@@ -332,8 +325,8 @@ def local_part(whole: Tensor, spec: ParameterSpec) -> Tensor:
 
 def _local_part(reader: WeightSource, spec: ParameterSpec, kind: str) -> Tensor:
     """Read this rank's part of a parameter, zero-padded to its local shape."""
-    stop = spec.offset + spec.length
-    return _padded(reader.tensor(spec.name, kind, spec.split_dim, spec.offset, stop), spec)
+    part = Slice(spec.split_dim, spec.offset, spec.offset + spec.length)
+    return _padded(reader.tensor(spec.name, kind, part), spec)
 
 
 def _padded(part: Tensor, spec: ParameterSpec) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from megatron_deberta.checkpoint.layout import WEIGHT
+from megatron_deberta.checkpoint.reader import Slice
 from megatron_deberta.checkpoint.store import WeightSource
 from megatron_deberta.config.schema import ModelConfig
 
@@ -84,19 +85,12 @@ class TaskHead:
             )
         return "the head is taken over unchanged"
 
-    def tensor(
-        self,
-        name: str,
-        kind: str = WEIGHT,
-        dim: int | None = None,
-        start: int | None = None,
-        stop: int | None = None,
-    ) -> Tensor:
+    def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
         """Read a parameter as `CheckpointReader.tensor`."""
         if self.order is None or name not in _CLASSIFIER:
-            return self._source.tensor(name, kind, dim, start, stop)
+            return self._source.tensor(name, kind, part)
         tensor = self._source.tensor(name, kind)[self.order]
-        return tensor if dim is None else tensor.narrow(dim, start or 0, (stop or 0) - (start or 0))
+        return tensor if part is None else part.of(tensor)
 
 
 def _shown(labels: Sequence[str]) -> str:

@@ -12,7 +12,8 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 import torch
 from torch import Tensor
 
-from megatron_deberta.checkpoint.layout import CheckpointMetadata, step_dir
+from megatron_deberta.checkpoint.layout import WEIGHT, CheckpointMetadata, step_dir
+from megatron_deberta.checkpoint.reader import Slice
 from megatron_deberta.checkpoint.store import HEAD_PREFIXES, save_weights
 from megatron_deberta.config import config_to_dict, save_config, validate
 from megatron_deberta.config.schema import (
@@ -217,20 +218,13 @@ class Release:
         shapes = parameter_shapes(self.config)
         return {name: shape for name, shape in shapes.items() if name not in missing}
 
-    def tensor(
-        self,
-        name: str,
-        kind: str = "weight",
-        dim: int | None = None,
-        start: int | None = None,
-        stop: int | None = None,
-    ) -> Tensor:
-        """Read a parameter, or indices ``[start, stop)`` of one dimension, in fp32."""
+    def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
+        """Read a parameter, or a part of it, in fp32."""
         entry, stored = next(pair for pair in self._tensors if name in pair[0].parts)
         tensor = entry.unpack(stored.load().float())[name]
         if name == "embeddings.position.weight":
             tensor = self._add_token_type(tensor)
-        return tensor if dim is None else tensor.narrow(dim, start or 0, (stop or 0) - (start or 0))
+        return tensor if part is None else part.of(tensor)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield canonical name and fp32 tensor of every parameter."""

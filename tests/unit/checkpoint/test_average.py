@@ -13,7 +13,7 @@ from megatron_deberta.checkpoint import store
 from megatron_deberta.checkpoint.average import MovingAverage, average_checkpoints
 from megatron_deberta.checkpoint.layout import EMA, KINDS, step_dir
 from megatron_deberta.checkpoint.positions import ExtendedPositions, extend_table
-from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.checkpoint.reader import CheckpointReader, Slice
 from megatron_deberta.checkpoint.resume import (
     check_continuation,
     check_resume,
@@ -54,7 +54,7 @@ def test_mean_of_the_last_checkpoints(run_dir: Path) -> None:
     averaged = average_checkpoints(run_dir, 2, 1.0)
     assert (averaged.steps, averaged.metadata.step) == ([2, 3], 3)
     assert averaged.tensor("head.bias").tolist() == [6.0] * 3
-    assert averaged.tensor("head.bias", dim=0, start=1, stop=2).tolist() == [6.0]
+    assert averaged.tensor("head.bias", part=Slice(0, 1, 2)).tolist() == [6.0]
 
 
 def test_exponential_average_of_all(run_dir: Path) -> None:
@@ -104,7 +104,7 @@ def test_moving_average_is_saved_and_loaded_on_any_layout(
     weights = MovingAverage(reader)
     for name, kinds in logical.items():
         assert weights.tensor(name).equal(kinds["weight"] + 1)
-        assert weights.tensor(name, dim=0, start=0, stop=1).equal(kinds["weight"][:1] + 1)
+        assert weights.tensor(name, part=Slice(0, 0, 1)).equal(kinds["weight"][:1] + 1)
 
 
 def test_checkpoint_without_a_moving_average(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_extension_needs_a_named_rule(run_dir: Path) -> None:
         check_same_architecture(longer, load_config(None, fewer))
     extended = ExtendedPositions(reader, 10, "repeat")
     assert extended.shapes[TABLE] == (10, 2)
-    assert extended.tensor(TABLE, dim=0, start=4, stop=6).equal(reader.tensor(TABLE)[:2])
+    assert extended.tensor(TABLE, part=Slice(0, 4, 6)).equal(reader.tensor(TABLE)[:2])
     assert extended.tensor("head.bias").equal(reader.tensor("head.bias"))
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, KINDS, MANIFEST_FILE, commit_mark
-from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.checkpoint.reader import CheckpointReader, Slice
 from megatron_deberta.checkpoint.store import save
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import CheckpointError
@@ -53,9 +53,14 @@ def test_every_slice_of_every_dimension(saved: Path, name: str) -> None:
         logical = logical_states()[name][kind]
         assert torch.equal(reader.tensor(name, kind), logical)
         for dim, extent in enumerate(logical.shape):
-            for start, stop in ((0, 0), (0, 1), (1, extent), (extent // 3, extent // 2), (2, None)):
-                part = reader.tensor(name, kind, dim, start, stop)
-                stop = extent if stop is None else stop
+            for start, stop in (
+                (0, 0),
+                (0, 1),
+                (1, extent),
+                (extent // 3, extent // 2),
+                (1, extent - 1),
+            ):
+                part = reader.tensor(name, kind, Slice(dim, start, stop))
                 assert torch.equal(part, logical.narrow(dim, start, stop - start))
 
 
@@ -66,7 +71,7 @@ def test_what_is_not_there_is_named(saved: Path) -> None:
     with pytest.raises(CheckpointError, match="no momentum of head.bias"):
         reader.tensor("head.bias", "momentum")
     with pytest.raises(CheckpointError, match="70 indices along dimension 0, not 60 to 71"):
-        reader.tensor("head.bias", dim=0, start=60, stop=71)
+        reader.tensor("head.bias", part=Slice(0, 60, 71))
 
 
 def test_verification_can_be_divided(copied: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_deberta.checkpoint import store
 from megatron_deberta.checkpoint.layout import CheckpointMetadata
 from megatron_deberta.checkpoint.parts import open_part
-from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.checkpoint.reader import CheckpointReader, Slice
 from megatron_deberta.config import config_to_dict, validate
 from megatron_deberta.config.schema import (
     DataConfig,
@@ -235,7 +235,7 @@ def test_checkpoint_holds_both_models(tmp_path: Path) -> None:
     assert (config.head, config.num_layers) == ("discriminator", RTD.model.num_layers)
     table = (weights[GENERATOR + TOKENS] + delta)[: config.vocab_size]
     assert torch.equal(discriminator.tensor(TOKENS), table)
-    assert torch.equal(discriminator.tensor(TOKENS, dim=0, start=3, stop=9), table[3:9])
+    assert torch.equal(discriminator.tensor(TOKENS, part=Slice(0, 3, 9)), table[3:9])
     assert TOKENS in discriminator.shapes
     assert DELTA not in discriminator.shapes
 
