@@ -29,7 +29,9 @@ export TOKENIZERS_PARALLELISM=false
 export HF_HUB_OFFLINE=1
 
 SECONDS=0
+mkdir -p .pytest_cache
 finish() {
+  [[ -z "${types:-}" ]] || kill "$types" 2>/dev/null || true
   [[ -z "${memory:-}" ]] || rm -rf "$memory"
   printf "tests/run.sh: %d min %d s after installation\n" $((SECONDS / 60)) $((SECONDS % 60))
 }
@@ -41,11 +43,17 @@ if [[ -z "${TMPDIR:-}" && "$(df --output=avail -BG /dev/shm 2>/dev/null | tail -
 fi
 ruff format --check .
 ruff check .
-mypy
 codespell
+# Types are checked beside the tests, which wait for processes half of the time.
+mypy >.pytest_cache/mypy.txt 2>&1 &
+types=$!
 command -v chromium chromium-browser google-chrome >/dev/null || echo "tests/run.sh: no chromium, so tests that open pages in it are skipped" >&2
 # Longer time slices, where the system has them: the ranks of a test exchange small messages on few
 # cores, and switching between them costs about a tenth of the time.
 batch=(chrt --batch 0)
 "${batch[@]}" true 2>/dev/null || batch=()
-"${batch[@]}" python -m pytest "$@"
+failed=0
+"${batch[@]}" python -m pytest "$@" || failed=$?
+wait "$types" || failed=1
+cat .pytest_cache/mypy.txt
+exit "$failed"
