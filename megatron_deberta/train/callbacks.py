@@ -59,14 +59,22 @@ class LogMetrics(Callback):
 
     def __init__(self) -> None:
         self._labels: Mapping[str, float] = {}
+        # First and last step of each segment and the FLOPs of its steps, where they differ
+        self._work: list[tuple[int, int, float]] = []
         self._losses: list[float] = []
         self._last: StepResult | None = None
 
     def on_start(self, trainer: Trainer) -> None:
         """Choose what is added to every record of a segment."""
         self._losses = []
-        segment = trainer.segment
-        if len(segments(trainer.config)) > 1:
+        segment, parts = trainer.segment, segments(trainer.config)
+        if len(parts) > 1:
+            last = last_step(trainer.config)
+            self._work = [
+                (part.first_step, min(part.end, last), work.tokens * work.flops_per_token)
+                for part in parts
+                for work, _ in [trainer.data.step_work(part.config)]
+            ]
             self._labels = {
                 "phase": segment.phase + 1,
                 "global_batch_size": segment.config.train.global_batch_size,
@@ -116,8 +124,9 @@ class LogMetrics(Callback):
         # If all updates since the last record were skipped, report the loss of this step.
         losses = self._losses or [result.loss]
         seconds_left = (last_step(trainer.config) - step) * speed.seconds_per_step
-        if self._labels:
-            seconds_left = _remaining_flops(trainer) / speed.flops_per_second
+        if self._work:
+            flops = sum(max(0, end - max(first, step)) * each for first, end, each in self._work)
+            seconds_left = flops / speed.flops_per_second
         return StepRecord(
             step=step,
             loss=sum(losses) / len(losses),
@@ -132,17 +141,6 @@ class LogMetrics(Callback):
             seconds_left=seconds_left,
             metrics=result.metrics,
         )
-
-
-def _remaining_flops(trainer: Trainer) -> float:
-    """Return the work after the present step, where phases differ."""
-    step, last = trainer.state.step, last_step(trainer.config)
-    flops = 0.0
-    for part in segments(trainer.config):
-        work, _ = trainer.data.step_work(part.config)
-        steps = max(0, min(part.end, last) - max(part.first_step, step))
-        flops += steps * work.tokens * work.flops_per_token
-    return flops
 
 
 def _record_skip(records: RunRecords, step: int, result: StepResult) -> None:

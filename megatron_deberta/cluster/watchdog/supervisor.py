@@ -128,6 +128,9 @@ class Supervisor:
         try:
             for local_rank in range(plan.ranks_per_node):
                 self._ranks.append(self._start(local_rank, len(cores[local_rank])))
+                # One that came meanwhile has reached the ranks before this one only.
+                for number in self._passed_on:
+                    self._ranks[-1].process.send_signal(number)
                 if plan.binds_cores:
                     # Before it starts a second thread.
                     with suppress(ProcessLookupError):

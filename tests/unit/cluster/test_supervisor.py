@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -310,6 +311,27 @@ def test_hang_is_named_although_another_node_is_silent(ranks_of: Any) -> None:
     assert ranks.end() == [1, 1]
     diagnosis = ranks.diagnosis()
     assert (diagnosis.ranks, diagnosis.hosts) == ((0,), ("node0",)), ranks.logs
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_signal_while_ranks_are_started_reaches_all(tmp_path: Path, count: int) -> None:
+    """It comes before the process of the first or of the second rank exists."""
+    plan = NodePlan(
+        run_dir=str(tmp_path), attempt=ATTEMPT, node=0, num_nodes=1, host="node0",
+        ranks_per_node=2, command=("sleep", "8"), environment={}, logs=tmp_path,
+        exit_wait_seconds=1, config=ClusterConfig(),
+    )  # fmt: skip
+    supervisor, started = Supervisor(plan), itertools.count(1)
+    popen = supervisor._popen
+
+    def start(*arguments: Any) -> subprocess.Popen[bytes]:
+        if next(started) == count:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return popen(*arguments)
+
+    supervisor._popen = start  # type: ignore[method-assign]
+    assert supervisor.run() == 75
+    assert [rank.code for rank in supervisor._ranks] == [-signal.SIGTERM] * 2
 
 
 def own_supervisor(tmp_path: Path, nodes: int, age: float) -> Supervisor:
