@@ -72,7 +72,15 @@ def gather_bytes(content: bytes, group: ProcessGroup | None) -> list[bytes]:
 
 
 def gather_rows(row: Tensor, groups: ProcessGroups) -> Tensor:
-    """Return tensors of the same shape from every rank, stacked by rank. Collective: all ranks."""
+    """Gather one tensor per rank, stacked by rank. Collective: all ranks.
+
+    Args:
+        row: any shape and dtype, both equal on all ranks, on ``groups.device``.
+        groups: process groups.
+
+    Returns:
+        ``[world_size, *row.shape]``, equal on all ranks.
+    """
     rows = row.unsqueeze(0)
     for group, size in ((groups.tp_group, groups.tp_size), (groups.dp_group, groups.dp_size)):
         if group is not None:

@@ -21,7 +21,6 @@ NOT_YET = {
     "cluster",
     "config",
     "data",
-    "distributed",
     "engine",
     "finetune",
     "hashing.py",
