@@ -234,11 +234,11 @@ class UncorrectedAdamW(torch.optim.Optimizer):
 
 
 def adam_step(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> int:
-    """Number of Adam updates.
+    """Return the number of Adam updates made.
 
     Args:
         optimizer: from :func:`build_optimizer`.
-        parameters: those it updates; ZeRO-3 removes them from the optimizer's groups.
+        parameters: those it updates, any shape; ZeRO-3 removes them from the optimizer's groups.
     """
     if not _counts_in_state(optimizer):
         return int(optimizer.param_groups[0].get("step", 0))

@@ -21,7 +21,6 @@ NOT_YET = {
     "cluster",
     "config",
     "data",
-    "engine",
     "finetune",
     "hashing.py",
     "hf",
