@@ -196,7 +196,13 @@ def serialized(states: Iterable[OwnedState], rank: int) -> Iterator[tuple[bytes,
 
 
 def part_dir(folder: Path, save: SaveId, rank: int) -> Path:
-    """Return the folder of a part."""
+    """Return the folder of a rank's part of a local save.
+
+    Args:
+        folder: the node's folder.
+        save: the save.
+        rank: rank that the part is of.
+    """
     return folder / f"{save.generation:05d}-step_{save.step:08d}-rank_{rank:05d}"
 
 
