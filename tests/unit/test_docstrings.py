@@ -25,7 +25,6 @@ NOT_YET = {
     "hf",
     "model",
     "objectives",
-    "ops",
     "parsing.py",
     "planning",
     "report",
