@@ -23,7 +23,6 @@ NOT_YET = {
     "finetune",
     "hashing.py",
     "hf",
-    "model",
     "objectives",
     "parsing.py",
     "planning",
