@@ -23,7 +23,6 @@ NOT_YET = {
     "finetune",
     "hashing.py",
     "hf",
-    "objectives",
     "parsing.py",
     "planning",
     "report",
