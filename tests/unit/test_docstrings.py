@@ -29,7 +29,6 @@ NOT_YET = {
     "tasks",
     "text",
     "tokenizer",
-    "train",
 }
 """Folders (and modules of the package itself) with functions that do not follow the convention.
 

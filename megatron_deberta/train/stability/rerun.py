@@ -195,10 +195,10 @@ def run_again(
     Args:
         step: counted from 1.
         cause: why.
-        first: record of the original run.
+        first: record of the original run, int64 ``[N, 2]``.
         compute: runs forward and backward.
         batches: this rank's micro batches.
-        outputs: of each micro batch in the update before.
+        outputs: of each micro batch in the update before, any shape; None: it has none.
         groups: the rank grid.
         has_failed: the original run of all ranks together was not finite.
     """
