@@ -19,7 +19,6 @@ NOT_YET = {
     "cli",
     "cluster",
     "config",
-    "data",
     "finetune",
     "hashing.py",
     "hf",
