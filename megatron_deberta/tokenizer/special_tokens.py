@@ -139,6 +139,11 @@ def has_guard(spec: Mapping[str, Any], names: Iterable[str]) -> bool:
 def refuse_leaks(backend: Backend, special: SpecialTokens, where: str) -> None:
     """Check that the names of special tokens in plain text are encoded as text.
 
+    Args:
+        backend: tokenizer to check; its ``encode_special_tokens`` is set.
+        special: names of special tokens.
+        where: what the error names, such as a path.
+
     Raises:
         DataError: one of them is encoded as the special token.
     """

@@ -27,7 +27,6 @@ NOT_YET = {
     "report",
     "tasks",
     "text",
-    "tokenizer",
 }
 """Folders (and modules of the package itself) with functions that do not follow the convention.
 
