@@ -17,7 +17,6 @@ FOLDERS = sorted({path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("
 NOT_YET = {
     "cli",
     "cluster",
-    "config",
     "finetune",
     "hashing.py",
     "hf",
