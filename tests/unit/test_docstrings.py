@@ -18,7 +18,6 @@ NOT_YET = {
     "cli",
     "cluster",
     "finetune",
-    "hashing.py",
     "hf",
     "parsing.py",
     "planning",
