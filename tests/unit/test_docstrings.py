@@ -19,7 +19,6 @@ NOT_YET = {
     "cluster",
     "finetune",
     "hf",
-    "parsing.py",
     "planning",
     "report",
     "tasks",
