@@ -20,7 +20,6 @@ NOT_YET = {
     "finetune",
     "hf",
     "planning",
-    "report",
     "tasks",
     "text",
 }
