@@ -19,7 +19,6 @@ NOT_YET = {
     "cluster",
     "finetune",
     "hf",
-    "planning",
     "tasks",
     "text",
 }
