@@ -16,7 +16,6 @@ PACKAGE = Path(__file__).parents[2] / "megatron_deberta"
 FOLDERS = sorted({path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py")})
 NOT_YET = {
     "cli",
-    "finetune",
     "hf",
     "tasks",
     "text",
