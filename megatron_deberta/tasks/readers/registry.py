@@ -45,7 +45,12 @@ def is_labelled(split: str) -> bool:
 
 
 def read_records(task: TaskConfig, split: str, path: Path) -> Iterator[Record]:
-    """Read the records of one file.
+    """Read the records of one file of a split.
+
+    Args:
+        task: the task.
+        split: name of the split.
+        path: the file, or a folder for readers of folders.
 
     Raises:
         DataError: the file is malformed; the message names file and line.
