@@ -17,7 +17,6 @@ FOLDERS = sorted({path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("
 NOT_YET = {
     "cli",
     "hf",
-    "text",
 }
 """Folders (and modules of the package itself) with functions that do not follow the convention.
 
