@@ -230,10 +230,19 @@ def check_task_data(config: RunConfig) -> str:
 
 
 def check_cluster(config: RunConfig, profile: ClusterProfile, nodes: int) -> str:
-    """Does the run fit the cluster, and torch its devices?
+    """Check that the run fits the cluster, and that torch supports its devices.
+
+    Args:
+        config: the run.
+        profile: the cluster.
+        nodes: number of nodes.
+
+    Returns:
+        The number of nodes and ranks, as text.
 
     Raises:
-        ConfigError, TopologyError: no.
+        ConfigError: torch does not support the devices, or the run does not fit.
+        TopologyError: the run does not fit.
     """
     check_fit(config, profile, nodes)
     problem = preflight.torch_problem(profile.gpu_architecture, profile.torch_builds)
