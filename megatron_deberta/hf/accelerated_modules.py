@@ -287,7 +287,11 @@ class AcceleratedV1LayerNorm(_Accelerated, v1.DebertaLayerNorm):
     variance_epsilon: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalise over the last dimension, in float32 as the stock class."""
+        """Normalise over the last dimension, in fp32 as the stock class does.
+
+        Args:
+            hidden_states: ``[..., D]``.
+        """
         weight, bias, eps = self.weight, self.bias, self.variance_epsilon
         shape = list(weight.shape)
         if hidden_states.dtype == weight.dtype == torch.float32:

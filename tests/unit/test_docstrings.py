@@ -14,13 +14,6 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "megatron_deberta"
 FOLDERS = sorted({path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py")})
-NOT_YET = {
-    "hf",
-}
-"""Folders (and modules of the package itself) with functions that do not follow the convention.
-
-Remove one as soon as its functions do; the test fails if it stays here.
-"""
 MIN_ARGUMENTS = 3
 REFERENCES = ("as in", "arguments as", "see `", "arguments and", "Arguments", "those of")
 """Words that refer to another docstring."""
@@ -153,7 +146,4 @@ def faults_in(folder: str) -> list[str]:
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_public_functions_name_their_arguments_and_shapes(folder: str) -> None:
     found = faults_in(folder)
-    if folder in NOT_YET:
-        assert found, f"{folder} follows the convention: remove it from NOT_YET"
-    else:
-        assert not found, "\n".join(found)
+    assert not found, "\n".join(found)
