@@ -166,10 +166,10 @@ def check_folder(folder: Path) -> str:
 
 
 def check_space(config: RunConfig) -> str:
-    """Is there room for a checkpoint more than is kept?
+    """Check that there is disk space for one checkpoint more than is kept.
 
     Raises:
-        ConfigError: no.
+        ConfigError: there is not.
     """
     parameters = sum(map(math.prod, parameter_shapes(config.model).values()))
     size = parameters * 4 * len(state_kinds(config_to_dict(config)))
@@ -252,11 +252,11 @@ def check_cluster(config: RunConfig, profile: ClusterProfile, nodes: int) -> str
 
 
 def check_slurm(profile: ClusterProfile) -> str:
-    """Does SLURM answer, and does it know the partition?
+    """Check that SLURM answers and that the partition exists.
 
     Raises:
-        ConfigError: it does not know it.
-        SlurmError: it does not answer.
+        ConfigError: there is no such partition.
+        SlurmError: SLURM does not answer.
     """
     installation.check_slurm()
     partitions = slurm.call(["sinfo", "--noheader", "--format=%R"]).split()

@@ -55,12 +55,12 @@ _Exchange = Callable[[Tensor, ProcessGroup], Tensor]
 
 
 def group_size(group: ProcessGroup | None) -> int:
-    """Number of ranks in ``group``; 1 for None."""
+    """Return the number of ranks in ``group``; 1 for None."""
     return 1 if group is None else group.size()
 
 
 def group_rank(group: ProcessGroup | None) -> int:
-    """This process's rank in ``group``; 0 for None."""
+    """Return this process's rank in ``group``; 0 for None."""
     return 0 if group is None else group.rank()
 
 

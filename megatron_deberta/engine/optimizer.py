@@ -23,7 +23,7 @@ EMA = "ema"
 
 
 def decays(name: str) -> bool:
-    """Whether weight decay applies to a canonical parameter name; biases and norms are exempt."""
+    """Return whether weight decay applies to a canonical name; biases and norms are exempt."""
     return not name.endswith((".bias", "norm.weight"))
 
 

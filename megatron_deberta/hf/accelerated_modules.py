@@ -57,7 +57,7 @@ class _Accelerated(_Base):
 
 
 def restore(module: nn.Module) -> None:
-    """Give an accelerated module its own class back; others are unchanged."""
+    """Set the class of an accelerated module back to the original; others are unchanged."""
     accelerated: Any = module
     if isinstance(module, _Accelerated):
         accelerated.__class__ = module.stock_class

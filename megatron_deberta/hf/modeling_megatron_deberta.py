@@ -67,6 +67,11 @@ def position_slots(length: int, config: PretrainedConfig, device: torch.device) 
     """Return the relative-position table row of every pair, int64 ``[N query, N key]``.
 
     Source: section 3.1, Eq. 3; log buckets as in the released ``make_log_bucket_position``.
+
+    Args:
+        length: N.
+        config: the architecture.
+        device: of the result.
     """
     limit = max_distance(config)
     buckets: int = setting(config, "position_buckets")

@@ -84,7 +84,7 @@ class Layer(nn.Module):
         context: AttentionContext,
         key_value: KeyValue | None = None,
     ) -> Tensor:
-        """Map ``[B, R, D]`` to ``[B, R, D]``; ``key_value`` as in the attention block."""
+        """Map ``[B, R, D]`` to ``[B, R, D]``; arguments as in `DisentangledSelfAttention`."""
         attended = self.attention(hidden, layout, context, key_value)
         out: Tensor = self.ffn(attended, layout, context)
         return out

@@ -38,7 +38,7 @@ def fill_initial(
     like the others.
 
     Args:
-        out: the slice; its shape is ``logical_shape`` except along ``dim``.
+        out: the slice, ``[*logical_shape]`` except along ``dim``; written.
         name: canonical name (docs/architecture.md).
         logical_shape: shape of the full parameter.
         config: the architecture.

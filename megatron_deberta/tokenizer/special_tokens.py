@@ -130,7 +130,7 @@ def with_guard(pre_tokenizer: PreTokenizer | None, names: Iterable[str]) -> PreT
 
 
 def has_guard(spec: Mapping[str, Any], names: Iterable[str]) -> bool:
-    """Tell whether the pre-tokenizer of a ``tokenizer.json`` already ends with the guard."""
+    """Return whether the pre-tokenizer of a ``tokenizer.json`` already ends with the guard."""
     pre_tokenizer = spec["pre_tokenizer"] or {}
     last = pre_tokenizer.get("pretokenizers", [pre_tokenizer])[-1]
     return bool(last.get("pattern") == {"Regex": guard_pattern(names)})

@@ -80,7 +80,7 @@ OpenWeights = Callable[[Path, RunConfig], TaskHead]
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Give errors that a restart would only repeat the exit code of a usage error.
+    """Set the exit code of errors that a restart would only repeat to that of a usage error.
 
     For work before the first step. A failing file system may recover, so its errors keep theirs.
     """

@@ -48,7 +48,7 @@ class Flags(Protocol):
         """Return those of this rank."""
 
     def receive(self, flags: Iterable[bool]) -> None:
-        """Take those that any rank has set."""
+        """Record the flags that are set on any rank."""
 
 
 @dataclass(slots=True)

@@ -15,8 +15,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "megatron_deberta"
 FOLDERS = sorted({path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py")})
 MIN_ARGUMENTS = 3
-REFERENCES = ("as in", "arguments as", "see `", "arguments and", "Arguments", "those of")
-"""Words that refer to another docstring."""
+REFERENCE = re.compile(r"[Aa]rguments\s+(as|and|not\s+listed)\b|[;,]\s+see\s+`")
+"""Words that refer to another docstring, such as "arguments as in ``save``"."""
 SHAPE = re.compile(r"``[^`]*\[[^`]*``|any shape|[Ss]calar", re.DOTALL)
 """A shape is written ``[batch, hidden]``."""
 PROPERTIES = {"property", "cached_property", "setter", "overload"}
@@ -93,7 +93,7 @@ def named_in(docstring: str) -> set[str]:
 
 
 def refers(docstring: str) -> bool:
-    return any(word in docstring for word in REFERENCES)
+    return REFERENCE.search(docstring) is not None
 
 
 def faults(function: Function, owner: ast.ClassDef | None) -> Iterator[str]:

@@ -253,7 +253,13 @@ def make_private(folder: Path) -> None:
 
 
 def delete_parts(folder: Path, ranks: Iterable[int], keep: SaveId | None) -> None:
-    """Delete the parts of some ranks except those of one save; failures are ignored."""
+    """Delete the parts of some ranks except those of one save; failures are ignored.
+
+    Args:
+        folder: the node's folder.
+        ranks: ranks whose parts are deleted.
+        keep: the save whose parts are kept; None: none.
+    """
     wanted = set(ranks)
     for path in part_folders(folder):
         match = _PART_NAME.fullmatch(path.name)

@@ -282,7 +282,7 @@ def parallelize_module(
 def shard_parameters(
     model: nn.Module, local_shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
 ) -> None:
-    """Give every (meta) parameter of ``model`` its local shape and dtype, in place.
+    """Replace every (meta) parameter of ``model`` by one of its local shape and dtype, in place.
 
     Args:
         model: on the meta device.

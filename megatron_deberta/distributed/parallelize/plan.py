@@ -60,7 +60,7 @@ def shard_spec(name: str, shape: tuple[int, ...], tp_rank: int, tp_size: int) ->
 
 
 def vocabulary_rows(vocab_size: int, tp_size: int) -> int:
-    """Vocabulary rows per rank, padding included."""
+    """Return the vocabulary rows per rank, padding included."""
     even = -(-vocab_size // tp_size)
     return -(-even // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 

@@ -251,9 +251,9 @@ def backward(call: KernelCall, output: Tensor, lse2: Tensor, d_output: Tensor) -
 
     Args:
         call: as in the forward pass.
-        output: of the forward pass.
-        lse2: of the forward pass.
-        d_output: gradient of the output; its last dimension is contiguous.
+        output: of the forward pass, ``[batch, heads, length, head_dim]``.
+        lse2: of the forward pass, float32 ``[batch, heads, length]``.
+        d_output: gradient of the output, like it; its last dimension is contiguous.
     """
     plan = LaunchPlan(call)
     q, k, v = call.q, call.k, call.v

@@ -195,7 +195,7 @@ def list_of(place: Place, values: Any, key: str) -> list[Any]:
 
 
 def kind_of(value: object) -> str:
-    """Name the kind of a JSON value."""
+    """Return the kind of a JSON value, for messages."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
     return "null" if value is None else names.get(type(value), "a number")
 

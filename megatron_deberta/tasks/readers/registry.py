@@ -40,7 +40,7 @@ TABLE_SUFFIXES: Mapping[str, str] = {
 
 
 def is_labelled(split: str) -> bool:
-    """Tell whether labels are required in a split; in test splits they are optional."""
+    """Return whether labels are required in a split; in test splits they are optional."""
     return not split.startswith(("test", "predict"))
 
 

@@ -91,12 +91,12 @@ class Work:
         return Settings(**self.parameters)
 
     def task_folder(self, stage: str, task: int) -> Path:
-        """Where a task's results are once it is done."""
+        """Return the folder of a task's results once it is done."""
         return self.folder / stage / f"{task:06d}"
 
     @contextmanager
     def new_task_folder(self, stage: str, task: int) -> Iterator[TaskFolder]:
-        """Give a folder to fill, which becomes the task's if the block ends without error."""
+        """Open a folder to fill; it becomes the task's if the block ends without an error."""
         final = self.task_folder(stage, task)
         fresh = TaskFolder(temporary_path(final))
         # Not the folders above: an attempt that comes late finds them removed, and ends.

@@ -160,7 +160,7 @@ class UnitWorker:
         self._reader: DocumentReader | None = None
 
     def encode(self, segment: Segment, lane: Lane) -> None:
-        """See ``encode_segment``."""
+        """Encode the units of a lane that are not done; arguments as in ``encode_segment``."""
         for number in itertools.count(lane.first, lane.step):
             unit = WorkUnit(lane.segment, number)
             record = self._folder.recorded(unit.name, UnitRecord)

@@ -168,7 +168,11 @@ class ComputationRecord:
         self._handles = []
 
     def add(self, tensor: Tensor) -> None:
-        """Add a tensor: the sum of its bits as integers, and whether its norm is finite."""
+        """Add a tensor: the sum of its bits as integers, and whether its norm is finite.
+
+        Args:
+            tensor: any shape.
+        """
         values = tensor.detach().reshape(-1)
         bits = values.view(_INTEGERS[values.element_size()]).sum()
         is_finite = torch.isfinite(torch.linalg.vector_norm(values))
