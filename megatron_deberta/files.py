@@ -242,7 +242,7 @@ def fsync_path(path: str | Path) -> None:
 
 
 def adopt_mode(path: Path) -> None:
-    """Give a file or folder the permissions of its parent, which follow the umask.
+    """Set the permissions of a file or folder to those of its parent, which follow the umask.
 
     safetensors and ``mkdtemp`` create files and folders for the owner only.
     """

@@ -40,7 +40,11 @@ def finalize_array(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def finalize_tensor(state: Tensor) -> Tensor:
-    """Return the finaliser of an int64 tensor, whose words are taken as unsigned."""
+    """Return the finaliser of an int64 tensor, whose words are taken as unsigned.
+
+    Args:
+        state: int64, any shape.
+    """
     # torch shifts int64 arithmetically; the masks make the shifts logical.
     state = (state ^ ((state >> 30) & (MASK64 >> 30))) * _SIGNED_MULTIPLIERS[0]
     state = (state ^ ((state >> 27) & (MASK64 >> 27))) * _SIGNED_MULTIPLIERS[1]

@@ -131,7 +131,12 @@ def conform(
 
 
 def whole_number(variables: Mapping[str, str], name: str, default: int) -> int:
-    """Return an environment variable that is a whole number; the default if not set, or empty.
+    """Return an environment variable that is a whole number of at most nine digits.
+
+    Args:
+        variables: environment variables.
+        name: of the variable.
+        default: if it is not set or empty.
 
     Raises:
         ConfigError: it is something else.

@@ -57,7 +57,16 @@ class TextMaps:
     values: npt.NDArray[np.float32]
 
     def map(self, layer: int, head: Head, part: str) -> npt.NDArray[np.float32] | None:
-        """Return ``[N, N]`` of a layer, head and part; None: the model has no such part."""
+        """Return the map of a layer, head and part.
+
+        Args:
+            layer: one of ``layers``.
+            head: one of ``heads``.
+            part: one of ``PARTS``.
+
+        Returns:
+            ``[N, N]``; None: the model has no such part.
+        """
         if part not in self.parts:
             return None
         at = self.layers.index(layer), self.heads.index(head), self.parts.index(part)
@@ -113,6 +122,12 @@ def model_name(path: Path) -> str:
 def encode_text(tokenizer: Tokenizer, text: str, config: ModelConfig, path: Path) -> list[int]:
     """Return the ids of ``[CLS] text [SEP]``.
 
+    Args:
+        tokenizer: the model's tokenizer.
+        text: the text; names of special tokens in it are parsed.
+        config: the architecture.
+        path: of the model, for messages.
+
     Raises:
         ConfigError: the text has no tokens, or more than the model has positions.
     """
@@ -138,9 +153,17 @@ def encode_text(tokenizer: Tokenizer, text: str, config: ModelConfig, path: Path
 def record_maps(
     model: DebertaModel, ids: Sequence[int], layers: Sequence[int]
 ) -> list[AttentionMaps]:
-    """Run a model in evaluation mode and return the maps of some of its layers, from 1.
+    """Run a model on one row and return the attention maps of some of its layers.
 
     An autoregressive model attends to earlier tokens only.
+
+    Args:
+        model: on the CPU.
+        ids: of the tokens.
+        layers: numbers of layers, from 1.
+
+    Returns:
+        The maps of each of ``layers``, in that order.
     """
     found: dict[int, AttentionMaps] = {}
 
@@ -167,7 +190,12 @@ def record_maps(
 
 
 def choose_layers(spec: str, count: int, path: Path) -> tuple[int, ...]:
-    """Return the numbers of layers, from 1.
+    """Parse the numbers of layers, from 1.
+
+    Args:
+        spec: ``all``, or numbers with commas between, from 1 or negative from the end, or ``last``.
+        count: number of layers.
+        path: of the model, for messages.
 
     Raises:
         ConfigError: a layer is no number, or there is no such layer.
@@ -188,7 +216,12 @@ def choose_layers(spec: str, count: int, path: Path) -> tuple[int, ...]:
 
 
 def choose_heads(spec: str, count: int, path: Path) -> tuple[Head, ...]:
-    """Return the numbers of heads, from 1, or ``mean``; ``all`` is the mean and every head.
+    """Parse the numbers of heads, from 1, or ``mean``; ``all`` is the mean and every head.
+
+    Args:
+        spec: ``all``, or numbers from 1 and ``mean`` with commas between.
+        count: number of heads.
+        path: of the model, for messages.
 
     Raises:
         ConfigError: a head is no number, or there is no such head.

@@ -64,7 +64,13 @@ def draw(models: Sequence[TextMaps]) -> bytes:
 
 
 def title(maps: TextMaps, layer: int, head: Head) -> str:
-    """Return the heading of a model's layer and head."""
+    """Return the title of a picture of one layer and head.
+
+    Args:
+        maps: of the model.
+        layer: number of the layer, from 1.
+        head: number of the head, or ``mean``.
+    """
     name = f"head {head}" if isinstance(head, int) else f"{head} over heads"
     return f"{maps.name}: layer {layer} of {maps.num_layers}, {name}"
 

@@ -44,7 +44,7 @@ class AveragedWeights:
         return [reader.metadata.step for reader, _ in self._parts]
 
     def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
-        """Return the mean of a parameter, or of a part of it, in fp32."""
+        """Return the mean of a parameter in fp32; arguments as in `CheckpointReader.tensor`."""
         first, *others = (
             reader.tensor(name, kind, part).to(torch.float64) * share
             for reader, share in self._parts
@@ -79,7 +79,10 @@ class MovingAverage:
         self.path, self.metadata, self.shapes = reader.path, reader.metadata, reader.shapes
 
     def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
-        """Read a parameter as `CheckpointReader.tensor`, its average for its weight."""
+        """Read a parameter or its average, if ``kind`` is that of weights.
+
+        Arguments as in `CheckpointReader.tensor`.
+        """
         return self._reader.tensor(name, EMA if kind == WEIGHT else kind, part)
 
 

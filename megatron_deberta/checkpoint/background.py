@@ -80,7 +80,7 @@ class Saver:
     ) -> Saved:
         """Save and commit synchronously; no save may be in flight. Collective: all ranks.
 
-        The arguments are those of ``start``.
+        Arguments as in ``start``.
 
         Raises:
             CheckpointError: see ``store.save``.

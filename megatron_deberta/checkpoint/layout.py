@@ -271,7 +271,7 @@ def committed_steps(run_dir: str | os.PathLike[str]) -> list[int]:
 def record_best(
     run_dir: str | os.PathLike[str], step: int, score: float, examples: str = ""
 ) -> None:
-    """Record a run's best checkpoint, atomically; the arguments are those of `Best`."""
+    """Record a run's best checkpoint, atomically; arguments as in `Best`."""
     best = Best(step=step, score=score)
     if examples:
         best["examples"] = examples

@@ -48,7 +48,7 @@ class ModelPart:
         self.shapes = parameter_shapes(self.config)
 
     def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
-        """Read a parameter as `CheckpointReader.tensor`; weights only.
+        """Read a weight; arguments as in `CheckpointReader.tensor`.
 
         Raises:
             CheckpointError: there is no such parameter, or a file is damaged.

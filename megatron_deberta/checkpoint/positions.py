@@ -57,7 +57,7 @@ class ExtendedPositions:
         }
 
     def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
-        """Read a parameter, or a part of it, in fp32."""
+        """Read a parameter in fp32; arguments as in `CheckpointReader.tensor`."""
         if not name.endswith(POSITION_TABLES):
             return self._reader.tensor(name, kind, part)
         table = extend_table(self._reader.tensor(name, kind), self._rows, self._rule)

@@ -52,7 +52,15 @@ class Retention:
 
 
 def delete_expired(run_dir: str | os.PathLike[str], step: int, retention: Retention) -> None:
-    """Delete expired checkpoints up to ``step``; later ones belong to rolled-back steps."""
+    """Delete expired checkpoints up to ``step``; later ones belong to rolled-back steps.
+
+    A folder that cannot be deleted is logged as a warning.
+
+    Args:
+        run_dir: the run folder.
+        step: newest step whose checkpoint may be deleted.
+        retention: which checkpoints are kept.
+    """
     try:
         expired = retention.expired([known for known in committed_steps(run_dir) if known <= step])
     except OSError as error:

@@ -87,7 +87,7 @@ def save_weights(
 
     Args:
         run_dir: folder in which ``checkpoints`` is created.
-        weights: canonical name and logical tensor of every parameter.
+        weights: canonical name and tensor of every parameter, ``[*shapes[name]]``; stored as fp32.
         shapes: logical shapes, in the model's order.
         metadata: metadata of the checkpoint.
 
@@ -117,7 +117,8 @@ def stage(
 ) -> tuple[writer.StagedCheckpoint, Iterator[writer.OwnedState]]:
     """Begin a checkpoint and return the states that this rank writes. Collective: all ranks.
 
-    The iterator gathers over data-parallel ranks: every rank must exhaust it.
+    The iterator gathers over data-parallel ranks: every rank must exhaust it. Arguments as in
+    ``save``.
 
     Raises:
         CheckpointError: there is too little disk space.
@@ -131,7 +132,13 @@ def stage(
 def with_engine_state(
     metadata: CheckpointMetadata, engine: Engine, groups: ProcessGroups
 ) -> CheckpointMetadata:
-    """Return metadata with the engine's scalars and the layout."""
+    """Return the metadata with the engine's scalars and the parallel layout filled in.
+
+    Args:
+        metadata: of the checkpoint.
+        engine: engine of this rank.
+        groups: process groups.
+    """
     layout = {"tp_size": groups.tp_size, "dp_size": groups.dp_size}
     return replace(metadata, scalars=engine.state_dict(), layout=layout)
 
@@ -208,6 +215,11 @@ def choose_intact(
 def open_intact(path: Path, groups: ProcessGroups, *, hashes: bool = True) -> CheckpointReader:
     """Open a checkpoint and verify its files, divided among the ranks. Collective: all ranks.
 
+    Args:
+        path: folder of one step.
+        groups: process groups.
+        hashes: compare SHA-256, which reads the files; sizes are always compared.
+
     Raises:
         CheckpointError: it is not committed, or any rank found it damaged.
     """
@@ -236,7 +248,7 @@ class WeightSource(Protocol):
         """Logical shape by canonical name."""
 
     def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
-        """Read a parameter, or a part of it, in fp32."""
+        """Read a parameter in fp32; arguments as in `CheckpointReader.tensor`."""
 
 
 class StoredRun(WeightSource, Protocol):
@@ -259,7 +271,7 @@ def load_initial(
         source: the weights; those that the model lacks are ignored.
         engine: a new engine.
         specs: this rank's part of every parameter.
-        initial: returns this rank's part of a new parameter.
+        initial: returns this rank's part of a new parameter, fp32 ``[*spec.local_shape]``.
 
     Returns:
         Names of the parameters of the head that start from new weights.
@@ -319,7 +331,15 @@ def load(
 
 
 def local_part(whole: Tensor, spec: ParameterSpec) -> Tensor:
-    """Return this rank's part of a logical tensor, zero-padded to its local shape."""
+    """Return this rank's part of a whole parameter, zero-padded to its local shape.
+
+    Args:
+        whole: the parameter, ``[*spec.logical_shape]``.
+        spec: this rank's part.
+
+    Returns:
+        ``[*spec.local_shape]``; a view of ``whole`` where there is no padding.
+    """
     return _padded(whole.narrow(spec.split_dim, spec.offset, spec.length), spec)
 
 

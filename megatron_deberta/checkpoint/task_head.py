@@ -86,7 +86,7 @@ class TaskHead:
         return "the head is taken over unchanged"
 
     def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
-        """Read a parameter as `CheckpointReader.tensor`."""
+        """Read a parameter; arguments as in `CheckpointReader.tensor`."""
         if self.order is None or name not in _CLASSIFIER:
             return self._source.tensor(name, kind, part)
         tensor = self._source.tensor(name, kind)[self.order]

@@ -33,7 +33,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
 
     Args:
         path: the file; must not exist.
-        tensors: by name, on any device.
+        tensors: by name; any shape and device, dtypes of ``_DTYPES``.
 
     Returns:
         Size of the file and its hexadecimal SHA-256.

@@ -95,6 +95,14 @@ def begin(
 ) -> StagedCheckpoint:
     """Check free disk space and create the staging folder. Collective: all ranks.
 
+    Args:
+        run_dir: the run folder.
+        specs: this rank's part of every parameter, by canonical name.
+        groups: process groups.
+        metadata: metadata of the checkpoint.
+        kinds: kinds of tensors that are stored of each parameter.
+        fence: lock of the run folder.
+
     Raises:
         CheckpointError: there is too little space, or the folder cannot be created.
     """
@@ -118,9 +126,15 @@ def prepare(staged: StagedCheckpoint) -> None:
 def owned_states(
     states: States, specs: Mapping[str, ParameterSpec], groups: ProcessGroups
 ) -> Iterator[OwnedState]:
-    """Select the states that this rank writes; ranks with replicas take turns.
+    """Yield the states that this rank writes: replicated parameters go to the ranks in turn.
 
     Collective: data-parallel ranks, if ``states`` gathers; every rank must exhaust the iterator.
+
+    Args:
+        states: canonical name, and local tensors by kind, of every parameter, in the same order on
+            every rank.
+        specs: this rank's part of every parameter, by canonical name.
+        groups: process groups.
     """
     for number, (name, tensors) in enumerate(states):
         spec = specs[name]

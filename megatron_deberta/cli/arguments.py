@@ -50,7 +50,13 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 def number(
     kind: type[int] | type[float], least: float, most: float = _MOST
 ) -> Callable[[str], Any]:
-    """Return the ``type`` of an argument that is a number from ``least`` to ``most``."""
+    """Return the ``type`` of an argument that is a number from ``least`` to ``most``.
+
+    Args:
+        kind: ``int`` or ``float``.
+        least: smallest number allowed.
+        most: largest number allowed.
+    """
     limits = f"at least {least:g}" if most == _MOST else f"between {least:g} and {most:g}"
 
     def parse(text: str) -> int | float:

@@ -166,10 +166,10 @@ def check_folder(folder: Path) -> str:
 
 
 def check_space(config: RunConfig) -> str:
-    """Is there room for a checkpoint more than is kept?
+    """Check that there is disk space for one checkpoint more than is kept.
 
     Raises:
-        ConfigError: no.
+        ConfigError: there is not.
     """
     parameters = sum(map(math.prod, parameter_shapes(config.model).values()))
     size = parameters * 4 * len(state_kinds(config_to_dict(config)))
@@ -230,10 +230,19 @@ def check_task_data(config: RunConfig) -> str:
 
 
 def check_cluster(config: RunConfig, profile: ClusterProfile, nodes: int) -> str:
-    """Does the run fit the cluster, and torch its devices?
+    """Check that the run fits the cluster, and that torch supports its devices.
+
+    Args:
+        config: the run.
+        profile: the cluster.
+        nodes: number of nodes.
+
+    Returns:
+        The number of nodes and ranks, as text.
 
     Raises:
-        ConfigError, TopologyError: no.
+        ConfigError: torch does not support the devices, or the run does not fit.
+        TopologyError: the run does not fit.
     """
     check_fit(config, profile, nodes)
     problem = preflight.torch_problem(profile.gpu_architecture, profile.torch_builds)
@@ -243,11 +252,11 @@ def check_cluster(config: RunConfig, profile: ClusterProfile, nodes: int) -> str
 
 
 def check_slurm(profile: ClusterProfile) -> str:
-    """Does SLURM answer, and does it know the partition?
+    """Check that SLURM answers and that the partition exists.
 
     Raises:
-        ConfigError: it does not know it.
-        SlurmError: it does not answer.
+        ConfigError: there is no such partition.
+        SlurmError: SLURM does not answer.
     """
     installation.check_slurm()
     partitions = slurm.call(["sinfo", "--noheader", "--format=%R"]).split()

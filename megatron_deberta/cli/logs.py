@@ -62,7 +62,14 @@ def attempt_logs(folder: Path, rank: int) -> list[Path]:
 
 
 def read(run_dir: Path, rank: int, *, follow: bool, all_attempts: bool) -> Iterator[str]:
-    """Yield the text of logs, with ``follow`` until the run ends."""
+    """Yield the text of a rank's logs, in pieces.
+
+    Args:
+        run_dir: the run folder.
+        rank: rank whose logs are read.
+        follow: wait for more text until the run ends.
+        all_attempts: begin with the first job attempt instead of the last.
+    """
     folder, history = run_dir / LOGS, JobHistory(run_dir)
     current: Path | None = None
     position = 0

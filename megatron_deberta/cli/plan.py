@@ -232,7 +232,13 @@ def _is_device(device: Device, name: str, mebibytes: str) -> bool:
 
 
 def show(plan: RunPlan, console: Console, num_layouts: int) -> None:
-    """Print a plan as tables."""
+    """Print a plan as tables.
+
+    Args:
+        plan: the plan.
+        console: to print on.
+        num_layouts: number of layouts shown of a search.
+    """
     config, batch = plan.config, plan.batch
     parallel = config.parallel
     console.print(

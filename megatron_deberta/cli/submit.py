@@ -189,7 +189,14 @@ def exported_variables(options: Sequence[str], environment: Mapping[str, str]) -
 def queue(
     spec: JobSpec, profile: ClusterProfile, submission: Path, config: RunConfig, num_jobs: int
 ) -> list[str]:
-    """Write the submission's folder, and call sbatch once per job.
+    """Create the submission's folder, and call sbatch once per job.
+
+    Args:
+        spec: the job.
+        profile: the cluster.
+        submission: the submission's folder, which is created.
+        config: the run.
+        num_jobs: number of jobs, each of which continues the one before.
 
     Returns:
         The numbers of the jobs.
@@ -258,6 +265,11 @@ def _profile(args: argparse.Namespace) -> ClusterProfile:
 def check_fit(config: RunConfig, profile: ClusterProfile, nodes: int) -> RunConfig:
     """Check that a run fits a cluster, and make its paths absolute.
 
+    Args:
+        config: the run.
+        profile: the cluster.
+        nodes: number of nodes.
+
     Returns:
         The run with absolute paths and these nodes.
 
@@ -315,7 +327,13 @@ def _absolute_prefix(text: str) -> str:
 
 
 def describe(spec: JobSpec, command: list[str], problem: str) -> str:
-    """Format everything that a submission would run and write."""
+    """Format everything that a submission would run and write.
+
+    Args:
+        spec: the job.
+        command: the sbatch command.
+        problem: shown as an error; empty: none.
+    """
     logs = log_folder(spec.run_dir, "JOB.0")
     lines = [
         "# sbatch, now:",

@@ -100,6 +100,11 @@ def estimated_input(
 ) -> Iterator[tuple[list[Source], ReadOptions, int]]:
     """Open the input for ``--estimate``.
 
+    Args:
+        args: parsed arguments of the command.
+        output: output of the command.
+        is_folder: the output is a folder, which is no input.
+
     Yields:
         Input files, what is read of them, and the worker processes per node.
 

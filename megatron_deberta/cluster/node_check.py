@@ -107,12 +107,26 @@ def _in_one_process(
 
 
 def report_path(run_dir: str, attempt: str, node: int) -> Path:
-    """Return the path of a node's report."""
+    """Return the path of the report of a node's checks.
+
+    Args:
+        run_dir: the run folder.
+        attempt: name of the job attempt.
+        node: index of the node in the job.
+    """
     return Path(run_dir) / FOLDER / attempt / f"check_{node}.json"
 
 
 def failures(run_dir: str, attempt: str, num_nodes: int) -> dict[str, str]:
-    """Return the failures by name of the node, without nodes that did not report."""
+    """Return the failed checks as text, by name of the node.
+
+    Nodes that did not report are left out.
+
+    Args:
+        run_dir: the run folder.
+        attempt: name of the job attempt.
+        num_nodes: number of nodes.
+    """
     failed: dict[str, dict[str, str]] = {}
     for node in range(num_nodes):
         try:

@@ -43,7 +43,7 @@ class Notifier:
         self._run_dir = str(run_dir)
 
     def send(self, event: NotifyEvent, text: str) -> None:
-        """Tell every target, as JSON with ``event``, ``run``, ``host``, ``time`` and ``text``."""
+        """Notify every target, as JSON with ``event``, ``run``, ``host``, ``time`` and ``text``."""
         if event not in self._config.notify_events:
             return
         message = {
@@ -66,7 +66,7 @@ class Notifier:
                 logger.warning("cluster.notify: %s: %s", name, type(error).__name__)
 
     def send_attempt_end(self, diagnosis: Diagnosis | None, decision: Decision) -> None:
-        """Tell about a hang, and about the end of the run if no further attempt follows."""
+        """Notify of a hang, and of the end of the run if no further attempt follows."""
         if diagnosis is not None and diagnosis.kind == "hang":
             self.send("stalled", diagnosis.reason)
         if not decision.continues:

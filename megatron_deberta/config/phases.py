@@ -238,7 +238,17 @@ def segment_at(config: RunConfig, step: int) -> Segment:
 
 
 def steps_of_tokens(parts: tuple[Segment, ...], tokens: int, *, round_up: bool = True) -> int:
-    """Return the first step at which ``tokens`` are consumed, or the last one at which not more."""
+    """Convert a number of tokens to a number of steps.
+
+    Args:
+        parts: segments of the run.
+        tokens: tokens since the start of the run.
+        round_up: return the first step at which ``tokens`` are consumed; False: the last step at
+            which no more than ``tokens`` are.
+
+    Returns:
+        Completed steps; the last step of the run if it has fewer tokens.
+    """
     before = 0
     for part in parts:
         if tokens <= before + part.tokens:

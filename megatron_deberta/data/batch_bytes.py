@@ -19,7 +19,12 @@ _TYPES: dict[str, Any] = {
 
 
 def batches_to_bytes(batches: Sequence[MicroBatch], outputs: Sequence[Tensor | None]) -> bytes:
-    """Return micro batches, and a tensor or None for each, as bytes."""
+    """Serialise micro batches and their outputs, as safetensors.
+
+    Args:
+        batches: micro batches, on any device.
+        outputs: a tensor of any shape, or None, for each micro batch.
+    """
     tensors: dict[str, Tensor] = {}
     described = _describe([list(batches), list(outputs)], "", tensors)
     content: bytes = save(tensors, {"batches": json.dumps(described)})

@@ -60,7 +60,16 @@ def list_indices(config: RunConfig, vocabulary: Vocabulary) -> list[Index]:
 
 
 def build_index(config: RunConfig, vocabulary: Vocabulary, number: int) -> int:
-    """Build the index of this number in ``list_indices`` unless it is there; return the number."""
+    """Build one of the indices of a run, unless it is there.
+
+    Args:
+        config: the run.
+        vocabulary: of its tokenizer.
+        number: place of the index in ``list_indices``.
+
+    Returns:
+        ``number``.
+    """
     index = _opened(config, vocabulary)[number]
     index.rows.build_index(index.epoch)
     return number

@@ -55,17 +55,22 @@ _Exchange = Callable[[Tensor, ProcessGroup], Tensor]
 
 
 def group_size(group: ProcessGroup | None) -> int:
-    """Number of ranks in ``group``; 1 for None."""
+    """Return the number of ranks in ``group``; 1 for None."""
     return 1 if group is None else group.size()
 
 
 def group_rank(group: ProcessGroup | None) -> int:
-    """This process's rank in ``group``; 0 for None."""
+    """Return this process's rank in ``group``; 0 for None."""
     return 0 if group is None else group.rank()
 
 
 def all_reduce_sum(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum ``x`` over ``group`` into a new contiguous tensor; not differentiable."""
+    """Sum ``x`` over ``group`` into a new contiguous tensor; not differentiable.
+
+    Args:
+        x: any shape, this rank's summand.
+        group: the tensor-parallel ranks.
+    """
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=group)
     return out
@@ -73,6 +78,10 @@ def all_reduce_sum(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def start_all_reduce_sum(x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
     """Start to sum a contiguous ``x`` over ``group`` in place; not differentiable.
+
+    Args:
+        x: any shape, contiguous; overwritten by the sum.
+        group: the tensor-parallel ranks.
 
     Returns:
         A function that waits and returns ``x``, which must not be read before.
@@ -88,6 +97,11 @@ def start_all_reduce_sum(x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]
 
 def start_reduce_scatter(x: Tensor, group: ProcessGroup, dim: int = 0) -> Callable[[], Tensor]:
     """Start to sum ``x`` over ``group`` and to scatter dimension ``dim``; not differentiable.
+
+    Args:
+        x: any shape, this rank's summand.
+        group: the tensor-parallel ranks.
+        dim: the dimension that is scattered.
 
     Returns:
         A function that waits and returns this rank's part.
@@ -196,7 +210,7 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup | 
 
 
 def reduce_scatter_first(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Sum partial results and keep this rank's part of the first dimension, differentiably.
+    """Sum partial results and keep this rank's rows: ``[tp * M, ...] -> [M, ...]``, differentiably.
 
     Raises:
         TopologyError: the dimension is not divisible by the number of ranks.

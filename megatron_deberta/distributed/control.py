@@ -18,7 +18,7 @@ from megatron_deberta.errors import EXIT_FAILURE, MegatronDebertaError
 
 
 def all_reduce_max(numbers: Tensor, groups: ProcessGroups) -> Tensor:
-    """Elementwise maximum over all ranks, in place. Collective over all ranks; also a barrier.
+    """Compute the elementwise maximum over all ranks, in place. Collective: all ranks; a barrier.
 
     Args:
         numbers: any shape and dtype except bool, on ``groups.device``.
@@ -32,17 +32,17 @@ def all_reduce_max(numbers: Tensor, groups: ProcessGroups) -> Tensor:
 
 
 def all_reduce_any(flag: bool, groups: ProcessGroups) -> bool:
-    """Whether the flag is set on any rank. Collective over all ranks; also a barrier."""
+    """Return whether the flag is set on any rank. Collective over all ranks; also a barrier."""
     return bool(_max(int(flag), groups))
 
 
 def broadcast_from_rank_zero(value: int, groups: ProcessGroups) -> int:
-    """Rank 0's value, on every rank. Collective over all ranks."""
+    """Return rank 0's value on every rank. Collective over all ranks."""
     return _max(value if groups.rank == 0 else torch.iinfo(torch.int64).min, groups)
 
 
 def broadcast_text(text: str, groups: ProcessGroups) -> str:
-    """Rank 0's text, on every rank. Collective over all ranks."""
+    """Return rank 0's text on every rank. Collective over all ranks."""
     content = text.encode() if groups.rank == 0 else b""
     size = broadcast_from_rank_zero(len(content), groups)
     numbers = torch.zeros(size, dtype=torch.int32, device=groups.device)
@@ -72,7 +72,15 @@ def gather_bytes(content: bytes, group: ProcessGroup | None) -> list[bytes]:
 
 
 def gather_rows(row: Tensor, groups: ProcessGroups) -> Tensor:
-    """Return tensors of the same shape from every rank, stacked by rank. Collective: all ranks."""
+    """Gather one tensor per rank, stacked by rank. Collective: all ranks.
+
+    Args:
+        row: any shape and dtype, both equal on all ranks, on ``groups.device``.
+        groups: process groups.
+
+    Returns:
+        ``[world_size, *row.shape]``, equal on all ranks.
+    """
     rows = row.unsqueeze(0)
     for group, size in ((groups.tp_group, groups.tp_size), (groups.dp_group, groups.dp_size)):
         if group is not None:

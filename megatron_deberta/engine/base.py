@@ -164,7 +164,7 @@ class Engine(ABC):
         """
 
     def state_dict(self) -> dict[str, int | float]:
-        """The rest of the state: Adam's step count, the loss scale and its counters."""
+        """Return the rest of the state: Adam's step count, the loss scale and its counters."""
         return {
             "adam_step": adam_step(self._adam, self._masters),
             **self._loss_scale.state_dict(),

@@ -257,7 +257,13 @@ def _fp16_on_cpu(device: torch.device) -> AbstractContextManager[None]:
 
 @contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute, inherited ones included; restore it on exit."""
+    """Replace an attribute, inherited ones included; restore it on exit.
+
+    Args:
+        owner: object, class or module.
+        name: of the attribute.
+        value: of the attribute until the exit.
+    """
     own = name in vars(owner)
     before = getattr(owner, name)
     setattr(owner, name, value)

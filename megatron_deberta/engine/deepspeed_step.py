@@ -40,10 +40,13 @@ class NormReading:
         self._is_rejected = False
 
     def rejects(self, scaled_norm: Tensor | float) -> bool:
-        """Whether no update is made; the norm of the scaled gradient is read at the first call.
+        """Return whether the step makes no update: the norm is not finite or above the limit.
 
-        DeepSpeed calls this again for each parameter group. Its mark of a norm that is not finite
-        is -1.
+        DeepSpeed calls this for each parameter group; only the first call reads the norm.
+
+        Args:
+            scaled_norm: scalar on the device, 2-norm of the gradient times the loss scale; -1: not
+                finite.
         """
         if self.norm is None:
             scaled = torch.as_tensor(scaled_norm).double()

@@ -48,7 +48,7 @@ class DynamicLossScale:
         self._steps += 1
 
     def state_dict(self) -> dict[str, int | float]:
-        """The scale and its counters."""
+        """Return the loss scale and its counters."""
         return {
             "loss_scale": self.scale,
             "loss_scale_steps": self._steps,

@@ -23,7 +23,7 @@ EMA = "ema"
 
 
 def decays(name: str) -> bool:
-    """Whether weight decay applies to a canonical parameter name; biases and norms are exempt."""
+    """Return whether weight decay applies to a canonical name; biases and norms are exempt."""
     return not name.endswith((".bias", "norm.weight"))
 
 
@@ -234,11 +234,11 @@ class UncorrectedAdamW(torch.optim.Optimizer):
 
 
 def adam_step(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> int:
-    """Number of Adam updates.
+    """Return the number of Adam updates made.
 
     Args:
         optimizer: from :func:`build_optimizer`.
-        parameters: those it updates; ZeRO-3 removes them from the optimizer's groups.
+        parameters: those it updates, any shape; ZeRO-3 removes them from the optimizer's groups.
     """
     if not _counts_in_state(optimizer):
         return int(optimizer.param_groups[0].get("step", 0))

@@ -231,7 +231,13 @@ class OutputCollector:
         self.outputs = torch.zeros(output_shape(head, encoded, num_outputs), device=device)
 
     def add(self, batch: Any, outputs: Tensor) -> None:
-        """Store the outputs of a micro batch."""
+        """Store the outputs of a micro batch.
+
+        Args:
+            batch: ``TaskBatch`` of the split.
+            outputs: of the head, fp32; ``[B, N, K]`` for a head on tokens, ``[B, K]`` for one on
+                rows, ``[B]`` for a score or a choice.
+        """
         live = batch.row_index >= 0
         if not self._per_token:
             self.outputs[batch.row_index[live]] = outputs[live]

@@ -214,7 +214,14 @@ def write_curve(output: Path, points: Sequence[CurvePoint], task: str, metric: s
 def plot_curve(
     path: str | os.PathLike[str], points: Sequence[CurvePoint], task: str, metric: str
 ) -> None:
-    """Draw mean and range of the score over pretraining steps as PNG."""
+    """Draw mean and range of the score over pretraining steps as PNG.
+
+    Args:
+        path: PNG file to write.
+        points: scores by checkpoint, in the order of steps.
+        task: name of the task.
+        metric: name of the metric.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")

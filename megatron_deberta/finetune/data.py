@@ -84,7 +84,7 @@ class TaskData:
     def train_loader(
         self, config: RunConfig, groups: ProcessGroups, consumed_samples: int, stage: Stage
     ) -> TrainLoader[TaskBatch]:
-        """Build this rank's training loader."""
+        """Build this rank's training loader; arguments as in `RunData`."""
         train, rows = config.train, task_rows(config, self.train.encoded, self.tokenizer)
         sampler = StepSampler(
             global_batch_size=train.global_batch_size,
@@ -303,7 +303,13 @@ def read_split(
 
 
 def task_rows(config: RunConfig, encoded: EncodedDataset, tokenizer: Tokenizer) -> TaskRows:
-    """Return the samples of encoded examples."""
+    """Return the training or validation samples of encoded examples.
+
+    Args:
+        config: the run.
+        encoded: the examples.
+        tokenizer: the model's tokenizer.
+    """
     parallel = config.parallel
     return TaskRows(
         config.model.head,
@@ -335,7 +341,20 @@ def validate_split(
     groups: ProcessGroups,
     must_stop: Callable[[], bool] = never,
 ) -> Evaluation | None:
-    """Compute the loss and the task's metrics; None: told to stop. Collective over all ranks."""
+    """Compute the loss and the task's metrics. Collective over all ranks.
+
+    Args:
+        module: the objective's model with its loss.
+        config: the run.
+        task: the task.
+        split: examples to score.
+        tokenizer: the model's tokenizer.
+        groups: the rank grid.
+        must_stop: called before each batch, with the same result on every rank.
+
+    Returns:
+        The metrics, NaN if an output is not finite; None: told to stop.
+    """
     found = run_split(module, config, split.encoded, tokenizer, groups, must_stop)
     if found is None:
         return None
@@ -404,9 +423,19 @@ def run_split(
     groups: ProcessGroups,
     must_stop: Callable[[], bool] = never,
 ) -> tuple[Outputs, Evaluation] | None:
-    """Compute a model's outputs for all rows, and its loss; None: told to stop.
+    """Compute a model's outputs for all rows, and its loss. Collective over all ranks.
 
-    Collective over all ranks.
+    Args:
+        module: the objective's model with its loss.
+        config: the run.
+        encoded: the examples.
+        tokenizer: the model's tokenizer.
+        groups: the rank grid.
+        must_stop: called before each batch, with the same result on every rank.
+
+    Returns:
+        The outputs, fp32 of the shape of `output_shape`, equal on all ranks, and the loss; None:
+        told to stop.
     """
     rows = task_rows(config, encoded, tokenizer)
     collector = OutputCollector(

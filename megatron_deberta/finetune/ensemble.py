@@ -78,7 +78,13 @@ def build_ensemble(
 def combined_outputs(
     task: TaskConfig, members: Sequence[FinetunedRun], split: str, data: str
 ) -> tuple[Split, Outputs]:
-    """Return a split and the combined outputs of runs for it.
+    """Return a split and the mean outputs of several runs for it.
+
+    Args:
+        task: the task.
+        members: the runs.
+        split: name of the split.
+        data: folder of the data.
 
     Raises:
         ConfigError: the runs encode the examples differently.

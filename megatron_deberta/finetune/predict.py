@@ -173,7 +173,15 @@ def open_ranks(config: RunConfig, source: SourceModel) -> Iterator[tuple[nn.Modu
 def prediction_config(
     task: TaskConfig, task_name: str, source: SourceModel, data: str, overrides: tuple[str, ...]
 ) -> RunConfig:
-    """Return the run of a fine-tuned model, with other data and one whole model per rank."""
+    """Return the config of predictions: other data than in training, one whole model per rank.
+
+    Args:
+        task: the task.
+        task_name: name or path of the task; empty: that of the fine-tuned run.
+        source: the model.
+        data: folder of the data.
+        overrides: ``section.key=value``.
+    """
     run = source.run
     if run is None and task_name:
         run = finetune_config(task_name, source, data, settings="none")

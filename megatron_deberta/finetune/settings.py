@@ -184,7 +184,12 @@ def _apply_settings(layers: dict[str, dict[str, Any]], settings: dict[str, Any])
 
 
 def choose_settings(task: TaskConfig, model: ModelConfig, name: str = "") -> dict[str, Any]:
-    """Return the settings of `settings_name` as run keys; of a grid, the first values.
+    """Return the settings of `settings_name` as run keys; of a grid, the first value of each.
+
+    Args:
+        task: the task.
+        model: the architecture.
+        name: of the settings; empty: chosen by the model's size.
 
     Raises:
         ConfigError: the task has no settings of that name.
@@ -202,6 +207,11 @@ def settings_name(task: TaskConfig, model: ModelConfig, name: str = "") -> str:
     Without a name, these are the release's for the model's size, else those that the task names as
     its default. A default that is the release's for another size comes after the paper's search
     space for this size.
+
+    Args:
+        task: the task.
+        model: the architecture.
+        name: given name; empty: none.
 
     Raises:
         ConfigError: the task has no settings of that name.

@@ -57,7 +57,7 @@ class _Accelerated(_Base):
 
 
 def restore(module: nn.Module) -> None:
-    """Give an accelerated module its own class back; others are unchanged."""
+    """Set the class of an accelerated module back to the original; others are unchanged."""
     accelerated: Any = module
     if isinstance(module, _Accelerated):
         accelerated.__class__ = module.stock_class
@@ -287,7 +287,11 @@ class AcceleratedV1LayerNorm(_Accelerated, v1.DebertaLayerNorm):
     variance_epsilon: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalise over the last dimension, in float32 as the stock class."""
+        """Normalise over the last dimension, in fp32 as the stock class does.
+
+        Args:
+            hidden_states: ``[..., D]``.
+        """
         weight, bias, eps = self.weight, self.bias, self.variance_epsilon
         shape = list(weight.shape)
         if hidden_states.dtype == weight.dtype == torch.float32:

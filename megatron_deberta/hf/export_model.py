@@ -71,7 +71,8 @@ def export_model(
 
     Args:
         config: the architecture.
-        read: returns the logical fp32 tensor of a canonical name.
+        read: returns the whole fp32 tensor of a canonical name, of the shape
+            ``parameter_shapes(config)[name]``.
         tokenizer: the tokenizer used in training.
         output: folder to create; must not exist, or be empty.
         dtype: fp32, fp16 or bf16.
@@ -232,7 +233,8 @@ def write_hf_model(
         directory: an existing folder.
         config: the architecture.
         model_type: result of `choose_model_type`.
-        read: returns the logical fp32 tensor of a canonical name, unpadded and unsplit.
+        read: returns the whole fp32 tensor of a canonical name, of the shape
+            ``parameter_shapes(config)[name]``.
         ids: special token ids of the tokenizer.
         dtype: fp32, fp16 or bf16.
 

@@ -132,7 +132,8 @@ def write_import(
         folder: existing folder, published as ``output`` later.
         output: absolute path, which the run file names.
         model: the architecture.
-        tensors: canonical name and tensor of every parameter.
+        tensors: canonical name and tensor of every parameter, of the shape
+            ``parameter_shapes(model)[name]``.
         tokenizer: the model's tokenizer.
         notes: of the result.
         objective: of the run; None: masked language modelling with our defaults.
@@ -219,7 +220,7 @@ class Release:
         return {name: shape for name, shape in shapes.items() if name not in missing}
 
     def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
-        """Read a parameter, or a part of it, in fp32."""
+        """Read a parameter in fp32; arguments as in `CheckpointReader.tensor`."""
         entry, stored = next(pair for pair in self._tensors if name in pair[0].parts)
         tensor = entry.unpack(stored.load().float())[name]
         if name == "embeddings.position.weight":

@@ -206,7 +206,8 @@ def build_model(
 
     Args:
         config: the architecture.
-        read: returns the logical tensor of a canonical name.
+        read: returns the whole tensor of a canonical name, of the shape
+            ``parameter_shapes(config)[name]``.
         attention_backend: backend of the attention operator; None: automatic.
     """
     return _build(DebertaForPretraining, config, read, attention_backend)
@@ -215,21 +216,21 @@ def build_model(
 def build_encoder(
     config: ModelConfig, read: Callable[[str], Tensor], attention_backend: str | None = None
 ) -> DebertaModel:
-    """Build the encoder of a model with any head; otherwise like `build_model`."""
+    """Build the encoder of a model with any head; arguments as in `build_model`."""
     return _build(DebertaModel, config, read, attention_backend)
 
 
 def build_task_model(
     config: ModelConfig, read: Callable[[str], Tensor], attention_backend: str | None = None
 ) -> DebertaForTask:
-    """Build the model of a labelled task; otherwise like `build_model`."""
+    """Build the model of a labelled task; arguments as in `build_model`."""
     return _build(task_model(config), config, read, attention_backend)
 
 
 def build_with_head(
     config: ModelConfig, read: Callable[[str], Tensor], attention_backend: str | None = None
 ) -> DebertaBackbone:
-    """Build the model with the head that ``config.head`` names; otherwise like `build_model`."""
+    """Build the model with the head of ``config.head``; arguments as in `build_model`."""
     chosen = model_class(config)
     assert issubclass(chosen, DebertaBackbone)
     return _build(chosen, config, read, attention_backend)

@@ -67,6 +67,11 @@ def position_slots(length: int, config: PretrainedConfig, device: torch.device) 
     """Return the relative-position table row of every pair, int64 ``[N query, N key]``.
 
     Source: section 3.1, Eq. 3; log buckets as in the released ``make_log_bucket_position``.
+
+    Args:
+        length: N.
+        config: the architecture.
+        device: of the result.
     """
     limit = max_distance(config)
     buckets: int = setting(config, "position_buckets")
@@ -184,7 +189,15 @@ class ResidualOutput(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, inner: Tensor, residual: Tensor) -> Tensor:
-        """Return ``LayerNorm(residual + dropout(dense(inner)))``."""
+        """Return ``LayerNorm(residual + dropout(dense(inner)))``.
+
+        Args:
+            inner: ``[B, N, width]``, input of the projection.
+            residual: ``[B, N, D]``.
+
+        Returns:
+            ``[B, N, D]``.
+        """
         normalised: Tensor = self.LayerNorm(residual + self.dropout(self.dense(inner)))
         return normalised
 
@@ -224,7 +237,17 @@ class ConvolutionBranch(nn.Module):
     def forward(
         self, embedded: Tensor, hidden: Tensor, mask: Tensor, causal: bool = False
     ) -> Tensor:
-        """Combine embeddings and hidden states, ``[B, N, D]`` each; padding gives zeros."""
+        """Compute ``LayerNorm(hidden + act(dropout(conv(embedded))))``.
+
+        Args:
+            embedded: ``[B, N, D]``, input of the first layer.
+            hidden: ``[B, N, D]``, output of the first layer.
+            mask: bool ``[B, N]``, True = real token.
+            causal: no position sees a later one.
+
+        Returns:
+            ``[B, N, D]``, zero at padding.
+        """
         radius = self.conv.kernel_size[0] // 2
         channels = F.pad(embedded.transpose(1, 2), (radius, 0 if causal else radius))
         weight = self.conv.weight[:, :, : radius + 1] if causal else self.conv.weight
@@ -252,7 +275,16 @@ class Embeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, input_ids: Tensor, mask: Tensor, types: Tensor | None = None) -> Tensor:
-        """Return ``[B, N, D]``, zero at padding; without ``types``, all tokens have type 0."""
+        """Embed tokens, and absolute positions and token types if the model has them there.
+
+        Args:
+            input_ids: int64 ``[B, N]``.
+            mask: bool ``[B, N]``, True = real token.
+            types: int64 ``[B, N]`` token types; None: all 0.
+
+        Returns:
+            ``[B, N, D]``, zero at padding.
+        """
         hidden = self.word_embeddings(input_ids)
         if self.at_input:
             hidden = hidden + self.position_embeddings.weight[: input_ids.size(1)]
@@ -378,7 +410,16 @@ class MegatronDebertaModel(MegatronDebertaPreTrainedModel):
     def shared_inputs(
         self, mask: Tensor, causal: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return visible keys, position slots and position table, which all layers share."""
+        """Compute the inputs of attention that all layers share.
+
+        Args:
+            mask: bool ``[B, N]``, True = real token.
+            causal: no position sees a later one.
+
+        Returns:
+            Bool ``[B, 1, N]`` or ``[B, N, N]``, True = visible key; slots of `position_slots`;
+            normalised position table or None.
+        """
         length = mask.size(1)
         visible = mask[:, None]
         if causal:
@@ -388,7 +429,14 @@ class MegatronDebertaModel(MegatronDebertaPreTrainedModel):
     def hidden_states(
         self, input_ids: Tensor, mask: Tensor, types: Tensor | None = None, causal: bool = False
     ) -> list[Tensor]:
-        """Return the embeddings and the output of every layer, ``[B, N, D]`` each."""
+        """Return the embeddings and the output of every layer, ``[B, N, D]`` each.
+
+        Args:
+            input_ids: int64 ``[B, N]``.
+            mask: bool ``[B, N]``, True = real token.
+            types: int64 ``[B, N]`` token types; None: all 0.
+            causal: no position sees a later one.
+        """
         shared = self.shared_inputs(mask, causal)
         states = [self.embeddings(input_ids, mask, types)]
         for index, layer in enumerate(self.encoder.layer):
@@ -407,7 +455,23 @@ class MegatronDebertaModel(MegatronDebertaPreTrainedModel):
         return_dict: bool | None = None,
         **unsupported: Any,
     ) -> Any:
-        """Encode; token types are ignored if the model has no table for them."""
+        """Encode tokens.
+
+        Args:
+            input_ids: int64 ``[B, N]``.
+            attention_mask: ``[B, N]``, non-zero = real token; None: no padding.
+            token_type_ids: int64 ``[B, N]``; ignored if the model has no table for them.
+            output_hidden_states: also return the embeddings and the output of every layer; None: as
+                the config says.
+            return_dict: False: return a tuple.
+            **unsupported: refused unless None or False.
+
+        Returns:
+            ``BaseModelOutput`` with ``last_hidden_state`` ``[B, N, D]``.
+
+        Raises:
+            ValueError: an argument is wrong or not supported; names it.
+        """
         refuse(unsupported)
         mask = self.checked_mask(input_ids, attention_mask, token_type_ids)
         causal = setting(self.config, "causal")
@@ -454,7 +518,16 @@ class LanguageModel(MegatronDebertaPreTrainedModel):
         return table
 
     def decode(self, hidden: Tensor, mask: Tensor, causal: bool = False) -> Tensor:
-        """Run the mask decoder at every position of the last layer's input ``[B, N, D]``."""
+        """Run the mask decoder at every position.
+
+        Args:
+            hidden: ``[B, N, D]``, input of the encoder's last layer.
+            mask: bool ``[B, N]``, True = real token.
+            causal: no position sees a later one.
+
+        Returns:
+            ``[B, N, D]``.
+        """
         query = hidden
         if setting(self.config, "absolute_positions") == "decoder":
             positions = self.deberta.embeddings.position_embeddings.weight
@@ -467,7 +540,17 @@ class LanguageModel(MegatronDebertaPreTrainedModel):
     def predict(
         self, input_ids: Tensor, mask: Tensor, types: Tensor | None, causal: bool = False
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the logits ``[B, N, V]``, and the encoder's hidden states."""
+        """Compute the logits of every position.
+
+        Args:
+            input_ids: int64 ``[B, N]``.
+            mask: bool ``[B, N]``, True = real token.
+            types: int64 ``[B, N]`` token types; None: all 0.
+            causal: no position sees a later one.
+
+        Returns:
+            Logits ``[B, N, V]``, and the encoder's hidden states.
+        """
         states = self.deberta.hidden_states(input_ids, mask, types, causal)
         has_decoder = setting(self.config, "mask_decoder_passes") > 0
         decoded = self.decode(states[-2], mask, causal) if has_decoder else states[-1]
@@ -558,7 +641,16 @@ def as_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
 
 
 def check_values(name: str, tensor: Tensor, count: int) -> None:
-    """Raise ValueError if a tensor on the CPU has values that are not in 0 to ``count`` - 1."""
+    """Check that the values of a tensor are in 0 to ``count`` - 1.
+
+    Args:
+        name: of the tensor, for the message.
+        tensor: integers, any shape; not checked on other devices than the CPU.
+        count: number of allowed values.
+
+    Raises:
+        ValueError: a value is not.
+    """
     if tensor.device.type != "cpu" or tensor.numel() == 0:
         return
     low, high = (bound.item() for bound in tensor.aminmax())

@@ -152,5 +152,10 @@ class MegatronDebertaForCausalLM(LanguageModel, GenerationMixin):
         return out.to_tuple() if return_dict is False else out
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, *_: Any, **inputs: Any) -> Any:
-        """Return the whole sequence for each new token; there is no cache."""
+        """Return the whole sequence for each new token; there is no cache.
+
+        Args:
+            input_ids: int64 ``[B, N]``, all tokens so far.
+            **inputs: of ``generate``; the attention mask is read.
+        """
         return {"input_ids": input_ids, "attention_mask": inputs.get("attention_mask")}

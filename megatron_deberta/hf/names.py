@@ -100,7 +100,14 @@ class HFTensor:
     """Number of heads for ``per_head``, of padding rows for ``after_padding``."""
 
     def pack(self, parts: list[Tensor]) -> Tensor:
-        """Build the tensor from its canonical parts."""
+        """Build the tensor from its canonical parts.
+
+        Args:
+            parts: canonical tensors, in the order of ``self.parts``.
+
+        Returns:
+            ``[*self.shape]``.
+        """
         if self.layout == "zeros":
             return torch.zeros(self.shape)
         if self.layout == "per_head":
@@ -111,7 +118,14 @@ class HFTensor:
         return parts[0]
 
     def unpack(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Split the tensor into its canonical parts; inverse of `pack`."""
+        """Split the tensor into its canonical parts; inverse of `pack`.
+
+        Args:
+            tensor: ``[*self.shape]``.
+
+        Returns:
+            Canonical tensors by name.
+        """
         if self.layout == "zeros":
             return {}
         if self.layout == "per_head":

@@ -144,9 +144,12 @@ class DisentangledSelfAttention(nn.Module):
         return normalised
 
     def maps(self, hidden: Tensor, layout: TokenLayout, context: AttentionContext) -> AttentionMaps:
-        """Return the attention maps of the self-attention of ``[B, N, D]``, without dropout.
+        """Return the attention maps of the self-attention, before dropout of probabilities.
 
-        Padding and documents of ``context`` are ignored.
+        Args:
+            hidden: ``[B, N, D]``, input of the layer.
+            layout: tokens of ``hidden``.
+            context: inputs shared by all layers; its padding and documents are ignored.
         """
         key_value = self.project_key_value(hidden, layout, context)
         (query,) = self.input.project(hidden, layout, (self.query,))
@@ -163,7 +166,13 @@ class DisentangledSelfAttention(nn.Module):
     def project_key_value(
         self, hidden: Tensor, layout: TokenLayout, context: AttentionContext
     ) -> KeyValue:
-        """Project keys, values and positions from the tokens ``[B, R, D]`` of ``layout``."""
+        """Project the keys, values and positions that queries attend to.
+
+        Args:
+            hidden: ``[B, R, D]``.
+            layout: tokens of ``hidden``.
+            context: inputs shared by all layers.
+        """
         key, value = self.input.project(hidden, layout, (self.key, self.value))
         return self._key_value(key, value, context)
 

@@ -223,7 +223,7 @@ class DebertaModel(DebertaBackbone):
         token_type_ids: Tensor | None = None,
         seeds: DropoutSeeds | None = None,
     ) -> EncoderOutput:
-        """Encode; tensors as in `ModelInputs`.
+        """Encode tokens; arguments as in `ModelInputs`, and ``seeds``, the dropout keys.
 
         In training mode without ``seeds``, the dropout key is drawn from torch's default
         generator, once per call.

@@ -81,7 +81,16 @@ class DropoutSeeds:
         return mix_seed(self.run_seed, self.step, site, self.decoder_pass, self.samples)
 
     def standard_normal(self, site: int, positions: Tensor, size: int) -> Tensor:
-        """Return N(0, 1) values of a site, fp64 ``[B, R, size]``, by row, position and feature."""
+        """Return N(0, 1) values of a site, one for each position and feature.
+
+        Args:
+            site: id of the dropout site.
+            positions: int64 ``[B, R]``.
+            size: features.
+
+        Returns:
+            fp64 ``[B, R, size]``.
+        """
         features = torch.arange(size, device=positions.device)
         index = positions.unsqueeze(-1) * size + features
         return standard_normal(mix_seed(self.per_row(site)[:, None, None], index))

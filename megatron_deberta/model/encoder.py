@@ -43,7 +43,18 @@ class Encoder(nn.Module):
     def forward(
         self, embedded: Tensor, layout: TokenLayout, context: AttentionContext, num_layers: int
     ) -> Tensor:
-        """Run the first ``num_layers`` layers on ``[B, R, D]``."""
+        """Run the first ``num_layers`` layers.
+
+        Args:
+            embedded: ``[B, R, D]``, output of the embeddings; local to the rank under sequence
+                parallelism.
+            layout: tokens of ``embedded``.
+            context: inputs shared by all layers.
+            num_layers: number of layers to run.
+
+        Returns:
+            ``[B, R, D]``.
+        """
         hidden = embedded
         for index, layer in enumerate(self.layers[:num_layers]):
             if self.recompute_layers and self.training:

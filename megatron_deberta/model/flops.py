@@ -157,7 +157,10 @@ def training_flops_per_token(
     *,
     causal: bool = False,
 ) -> float:
-    """Count the FLOPs of forward and backward per token, without recomputation."""
+    """Count the FLOPs of forward and backward per token, without recomputation.
+
+    Arguments as in `forward_flops`.
+    """
     forward = forward_flops(
         model, sequence_length, micro_batch_size, mask_probability, causal=causal
     )
@@ -167,7 +170,16 @@ def training_flops_per_token(
 def pretraining_flops_per_token(
     model: ModelConfig, objective: ObjectiveConfig, sequence_length: int, micro_batch_size: int
 ) -> float:
-    """Count the FLOPs of forward and backward per token, the mean over the forms of batches."""
+    """Count the FLOPs of forward and backward per token, without recomputation.
+
+    The mean over masked and causal batches.
+
+    Args:
+        model: the architecture.
+        objective: the training task; sets the fraction of masked tokens and of causal batches.
+        sequence_length: tokens per sequence.
+        micro_batch_size: sequences that share one projection of the position table.
+    """
     masked = training_flops_per_token(
         model, sequence_length, micro_batch_size, objective.mask_probability
     )

@@ -49,14 +49,29 @@ class PendingResidual(NamedTuple):
 
 
 def layer_norm(value: Tensor | PendingResidual, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Apply LayerNorm over the last dimension to a tensor or to a deferred sum."""
+    """Apply LayerNorm over the last dimension to a tensor or to a `PendingResidual`.
+
+    Args:
+        value: ``[B, R, D]``, or the operands of such a sum.
+        weight: ``[D]``.
+        bias: ``[D]``.
+        eps: added to the variance.
+
+    Returns:
+        ``[B, R, D]``.
+    """
     if isinstance(value, PendingResidual):
         return cast(Tensor, _DropAddNorm.apply(*value, weight, bias, eps))
     return F.layer_norm(value, weight.shape, weight, bias, eps)
 
 
 def bias_gelu(product: Tensor, bias: Tensor) -> Tensor:
-    """Apply erf GELU to ``product + bias``; backward computes both gradients in one pass."""
+    """Apply erf GELU to ``product + bias``; backward computes both gradients in one pass.
+
+    Args:
+        product: ``[..., D]``.
+        bias: ``[D]``.
+    """
     return cast(Tensor, _BiasGelu.apply(product, bias))
 
 
@@ -177,7 +192,22 @@ def drop_add_norm(
     bias: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the normalised rows, their input, its mean and reciprocal standard deviation."""
+    """Compute LayerNorm(residual + dropout(x)).
+
+    Args:
+        x: ``[B, R, D]``.
+        residual: like ``x``.
+        seed: int64 ``[B]`` dropout seeds.
+        positions: int64 ``[B, R]``.
+        probability: of dropout.
+        weight: ``[D]``.
+        bias: ``[D]``.
+        eps: added to the variance.
+
+    Returns:
+        The normalised rows and the sum, ``[B, R, D]``; mean and reciprocal standard deviation of
+        the sum, ``[B, R, 1]`` in at least fp32.
+    """
     keep = keep_mask(seed, positions, x.size(-1), probability).view(x.shape)
     total = residual + x.masked_fill(~keep, 0.0) * keep_scale(probability)
     wide = _accurate(total)
@@ -197,7 +227,21 @@ def drop_add_norm_backward(
     weight: Tensor,
     probability: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of x, residual, weight and bias."""
+    """Compute the gradients of `drop_add_norm`.
+
+    Args:
+        grad: gradient of the normalised rows, ``[B, R, D]``.
+        total: the sum, as `drop_add_norm` returned it.
+        mean: likewise.
+        rstd: likewise.
+        seed: as in `drop_add_norm`.
+        positions: likewise.
+        weight: likewise.
+        probability: likewise.
+
+    Returns:
+        Gradients of x and residual, ``[B, R, D]``, and of weight and bias, ``[D]``.
+    """
     wide = _accurate(grad)
     normalised = (_accurate(total) - mean) * rstd
     scaled = wide * weight

@@ -34,7 +34,16 @@ class FeedForward(nn.Module):
         self.dropout = Dropout(config.hidden_dropout, f"encoder.layers.{index}.ffn")
 
     def forward(self, hidden: Tensor, layout: TokenLayout, context: AttentionContext) -> Tensor:
-        """Map ``[B, R, D]`` to ``[B, R, D]``."""
+        """Compute LayerNorm(hidden + dropout(down(GELU(up(hidden))))).
+
+        Args:
+            hidden: ``[B, R, D]``.
+            layout: tokens of ``hidden``.
+            context: inputs shared by all layers.
+
+        Returns:
+            ``[B, R, D]``.
+        """
         # With fusion the bias is added together with GELU.
         (inner,) = self.input.project(hidden, layout, (self.up,), with_bias=not self._fuses)
         if context.recompute_cheap:
@@ -75,7 +84,7 @@ class Layer(nn.Module):
         context: AttentionContext,
         key_value: KeyValue | None = None,
     ) -> Tensor:
-        """Map ``[B, R, D]`` to ``[B, R, D]``; ``key_value`` as in the attention block."""
+        """Map ``[B, R, D]`` to ``[B, R, D]``; arguments as in `DisentangledSelfAttention`."""
         attended = self.attention(hidden, layout, context, key_value)
         out: Tensor = self.ffn(attended, layout, context)
         return out
@@ -114,9 +123,10 @@ class TokenConv1d(nn.Conv1d):
     def as_one_product(
         self, hidden: Tensor, document_ids: Tensor | None, causal: bool = False
     ) -> Tensor:
-        """Compute the same as one matrix product with the K taps side by side, ``[B, N, K D]``.
+        """Compute the same as ``forward`` by one matrix product; arguments as in ``forward``.
 
-        On GPUs cuDNN would run a slower deterministic convolution of a transposed view.
+        The K taps stand side by side, ``[B, N, K D]``. On GPUs cuDNN would run a slower
+        deterministic convolution of a transposed view.
         """
         taps = self._taps(hidden, document_ids, causal)
         weight = self.weight[:, :, : len(taps)].transpose(1, 2).flatten(1)
@@ -160,7 +170,17 @@ class ConvolutionBranch(nn.Module):
         layout: TokenLayout,
         context: AttentionContext,
     ) -> Tensor:
-        """Return ``[B, R, D]``: LayerNorm(layer_output + act(conv(embedded))), zero at padding."""
+        """Compute LayerNorm(layer_output + act(dropout(conv(embedded)))).
+
+        Args:
+            embedded: ``[B, R, D]``, input of the first layer.
+            layer_output: ``[B, R, D]``, output of the first layer.
+            layout: tokens of both.
+            context: inputs shared by all layers.
+
+        Returns:
+            ``[B, R, D]``, zero at padding.
+        """
         convolved = self.conv(self.input(embedded, layout), context.document_ids, context.causal)
         mask = layout.is_token.unsqueeze(-1)
         convolved = self.exit(convolved, layout) * mask

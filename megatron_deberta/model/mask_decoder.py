@@ -77,7 +77,18 @@ class EnhancedMaskDecoder(nn.Module):
         context: AttentionContext,
         key_value: KeyValue,
     ) -> Tensor:
-        """Decode the last layer's inputs ``[B, M, D]`` at the tokens of ``layout``."""
+        """Run the passes of the decoder for given queries, keys and values.
+
+        Args:
+            query: ``[B, M, D]``, the last layer's inputs at the decoded tokens.
+            layout: tokens of ``query``.
+            last_layer: the encoder's last layer.
+            context: inputs shared by all layers.
+            key_value: keys and values of all tokens.
+
+        Returns:
+            ``[B, M, D]``.
+        """
         if self.position is not None:
             query = query + self.position(layout)
         for decoder_pass in range(1, self.num_passes + 1):

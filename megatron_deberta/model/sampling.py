@@ -33,7 +33,16 @@ class GumbelMax:
 
     @staticmethod
     def at(seed: Tensor, positions: Tensor, excluded: tuple[int, ...] = ()) -> GumbelMax:
-        """Return the draws of rows with ``seed`` ``[B]`` at ``positions`` ``[B, M]``; T = B M."""
+        """Return the draws of a batch, one at each position.
+
+        Args:
+            seed: int64 ``[B]``, of each row.
+            positions: integers ``[B, M]``.
+            excluded: categories that are not drawn.
+
+        Returns:
+            ``B * M`` draws, row after row.
+        """
         return GumbelMax(row_keys(seed, positions, 1, 0).flatten(), excluded)
 
     def __call__(

@@ -85,7 +85,7 @@ class BlockInput(nn.Module):
         self.per_token = per_token
 
     def forward(self, hidden: Tensor, layout: TokenLayout) -> Tensor:
-        """Gather all N tokens if ``layout.sequence``; otherwise return ``hidden``."""
+        """Gather ``[B, R, D] -> [B, N, D]`` if ``layout.sequence``; otherwise return ``hidden``."""
         return hidden
 
     def project(
@@ -104,7 +104,11 @@ class SharedInput(nn.Module):
     """Replicated tensor that column-parallel projections read."""
 
     def forward(self, value: Tensor) -> Tensor:
-        """Return ``value``."""
+        """Return ``value``; under tensor parallelism its gradient is summed over the ranks.
+
+        Args:
+            value: any shape.
+        """
         return value
 
 

@@ -38,7 +38,7 @@ def fill_initial(
     like the others.
 
     Args:
-        out: the slice; its shape is ``logical_shape`` except along ``dim``.
+        out: the slice, ``[*logical_shape]`` except along ``dim``; written.
         name: canonical name (docs/architecture.md).
         logical_shape: shape of the full parameter.
         config: the architecture.
@@ -76,14 +76,21 @@ def draw_seed() -> int:
 
 
 def symmetric_uniform(bits: Tensor) -> Tensor:
-    """Return fp64 values of U(-1, 1) from 53 of each element's 64 random bits."""
+    """Return fp64 values of U(-1, 1) from 53 of each element's 64 random bits.
+
+    Args:
+        bits: int64, any shape.
+    """
     return (((bits >> 11) & ((1 << 53) - 1)).double() + 0.5) / (1 << 52) - 1
 
 
 def standard_normal(bits: Tensor) -> Tensor:
-    """Box-Muller on 48 of each element's 64 random bits.
+    """Return N(0, 1) values from 48 of each element's 64 random bits, by the Box-Muller transform.
 
-    In float64, so that devices agree after rounding.
+    In fp64, so that devices agree after rounding.
+
+    Args:
+        bits: int64, any shape.
     """
     radius_bits = (bits >> 40) & 0xFFFFFF
     angle_bits = (bits >> 16) & 0xFFFFFF

@@ -47,7 +47,16 @@ class LabelledObjective(Objective):
 
     @abstractmethod
     def loss(self, logits: Tensor, batch: TaskBatch) -> tuple[Tensor, Tensor]:
-        """Return the sum of the losses (fp32) and the number of correct predictions."""
+        """Compute the loss of a micro batch.
+
+        Args:
+            logits: outputs of the head; ``[B, K]`` of rows, ``[B, N, K]`` of tokens.
+            batch: on the device of the logits.
+
+        Returns:
+            Sum of the losses over labelled targets, fp32, and number of correct predictions, int64;
+            scalars.
+        """
 
     @abstractmethod
     def scored(self, batch: TaskBatch) -> Tensor:
@@ -58,7 +67,12 @@ class LabelledObjective(Objective):
         """Return the logits of the predicted distributions, one or more of ``[T, K]``."""
 
     def outputs(self, logits: Tensor, batch: TaskBatch) -> Tensor:
-        """Return the predictions for `tasks.scoring`, fp32."""
+        """Return the predictions that `tasks.scoring` reads, fp32.
+
+        Args:
+            logits: outputs of the head; ``[B, K]`` of rows, ``[B, N, K]`` of tokens.
+            batch: on the device of the logits.
+        """
         return logits.detach().float()
 
     def build_model(self, options: RuntimeOptions) -> DebertaForTask:

@@ -104,7 +104,17 @@ class ReplacedTokenModel(DebertaForReplacedTokens):
         return ModelLosses(losses, outputs=samples.view(batch.labels.shape))
 
     def detect(self, batch: Batch, samples: Tensor, seeds: DropoutSeeds | None) -> ModelLosses:
-        """Return the discriminator's loss and counts, as `forward`."""
+        """Compute the discriminator's loss on a batch with the drawn pieces in place of the masks.
+
+        Args:
+            batch: the generator's micro batch, on the model's device.
+            samples: the drawn pieces, int64 ``[B, M]``.
+            seeds: dropout keys; None: no dropout.
+
+        Returns:
+            Its loss; the numbers of replaced tokens, of tokens said to be replaced, and of those
+            that are both.
+        """
         masked, positions = batch.inputs.input_ids, batch.masked_positions
         input_ids = fill(masked, positions, samples)
         is_replaced = input_ids != fill(masked, positions, batch.labels)
@@ -127,12 +137,30 @@ class ReplacedTokenModel(DebertaForReplacedTokens):
 
 
 def draws(keys: DropoutSeeds, positions: Tensor, excluded: tuple[int, ...]) -> GumbelMax:
-    """Return the draws at ``positions`` ``[B, M]`` of rows with ``keys``."""
+    """Return the draws of the generator's samples.
+
+    Args:
+        keys: seed, step and samples of the rows.
+        positions: int64 ``[B, M]``, -1 = padding.
+        excluded: pieces that are not drawn.
+
+    Returns:
+        ``B * M`` draws, row after row.
+    """
     return GumbelMax.at(keys.per_row(_SAMPLES), positions, excluded)
 
 
 def fill(input_ids: Tensor, positions: Tensor, pieces: Tensor) -> Tensor:
-    """Return ``[B, N]`` ids with ``pieces`` ``[B, M]`` at ``positions`` (-1 = padding)."""
+    """Return the ids with ``pieces`` at ``positions``.
+
+    Args:
+        input_ids: int64 ``[B, N]``.
+        positions: int64 ``[B, M]``, -1 = padding.
+        pieces: int64 ``[B, M]``.
+
+    Returns:
+        int64 ``[B, N]``, a new tensor.
+    """
     # Padding goes to a column that is cut off.
     size = input_ids.size(1)
     padded = F.pad(input_ids, (0, 1))

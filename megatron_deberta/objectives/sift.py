@@ -133,7 +133,17 @@ class _NoisyPerturbation(Perturbation):
 
 
 def initial_noise(noise: float, seeds: DropoutSeeds, positions: Tensor, size: int) -> Tensor:
-    """Return N(0, ``noise``) values cut off at twice that, fp32 ``[B, R, size]``."""
+    """Return N(0, ``noise`` ** 2) values, clamped to twice ``noise``.
+
+    Args:
+        noise: standard deviation.
+        seeds: dropout keys.
+        positions: int64 ``[B, R]``.
+        size: features.
+
+    Returns:
+        fp32 ``[B, R, size]``.
+    """
     values = seeds.standard_normal(_NOISE, positions, size)
     return (values * noise).clamp(-2 * noise, 2 * noise).float()
 

@@ -24,7 +24,7 @@ class Spans(LabelledObjective):
     model_class = SpansModel
 
     def loss(self, logits: Tensor, batch: TaskBatch) -> tuple[Tensor, Tensor]:
-        """Return the sum of both cross-entropies' means, and the number of exact spans."""
+        """Return the sum over rows of both cross-entropies' mean, and the number of exact spans."""
         ends = self.distributions(logits, batch)
         losses = [cross_entropy(ends[side], batch.labels[:, side])[0] for side in (0, 1)]
         best = torch.stack([side.argmax(-1) for side in ends], -1)

@@ -56,8 +56,8 @@ def default_scale(head_dim: int, pos_key: Tensor | None, pos_query: Tensor | Non
 
     Args:
         head_dim: features per head.
-        pos_key: table of the content-to-position term or None.
-        pos_query: table of the position-to-content term or None.
+        pos_key: table of the content-to-position term ``[heads, slots, head_dim]``, or None.
+        pos_query: table of the position-to-content term, of the same shape, or None.
     """
     terms = 1 + (pos_key is not None) + (pos_query is not None)
     return 1 / math.sqrt(terms * head_dim)

@@ -368,7 +368,7 @@ def backward(a: AttentionArguments, d_output: Tensor) -> tuple[Tensor | None, ..
 
     Args:
         a: checked arguments.
-        d_output: gradient of the output.
+        d_output: gradient of the output, ``[batch, heads, q_len, head_dim]``.
     """
     call = _Call(a)
     d_q, d_k, d_v = (torch.empty_like(x) for x in (a.q, a.k, a.v))

@@ -141,11 +141,27 @@ class Blocks:
         self.bias.masked_fill_(~visible, lowest)
 
     def queries(self, x: Tensor, block: ScoreBlock) -> Tensor:
-        """Return the block's part of a tensor shaped like q, in the dtype of the scores."""
+        """Return the block's part of a tensor with a vector per query, in the dtype of the scores.
+
+        Args:
+            x: ``[batch, heads, q_len, head_dim]``.
+            block: the block.
+
+        Returns:
+            ``[rows, queries, head_dim]``.
+        """
         return x[block.rows, block.head, block.queries].to(self.dtype)
 
     def keys(self, x: Tensor, block: ScoreBlock) -> Tensor:
-        """Return the block's part of a tensor shaped like k, in the dtype of the scores."""
+        """Return the block's part of a tensor with a vector per key, in the dtype of the scores.
+
+        Args:
+            x: ``[batch, heads, k_len, head_dim]``.
+            block: the block.
+
+        Returns:
+            ``[rows, k_len, head_dim]``.
+        """
         return x[block.rows, block.head].to(self.dtype)
 
     def buffer(self, name: str, block: ScoreBlock) -> Tensor:
@@ -154,7 +170,16 @@ class Blocks:
         return self.scratch.get(name, rows, block.queries.stop - block.queries.start, self.k_len)
 
     def scores(self, q: Tensor, k: Tensor, block: ScoreBlock) -> Tensor:
-        """Return the block's scores, with the lowest finite number added where keys are hidden."""
+        """Return the block's scores, with the lowest finite number added where keys are hidden.
+
+        Args:
+            q: the block's queries times the scale, ``[rows, queries, head_dim]``.
+            k: the block's keys, ``[rows, k_len, head_dim]``.
+            block: the block.
+
+        Returns:
+            ``[rows, queries, k_len]``; a buffer that the next block's scores overwrite.
+        """
         scores = torch.bmm(q, k.transpose(1, 2), out=self.buffer("scores", block))
         self.terms.add_to(scores, q, k, block)
         return scores if self.bias is None else scores.add_(self.bias)
@@ -174,7 +199,11 @@ class Blocks:
         return torch.ge(random, threshold, out=self.buffer("keep", block))
 
     def zero_masked(self, x: Tensor) -> Tensor:
-        """Return ``x`` with zeros for queries that see no key."""
+        """Return ``x`` with zeros for queries that see no key.
+
+        Args:
+            x: ``[rows, queries, n]``, of the present block.
+        """
         return x if self.fully_masked is None else x.masked_fill(self.fully_masked, 0.0)
 
 
@@ -232,7 +261,13 @@ def select_heads(a: AttentionArguments, heads: slice) -> AttentionArguments:
 
 
 def forward_heads(blocks: Blocks, output: Tensor, lse: Tensor | None) -> None:
-    """Write output and log-sum-exp."""
+    """Compute the output, and the log-sum-exp of the scores if it is wanted.
+
+    Args:
+        blocks: the blocks of a call.
+        output: ``[batch, heads, q_len, head_dim]``, like ``a.q``; written.
+        lse: float32 ``[batch, heads, q_len]``; written. None: not wanted.
+    """
     a = blocks.a
     factor = keep_scale(a.dropout_p)
     for block in blocks:
@@ -252,7 +287,15 @@ def forward_heads(blocks: Blocks, output: Tensor, lse: Tensor | None) -> None:
 
 
 def backward_heads(blocks: Blocks, d_output: Tensor, d_q: Tensor, d_k: Tensor, d_v: Tensor) -> None:
-    """Write ``d_q`` and add to ``d_k``, ``d_v`` and the tables' gradients in ``blocks.terms``."""
+    """Write ``d_q`` and add to ``d_k``, ``d_v`` and the tables' gradients in ``blocks.terms``.
+
+    Args:
+        blocks: the blocks of a call.
+        d_output: gradient of the output, ``[batch, heads, q_len, head_dim]``.
+        d_q: ``[batch, heads, q_len, head_dim]``; written.
+        d_k: ``[batch, heads, k_len, head_dim]``, in the dtype of the scores; added to.
+        d_v: like ``d_k``; added to.
+    """
     a = blocks.a
     factor = keep_scale(a.dropout_p)
     for block in blocks:

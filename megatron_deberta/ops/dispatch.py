@@ -190,7 +190,8 @@ def choose_backend(requested: str | None, q: Tensor) -> str:
 
     Args:
         requested: the caller's choice; None and ``"auto"`` mean no choice.
-        q: the queries; their device, dtype and head size limit the choice.
+        q: queries ``[batch, heads, q_len, head_dim]``; its device, dtype and head size limit the
+            choice.
 
     Raises:
         ValueError: there is no such backend, or it cannot run here.
@@ -218,7 +219,11 @@ def _requested_backend(requested: str | None) -> tuple[str, str]:
 
 
 def why_not_fused(q: Tensor) -> str | None:
-    """Return why the fused kernels cannot run on these queries, or None if they can."""
+    """Return why the fused kernels cannot run on these queries, or None if they can.
+
+    Args:
+        q: queries ``[batch, heads, q_len, head_dim]``.
+    """
     if not TRITON_INSTALLED:
         return "Triton is not installed"
     if q.dtype not in _KERNEL_DTYPES:

@@ -137,7 +137,11 @@ def keep_mask(seed: Tensor, positions: Tensor, num_features: int, dropout_p: flo
 
 
 def pairs(positions: Tensor) -> Tensor:
-    """Return ``pair`` of the module docstring."""
+    """Return ``pair`` of the module docstring.
+
+    Args:
+        positions: integers, any shape.
+    """
     return (positions >> 4) * 8 + (positions & 7)
 
 
@@ -174,6 +178,12 @@ def consecutive_keep(rows: Tensor, queries: slice, num_keys: int, threshold: int
     For GPUs, where moving the bytes costs 13 bytes of memory traffic per element. On CPUs, in
     cache, moving them and comparing whole vectors is faster.
 
+    Args:
+        rows: as in ``consecutive_bytes``.
+        queries: positions of the queries.
+        num_keys: keys, counted from 0.
+        threshold: ``drop_threshold``.
+
     Returns:
         bool ``[..., queries, num_keys]``, True = keep.
     """
@@ -196,6 +206,12 @@ def _consecutive(x: Tensor, queries: slice, num_keys: int) -> Tensor:
 
 def gathered_keep(rows: Tensor, q_positions: Tensor, num_keys: int, threshold: int) -> Tensor:
     """Compute ``gathered_bytes(rows, q_positions, num_keys) >= threshold`` with strided reads.
+
+    Args:
+        rows: as in ``gathered_bytes``.
+        q_positions: integers that broadcast to ``rows``.
+        num_keys: keys, counted from 0.
+        threshold: ``drop_threshold``.
 
     Returns:
         bool ``[..., q_len, num_keys]``, True = keep.
@@ -272,7 +288,8 @@ def mix_seed(*parts: int | Tensor, state: int | Tensor = 0) -> Tensor:
     """Hash integers to a 64-bit seed, one SplitMix64 step per part; the order matters.
 
     Args:
-        *parts: integers (taken modulo 2**64) and integer tensors that broadcast together.
+        *parts: integers (taken modulo 2**64) and integer tensors of any shapes that broadcast
+            together.
         state: result for the parts before these.
 
     Returns:

@@ -21,7 +21,11 @@ def can_fuse(device: torch.device) -> bool:
 
 
 def runs_kernels(x: Tensor) -> bool:
-    """Return whether the kernels support the device and dtype of a tensor."""
+    """Return whether the kernels support the device and dtype of a tensor.
+
+    Args:
+        x: any shape.
+    """
     return x.dtype in KERNEL_DTYPES and _can_fuse(x.device)
 
 

@@ -267,7 +267,12 @@ def _days(seconds: dict[str, float]) -> dict[str, float]:
 
 
 def check_machine(config: RunConfig, machine: Machine, world_size: int) -> None:
-    """Check number format and number of ranks.
+    """Check that a machine supports the number format and number of ranks of a run.
+
+    Args:
+        config: the run.
+        machine: devices and links of the cluster.
+        world_size: number of ranks.
 
     Raises:
         ConfigError: the device does not support ``precision.dtype``.

@@ -64,7 +64,13 @@ class Search:
 
 
 def search_layouts(config: RunConfig, machine: Machine, world_size: int) -> Search:
-    """Evaluate all layouts of a run on ``world_size`` ranks of a machine."""
+    """Evaluate all parallel layouts of a run on a machine.
+
+    Args:
+        config: the run.
+        machine: devices and links of the cluster.
+        world_size: number of ranks.
+    """
     choices: list[Choice] = []
     refusals: list[Refusal] = []
     per_node = min(machine.ranks_per_node, world_size)
@@ -133,7 +139,13 @@ def _fastest(config: RunConfig, machine: Machine, dp_size: int) -> Choice | Refu
 
 
 def rank_memory(config: RunConfig, machine: Machine, dp_size: int) -> MemoryEstimate:
-    """Estimate the memory of a rank with the attention backend of the run, or of the device."""
+    """Estimate the memory of a rank with the attention backend of the run, or of the device.
+
+    Args:
+        config: the run.
+        machine: devices and links of the cluster.
+        dp_size: number of data-parallel ranks.
+    """
     is_chunked = config.parallel.attention_backend == "chunked"
     attention = "chunked" if is_chunked else machine.device.attention
     return estimate_memory(config, dp_size, attention=attention)

@@ -95,7 +95,14 @@ class Needs(NamedTuple):
 def estimate_deduplicate(
     sources: Sequence[Source], options: ReadOptions, settings: Settings, nodes: int, workers: int
 ) -> str:
-    """Describe what ``deduplicate`` needs on nodes with some workers each.
+    """Describe the time, disk space and memory that ``deduplicate`` requires.
+
+    Args:
+        sources: files of the input.
+        options: how documents are read.
+        settings: of the deduplication.
+        nodes: number of nodes.
+        workers: worker processes per node.
 
     Raises:
         DataError: a file of the sample cannot be read.
@@ -112,7 +119,14 @@ def estimate_deduplicate(
 def estimate_preprocess(
     sources: Sequence[Source], tokenizer_path: str, options: ReadOptions, nodes: int, workers: int
 ) -> str:
-    """Describe what ``preprocess`` needs; the tokenizer is timed on the sample.
+    """Describe the time, disk space and memory that ``preprocess`` requires.
+
+    Args:
+        sources: files of the input.
+        tokenizer_path: the tokenizer, which is timed on a sample of the documents.
+        options: how documents are read.
+        nodes: number of nodes.
+        workers: worker processes per node.
 
     Raises:
         DataError: a file of the sample or the tokenizer cannot be read.
@@ -141,7 +155,13 @@ def estimate_preprocess(
 def estimate_split(
     sources: Sequence[Source], options: ReadOptions, nodes: int, workers: int
 ) -> str:
-    """Return a description of the time, disk space and memory that ``split`` requires.
+    """Describe the time, disk space and memory that ``split`` requires.
+
+    Args:
+        sources: files of the input.
+        options: how documents are read.
+        nodes: number of nodes.
+        workers: worker processes per node.
 
     Raises:
         DataError: a file of the sample cannot be read.
@@ -177,7 +197,12 @@ def estimate_train_tokenizer(
 
 
 def estimate_merge(prefixes: Sequence[str], nodes: int, workers: int) -> str:
-    """Return a description of the time, disk space and memory that ``merge`` requires.
+    """Describe the time, disk space and memory that ``merge`` requires.
+
+    Args:
+        prefixes: paths of the shards without suffix.
+        nodes: number of nodes.
+        workers: worker processes per node.
 
     Raises:
         DataError: a shard has no manifest, or differs from the first.
@@ -216,7 +241,16 @@ def sample(sources: Sequence[Source], options: ReadOptions) -> Sample:
 
 
 def needs(text_bytes: float, documents: float, settings: Settings, workers: int) -> Needs:
-    """Compute what ``deduplicate`` needs if a quarter of the documents are in near pairs."""
+    """Estimate what ``deduplicate`` requires.
+
+    A quarter of the documents is assumed to be in near pairs.
+
+    Args:
+        text_bytes: bytes of the documents.
+        documents: number of documents.
+        settings: of the deduplication.
+        workers: worker processes per node.
+    """
     seconds = text_bytes * (1 / _SIGN_BYTES_PER_SECOND + 1 / _READ_BYTES_PER_SECOND)
     digest, place, exact, decision = 16, 16, 8 + 8 + 4, 1 + 8 + 8 + 8
     document_bytes = digest + place + exact + decision
@@ -250,7 +284,13 @@ def split_needs(found: Sample, workers: int) -> Needs:
 
 
 def tokenizer_needs(found: Sample, sample_bytes: int, workers: int) -> Needs:
-    """Return the requirements of ``train-tokenizer``; a sample of 0 bytes is all text."""
+    """Estimate what ``train-tokenizer`` requires.
+
+    Args:
+        found: sample of the input.
+        sample_bytes: bytes of text to train on; 0: all.
+        workers: worker processes per node.
+    """
     trained = _trained_bytes(found, sample_bytes)
     serial = trained / _TRAIN_BYTES_PER_SECOND
     return Needs(
@@ -280,7 +320,14 @@ def merge_needs(shard_bytes: int, workers: int) -> Needs:
 
 
 def describe_needs(found: Sample, needed: Needs, nodes: int, workers: int) -> str:
-    """Describe the input of a job and what it needs on nodes with some workers each."""
+    """Describe the input of a job and its requirements.
+
+    Args:
+        found: sample of the input.
+        needed: requirements of the job.
+        nodes: number of nodes.
+        workers: worker processes per node.
+    """
     return (
         f"text    {found.text_bytes / 1e9:.2f} GB, {found.documents:,.0f} documents\n"
         f"{_describe(needed, nodes, workers)}"

@@ -71,7 +71,14 @@ class LinkVolume(NamedTuple):
 
 
 def link_volume(part: Traffic, config: RunConfig, machine: Machine, dp_size: int) -> LinkVolume:
-    """Divide traffic over NVLink and network; tensor parallelism never leaves a node."""
+    """Divide traffic over NVLink and network; tensor parallelism stays inside a node.
+
+    Args:
+        part: one kind of traffic of a step.
+        config: the run.
+        machine: devices and links of the cluster.
+        dp_size: number of data-parallel ranks.
+    """
     tp_size, between_replicas = config.parallel.tensor_parallel_size, part.group == "data"
     wire = part.wire_bytes(dp_size if between_replicas else tp_size)
     on_nvlink = not between_replicas or machine.ranks_per_node > tp_size
@@ -83,9 +90,15 @@ def link_volume(part: Traffic, config: RunConfig, machine: Machine, dp_size: int
 def link_seconds(
     traffic: Iterable[Traffic], config: RunConfig, machine: Machine, dp_size: int
 ) -> float:
-    """Return the time of consecutive collectives, each on the slower of its links.
+    """Return the seconds of consecutive collectives, each on the slower of its links.
 
     As many rings share a node's adapters as there are tensor-parallel ranks.
+
+    Args:
+        traffic: of the collectives.
+        config: the run.
+        machine: devices and links of the cluster.
+        dp_size: number of data-parallel ranks.
     """
     seconds = 0.0
     for part in traffic:
@@ -101,7 +114,12 @@ def link_seconds(
 
 
 def step_time(config: RunConfig, machine: Machine, dp_size: int) -> StepTime:
-    """Predict the time of a step.
+    """Predict the seconds of an optimizer step, by part.
+
+    Args:
+        config: the run.
+        machine: devices and links of the cluster.
+        dp_size: number of data-parallel ranks.
 
     Raises:
         ConfigError: the batch does not divide over ``dp_size`` data-parallel ranks.
@@ -169,12 +187,24 @@ def bytes_per_score(config: RunConfig, device: Device) -> float:
 
 
 def run_seconds(config: RunConfig, machine: Machine, dp_size: int) -> float:
-    """Predict the time to the last step, including phases and the steps with shorter rows."""
+    """Predict the seconds to the last step, including phases and the steps with shorter rows.
+
+    Args:
+        config: the run.
+        machine: devices and links of the cluster.
+        dp_size: number of data-parallel ranks.
+    """
     return sum(segment_seconds(part, machine, dp_size) for part in segments(config))
 
 
 def segment_seconds(part: Segment, machine: Machine, dp_size: int) -> float:
-    """Predict the time of a segment."""
+    """Predict the seconds of a segment.
+
+    Args:
+        part: the segment.
+        machine: devices and links of the cluster.
+        dp_size: number of data-parallel ranks.
+    """
     config, short = part.config, min(part.config.data.short_steps, part.steps)
     seconds = (part.steps - short) * step_time(config, machine, dp_size).total
     if short:

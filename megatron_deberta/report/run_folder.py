@@ -206,7 +206,17 @@ def is_number(value: object) -> bool:
 def points(
     records: Iterable[Record], key: str, scale: float = 1.0, *, x: str = "step"
 ) -> list[tuple[float, float]]:
-    """Return the positions and values of a metric where both are numbers."""
+    """Return the curve of a metric.
+
+    Args:
+        records: of a run.
+        key: of the metric.
+        scale: factor on the values.
+        x: key of the positions.
+
+    Returns:
+        Pairs of position and value, where both are numbers.
+    """
     return [
         (record[x], record[key] * scale)
         for record in records

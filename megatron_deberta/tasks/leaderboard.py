@@ -24,6 +24,11 @@ def json_lines(
     """Return one JSON object per example: its text, the prediction, and its label if it has one.
 
     Beside these are the fields of `Prediction`, which ``compare`` reads.
+
+    Args:
+        task: the task.
+        examples: of the split.
+        predictions: one per example, in the same order.
     """
     pairs = zip(examples, predictions, strict=True)
     return _json_lines(_described(task, *pair) for pair in pairs)

@@ -74,7 +74,13 @@ def _share_of_equal_pairs(groups: Sequence[str], found: Classes) -> float:
 
 
 def regression_metrics(names: Sequence[str], truth: Scores, found: Scores) -> dict[str, float]:
-    """Return correlations; 0 where one side is constant and none is defined."""
+    """Return correlations; 0 where one side is constant, so that they are undefined.
+
+    Args:
+        names: of the metrics wanted.
+        truth: labels.
+        found: predicted scores.
+    """
     from scipy import stats
 
     is_constant = len(truth) < 2 or np.ptp(truth) == 0 or np.ptp(found) == 0
@@ -108,9 +114,18 @@ def tag_metrics(
 def tag_counts(
     task: TaskConfig, name: str, truth: Sequence[Sequence[str]], found: Sequence[Sequence[str]]
 ) -> tuple[int, int, int]:
-    """Return how many entities or words are right, labelled and predicted, for a metric.
+    """Count the entities or words of which a metric is computed.
 
     Metrics of words (``token_f1``) do not count words that are O, as micro-averages do.
+
+    Args:
+        task: the task.
+        name: of the metric.
+        truth: tags of the words of each sentence.
+        found: predicted tags, of the same lengths.
+
+    Returns:
+        Numbers of right, labelled and predicted entities, or words.
     """
     if name == "accuracy" or name.startswith(TOKEN_PREFIX):
         outside = None if name == "accuracy" else OUTSIDE

@@ -58,6 +58,11 @@ def _fraction(example: Example) -> float:
 def split_files(task: TaskConfig, data: str | os.PathLike[str], split: str) -> list[Path]:
     """Return the files of a split; folders (RACE, ``datasets``) count as one.
 
+    Args:
+        task: the task.
+        data: folder of the data.
+        split: name of the split.
+
     Raises:
         ConfigError: the task has no such split.
         DataError: a file is missing.

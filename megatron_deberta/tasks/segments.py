@@ -16,7 +16,14 @@ from megatron_deberta.tokenizer import Tokenizer
 def encode_segments(
     task: TaskConfig, examples: Sequence[Example], tokenizer: Tokenizer, length: int
 ) -> EncodedDataset:
-    """Encode one or two segments per example, with a class or a score."""
+    """Encode examples of one or two segments with a class or a score.
+
+    Args:
+        task: the task.
+        examples: to encode.
+        tokenizer: the model's tokenizer.
+        length: maximum number of tokens per row.
+    """
     first = encode_each(tokenizer, [example.text for example in examples])
     second = encode_each(tokenizer, [example.text_pair or "" for example in examples])
     rows = RowBuilder(tokenizer)
@@ -32,7 +39,14 @@ def encode_segments(
 def encode_choices(
     task: TaskConfig, examples: Sequence[Example], tokenizer: Tokenizer, length: int
 ) -> EncodedDataset:
-    """Encode one row per choice: the example's text, if it has one, then the choice."""
+    """Encode one row per choice: the example's text, if it has one, then the choice.
+
+    Args:
+        task: the task.
+        examples: to encode.
+        tokenizer: the model's tokenizer.
+        length: maximum number of tokens per row.
+    """
     first = encode_each(tokenizer, [example.text for example in examples])
     choices = iter(encode_each(tokenizer, [text for e in examples for text in e.choices]))
     rows = RowBuilder(tokenizer)

@@ -26,6 +26,12 @@ def encode_spans(
 
     The label of a row is the first answer that lies wholly in its window.
 
+    Args:
+        task: the task.
+        examples: to encode.
+        tokenizer: the model's tokenizer.
+        length: maximum number of tokens per row.
+
     Raises:
         DataError: ``length`` leaves no room for a passage.
     """
@@ -57,9 +63,17 @@ def encode_spans(
 
 
 def windows(size: int, width: int, stride: int) -> list[tuple[int, int]]:
-    """Return begin and end of windows of ``width`` tokens that share ``stride`` tokens.
+    """Split tokens into windows that overlap.
 
     The stride is at most half a window, so that windows advance whatever the question's length.
+
+    Args:
+        size: number of tokens.
+        width: tokens per window.
+        stride: tokens that neighbouring windows share.
+
+    Returns:
+        First token and one past the last of each window.
     """
     step = width - min(stride, width // 2)
     begins = [0]

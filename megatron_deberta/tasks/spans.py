@@ -82,6 +82,12 @@ def best_spans(
     """Return the best span of each question over all its windows.
 
     Candidates that are in no window are counted in a warning.
+
+    Args:
+        task: the task.
+        examples: the questions.
+        encoded: their rows.
+        outputs: fp32 ``[tokens, 2]``, logits of the first and of the last token of an answer.
     """
     offsets = encoded.example_offsets
     found = []
@@ -266,9 +272,14 @@ def pieces_of(chars: npt.NDArray[np.int32], start: int, end: int) -> tuple[int, 
 def span_metrics(
     task: TaskConfig, examples: Sequence[Example], found: Sequence[BestSpan]
 ) -> dict[str, float]:
-    """Return exact match and F1, and for SQuAD 2.0 the best threshold of no answer.
+    """Compute exact match and F1; if there are unanswerable questions, also at the best threshold.
 
     Each answer is compared with all right ones, and the best counts.
+
+    Args:
+        task: the task.
+        examples: the questions.
+        found: their best spans.
     """
     truth = [right_answers(task, example) for example in examples]
     exact = _scores(truth, found, exact_match)

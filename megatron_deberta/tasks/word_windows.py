@@ -21,6 +21,12 @@ def encode_words(
     Words without a piece (such as a lone variation selector) become [UNK]. A sentence that is too
     long is split into windows that overlap by ``task.stride`` tokens; a word is labelled in the
     window where the nearer edge of the window is farther away.
+
+    Args:
+        task: the task.
+        examples: to encode.
+        tokenizer: the model's tokenizer.
+        length: maximum number of tokens per row.
     """
     pieces = _pieces_of_words(examples, tokenizer)
     rows = RowBuilder(tokenizer)

@@ -149,7 +149,13 @@ def _encode_plain(
 
 
 def agrees(fast: BatchEncoder, reference: BatchEncoder, texts: Sequence[str]) -> bool:
-    """Tell whether two ways give the same ids."""
+    """Return whether two encoders give the same ids.
+
+    Args:
+        fast: the encoder that is tried; an exception counts as a difference.
+        reference: the encoder that is right.
+        texts: to encode.
+    """
     try:
         found, lengths = fast(texts)
     except Exception:  # whatever the library raises, the other way is there

@@ -100,7 +100,7 @@ def without_separators(normalizer: Mapping[str, Any] | None) -> Mapping[str, Any
 
 
 def is_longest_match(normalizer: Mapping[str, Any] | None) -> bool:
-    """Tell whether a normalizer holds the steps of ``longest_match_normalizer``."""
+    """Return whether a normalizer has the steps of ``longest_match_normalizer``."""
     steps = (normalizer or {}).get("normalizers", [])
     return any(step.get("content") == _MATCH_END for step in steps)
 

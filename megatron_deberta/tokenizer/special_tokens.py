@@ -130,7 +130,7 @@ def with_guard(pre_tokenizer: PreTokenizer | None, names: Iterable[str]) -> PreT
 
 
 def has_guard(spec: Mapping[str, Any], names: Iterable[str]) -> bool:
-    """Tell whether the pre-tokenizer of a ``tokenizer.json`` already ends with the guard."""
+    """Return whether the pre-tokenizer of a ``tokenizer.json`` already ends with the guard."""
     pre_tokenizer = spec["pre_tokenizer"] or {}
     last = pre_tokenizer.get("pretokenizers", [pre_tokenizer])[-1]
     return bool(last.get("pattern") == {"Regex": guard_pattern(names)})
@@ -138,6 +138,11 @@ def has_guard(spec: Mapping[str, Any], names: Iterable[str]) -> bool:
 
 def refuse_leaks(backend: Backend, special: SpecialTokens, where: str) -> None:
     """Check that the names of special tokens in plain text are encoded as text.
+
+    Args:
+        backend: tokenizer to check; its ``encode_special_tokens`` is set.
+        special: names of special tokens.
+        where: what the error names, such as a path.
 
     Raises:
         DataError: one of them is encoded as the special token.

@@ -52,7 +52,7 @@ _NO_IDS: Ids = np.empty(0, np.int32)
 
 
 def words_are_independent(spec: Mapping[str, Any]) -> bool:
-    """Tell whether a ``tokenizer.json`` encodes words separated by spaces independently.
+    """Return whether a ``tokenizer.json`` encodes words separated by spaces independently.
 
     That is the case for a unigram model if text is normalized grapheme by grapheme, runs of spaces
     collapse, the metaspace splits words before the model, only names of special tokens are split

@@ -105,7 +105,7 @@ class PretrainingData:
     def train_loader(
         self, config: RunConfig, groups: ProcessGroups, consumed_samples: int, stage: Stage
     ) -> TrainLoader[Any]:
-        """Build this rank's training loader."""
+        """Build this rank's training loader; arguments as in `RunData`."""
         return train_loader(
             config,
             self.vocabulary,
@@ -269,7 +269,16 @@ def rows_work(config: RunConfig, length: float) -> StepWork:
 
 
 def describe_tokens(config: RunConfig, dp_size: int, corpora: Corpora) -> list[tuple[str, str]]:
-    """Describe batches, and the amount of training in tokens and epochs."""
+    """Describe the batches, and the amount of training in tokens and epochs.
+
+    Args:
+        config: the run.
+        dp_size: number of data-parallel ranks.
+        corpora: its documents.
+
+    Returns:
+        Labels and texts.
+    """
     train, batch = config.train, batch_arithmetic(config, dp_size)
     short_steps = min(config.data.short_steps, train.steps)
     tokens = short_steps * batch.short_tokens_per_step

@@ -49,7 +49,7 @@ def evaluate(
         groups: the rank grid.
         objective: the training task.
         must_stop: called before each batch, with the same result on every rank.
-        collect: called with each batch and the outputs of the model's head.
+        collect: called with each batch and the outputs of the model, any shape; None: nothing.
 
     Returns:
         The metrics; None: told to stop before the last batch.

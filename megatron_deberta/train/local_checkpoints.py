@@ -64,7 +64,15 @@ class LocalCheckpoints:
     def open(
         cls, config: RunConfig, groups: ProcessGroups, fence: Fence
     ) -> LocalCheckpoints | None:
-        """Copy the newest complete local save to the run folder, if it is newer. Collective.
+        """Open the local checkpoints of a run. Collective: all ranks.
+
+        The newest complete save is copied to the run folder, if it is newer than the checkpoints
+        there.
+
+        Args:
+            config: the run.
+            groups: the rank grid.
+            fence: lock of the run folder.
 
         Returns:
             The run's local checkpoints; None: it saves none.

@@ -54,11 +54,21 @@ class MinimalPairTask:
         must_stop: Callable[[], bool] = never,
         advance: Callable[[int, int], None] = lambda done, total: None,
     ) -> MinimalPairScores | None:
-        """Compute all accuracies; None: told to stop. Collective over all ranks.
+        """Compute the accuracies of all pairs. Collective over all ranks.
 
         A pair is correct if its acceptable sentence has the higher pseudo-log-likelihood, or
         log-likelihood if the model is autoregressive; two sentences of the same tokens are equal,
         which counts as wrong.
+
+        Args:
+            module: ``objectives.MaskedLanguageModel``.
+            groups: the rank grid.
+            must_stop: called before each batch, with the same result on every rank.
+            advance: called after each batch with the number of batches done and of all batches of
+                this rank.
+
+        Returns:
+            The accuracies; None: told to stop.
 
         Raises:
             DataError: a score is infinite or not a number.
@@ -87,7 +97,16 @@ class MinimalPairTask:
     def evaluate(
         self, module: nn.Module, groups: ProcessGroups, must_stop: Callable[[], bool]
     ) -> Evaluation | None:
-        """Return the metrics for ``metrics.jsonl``; None: told to stop. Collective."""
+        """Compute the metrics for ``metrics.jsonl``. Collective over all ranks.
+
+        Args:
+            module: ``objectives.MaskedLanguageModel``.
+            groups: the rank grid.
+            must_stop: called before each batch, with the same result on every rank.
+
+        Returns:
+            The metrics, with an accuracy of NaN if a score is not finite; None: told to stop.
+        """
         try:
             scores = self.score(module, groups, must_stop)
         except DataError as error:

@@ -51,7 +51,13 @@ class MaskedRows:
     def of(
         sentences: Sequence[Integers], vocabulary: Vocabulary, metric: Metric = "original"
     ) -> MaskedRows:
-        """Return the rows of sentences."""
+        """Return the rows of sentences, sentence after sentence.
+
+        Args:
+            sentences: int64 ``[tokens]`` of each sentence, without [CLS] and [SEP].
+            vocabulary: ids and word starts of the tokenizer.
+            metric: what is masked.
+        """
         sizes = np.array([len(ids) for ids in sentences], np.int64)
         places = [np.arange(size) for size in sizes]
         sentence = np.repeat(np.arange(len(sizes)), sizes)

@@ -49,7 +49,7 @@ class Selection:
     examples: str = ""
 
     def update(self, step: int, score: float) -> None:
-        """Take a validation into account; equal scores and NaN are not better."""
+        """Record the score of a validation; equal scores and NaN are not better."""
         if score > self.top_score:
             self.top_score, self.num_worse = score, 0
         else:
@@ -67,7 +67,7 @@ class Selection:
         return step if step in self.unsaved else self.best_step
 
     def saved(self, step: int) -> bool:
-        """Take a committed checkpoint into account; return whether it is the best one."""
+        """Record a committed checkpoint; return whether it is the best one."""
         score = self.unsaved.pop(step, None)
         if score is None:
             return False
@@ -158,7 +158,7 @@ def open_selection(
 def select_committed(
     selection: Selection, step: int, groups: ProcessGroups, run_dir: Path | None
 ) -> None:
-    """Take a validation into account whose checkpoint is older. Collective over all ranks.
+    """Record a validation whose checkpoint is already committed. Collective over all ranks.
 
     Args:
         selection: updated with the validation.

@@ -80,7 +80,7 @@ OpenWeights = Callable[[Path, RunConfig], TaskHead]
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Give errors that a restart would only repeat the exit code of a usage error.
+    """Set the exit code of errors that a restart would only repeat to that of a usage error.
 
     For work before the first step. A failing file system may recover, so its errors keep theirs.
     """
@@ -199,8 +199,8 @@ def load_start(
         start: the starting point.
         engine: a new engine.
         specs: this rank's part of every parameter.
-        initial: returns the initial weights of this rank's part of a parameter; needed for
-            another head than the weights have.
+        initial: returns the initial weights of this rank's part of a parameter, fp32
+            ``[*spec.local_shape]``; needed for another head than the weights have.
 
     Raises:
         CheckpointError: the checkpoint is of another model or damaged.

@@ -30,7 +30,12 @@ logger = logging.getLogger(__name__)
 
 
 def sum_over_batch_ranks(numbers: Tensor, groups: ProcessGroups) -> Tensor:
-    """Sum a tensor over data-parallel ranks, in place. Collective over them."""
+    """Sum a tensor over data-parallel ranks, in place. Collective over these ranks.
+
+    Args:
+        numbers: any shape, on ``groups.device``.
+        groups: process groups.
+    """
     if groups.dp_group is not None:
         dist.all_reduce(numbers, group=groups.dp_group)
     return numbers
@@ -43,7 +48,7 @@ class Flags(Protocol):
         """Return those of this rank."""
 
     def receive(self, flags: Iterable[bool]) -> None:
-        """Take those that any rank has set."""
+        """Record the flags that are set on any rank."""
 
 
 @dataclass(slots=True)

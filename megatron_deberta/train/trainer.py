@@ -79,7 +79,13 @@ class Callback:
         """Called if it becomes known during the callbacks of a step that it is the last one."""
 
     def on_validation(self, trainer: Trainer, kind: RecordKind, evaluation: Evaluation) -> None:
-        """Called after each validation, and after each evaluation of minimal pairs."""
+        """Called after each validation, and after each evaluation of minimal pairs.
+
+        Args:
+            trainer: the trainer.
+            kind: of the evaluation.
+            evaluation: its metrics.
+        """
 
     def on_save(self, trainer: Trainer, saved: Saved) -> None:
         """Called after a checkpoint is committed."""

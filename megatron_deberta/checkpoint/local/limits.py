@@ -15,9 +15,14 @@ SLOWEST_BYTES_PER_SECOND = 10e6
 
 
 def within(seconds: float, call: Callable[[], _T], default: _T) -> _T:
-    """Return the result of a call, or ``default`` if it takes longer than a time.
+    """Return the result of a call, or ``default`` if it takes longer than ``seconds``.
 
     The call goes on in a daemon thread, because a system call cannot be interrupted.
+
+    Args:
+        seconds: time limit in seconds.
+        call: function to call.
+        default: result if the call takes longer.
 
     Raises:
         Exception: what the call raised in time.

@@ -196,7 +196,13 @@ def serialized(states: Iterable[OwnedState], rank: int) -> Iterator[tuple[bytes,
 
 
 def part_dir(folder: Path, save: SaveId, rank: int) -> Path:
-    """Return the folder of a part."""
+    """Return the folder of a rank's part of a local save.
+
+    Args:
+        folder: the node's folder.
+        save: the save.
+        rank: rank that the part is of.
+    """
     return folder / f"{save.generation:05d}-step_{save.step:08d}-rank_{rank:05d}"
 
 
@@ -247,7 +253,13 @@ def make_private(folder: Path) -> None:
 
 
 def delete_parts(folder: Path, ranks: Iterable[int], keep: SaveId | None) -> None:
-    """Delete the parts of some ranks except those of one save; failures are ignored."""
+    """Delete the parts of some ranks except those of one save; failures are ignored.
+
+    Args:
+        folder: the node's folder.
+        ranks: ranks whose parts are deleted.
+        keep: the save whose parts are kept; None: none.
+    """
     wanted = set(ranks)
     for path in part_folders(folder):
         match = _PART_NAME.fullmatch(path.name)

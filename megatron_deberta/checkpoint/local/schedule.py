@@ -41,7 +41,13 @@ class SaveSchedule:
         self._next = step + self.every
 
     def finished(self, step: int, saved: int, *, is_complete: bool) -> None:
-        """Record the end of a save, seen after ``step``, of the state after ``saved``."""
+        """Record the end of a save.
+
+        Args:
+            step: the last step made when the end is seen.
+            saved: step whose state was saved.
+            is_complete: the save is complete and valid on all ranks.
+        """
         self.is_suspended = not is_complete
         if is_complete:
             self.safe = saved

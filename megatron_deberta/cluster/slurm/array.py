@@ -119,7 +119,7 @@ def _submit_array(
 def describe(
     profile: ClusterProfile, configs: Sequence[RunConfig], folder: Path, at_most: int = 0
 ) -> str:
-    """Return the sbatch commands of ``submit``, which it would call if no run were queued."""
+    """Return the sbatch commands of ``submit`` with no run queued; arguments as in ``submit``."""
     specs = [_spec(profile, config, "TIME") for config in configs]
     lines = []
     for first in range(0, len(specs), MAX_SIZE):

@@ -55,6 +55,11 @@ VALUE = re.compile(r"[^\x00-\x1f\x7f]{0,4096}")
 def checked(text: str, pattern: re.Pattern[str], key: str) -> str:
     """Return the text if the whole of it matches the pattern.
 
+    Args:
+        text: the value.
+        pattern: what it must match.
+        key: name of the value, for the message.
+
     Raises:
         ConfigError: it does not.
     """

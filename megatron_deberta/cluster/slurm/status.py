@@ -443,10 +443,15 @@ def _record_seconds(records: Sequence[Mapping[str, Any]], target: int) -> float:
 def seconds_left(
     events: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]], target: int
 ) -> float | None:
-    """Estimate the time to the last step; None without records.
+    """Estimate the seconds to the last step; None without records.
 
     After a restart the average speed of all attempts counts, with queueing, starting and lost
     steps; before it, the present speed.
+
+    Args:
+        events: of the job history.
+        records: training records of ``metrics.jsonl``.
+        target: number of the last step; 0: unknown.
     """
     if not records or target <= 0:
         return None

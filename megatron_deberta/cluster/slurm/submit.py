@@ -163,7 +163,12 @@ def sbatch_command(
 
 
 def for_nodes(spec: JobSpec, config: RunConfig, allocated: int) -> JobSpec:
-    """Return the job for as many of the allocated nodes as the global batch divides over.
+    """Return a job with as many of the allocated nodes as the global batch divides over.
+
+    Args:
+        spec: the job.
+        config: its run.
+        allocated: number of nodes that SLURM has allocated.
 
     Raises:
         ConfigError: the batch divides over no number of them.

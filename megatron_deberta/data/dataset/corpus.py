@@ -141,7 +141,12 @@ class Corpus:
     def gather(
         self, starts: Integers, lengths: npt.NDArray[Any], vocab_size: int
     ) -> npt.NDArray[Any]:
-        """Return the concatenated tokens of several spans.
+        """Return the tokens of several spans, concatenated.
+
+        Args:
+            starts: ``[P]`` first token of each span, as in ``tokens``.
+            lengths: ``[P]`` numbers of tokens.
+            vocab_size: size of the vocabulary.
 
         Raises:
             DataError: an id is outside the vocabulary; the message names the file and the byte.
@@ -248,6 +253,11 @@ def open_shard(prefix: str, vocabulary: Vocabulary, hashes: bool = False) -> Ind
 
 def check_tokenizer(prefix: str, manifest: ShardManifest, fingerprint: str) -> None:
     """Check that a shard was made with the tokenizer that has this fingerprint.
+
+    Args:
+        prefix: path of the shard without suffix.
+        manifest: of the shard.
+        fingerprint: of the tokenizer.
 
     Raises:
         DataError: it was made with another one.

@@ -131,7 +131,12 @@ def read_groups(groups: Integers, read: Callable[[int, Integers], RowBatch]) -> 
 
 
 def assemble(corpus: Corpus, vocabulary: Vocabulary, spans: TokenSpans) -> RowBatch:
-    """Read spans and frame them: [CLS] span [SEP] span [SEP] ...
+    """Read spans and build their rows: [CLS] span [SEP] span [SEP] ...
+
+    Args:
+        corpus: documents that are read.
+        vocabulary: ids of special tokens.
+        spans: of the rows.
 
     Raises:
         DataError: the shard holds an id outside the vocabulary.

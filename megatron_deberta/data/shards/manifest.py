@@ -131,6 +131,11 @@ def verify_hash(path: str, expected: str) -> None:
 def compare_hash(path: str, found: str, expected: str) -> None:
     """Compare a file's SHA-256, already computed, with its manifest's.
 
+    Args:
+        path: the file.
+        found: hexadecimal digest of its content.
+        expected: digest in the manifest.
+
     Raises:
         DataError: they differ.
     """

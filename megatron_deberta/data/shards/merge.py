@@ -168,6 +168,11 @@ def hash_parts(
 ) -> ShardHashes:
     """Return the SHA-256 of a shard's files, from the parts that are copied into them.
 
+    Args:
+        layout: of the shard.
+        parts: of the shard, in order.
+        read_index: returns the index of a part.
+
     Raises:
         DamagedPartError: a part is damaged.
         OSError: a file cannot be read.

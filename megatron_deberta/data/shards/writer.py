@@ -322,7 +322,7 @@ def publish_shards(staged: Sequence[str], prefixes: Sequence[str]) -> None:
 
 
 def rename_staged(staged: str | Path, final: str) -> None:
-    """Give a file its final name, unless that was done before a kill."""
+    """Rename a file to its final name; no effect if it has been renamed already."""
     if os.path.exists(staged):
         os.replace(staged, final)
 

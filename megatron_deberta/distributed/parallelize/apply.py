@@ -141,7 +141,7 @@ def token_order(x: Tensor, per_token: bool) -> TokenOrder:
     """Return the order in which a block computes the tokens that it gathers.
 
     Args:
-        x: a tensor of the block.
+        x: tensor of the block, any shape; only its device is read.
         per_token: the block treats tokens independently.
     """
     if x.device.type == "cpu":
@@ -282,7 +282,13 @@ def parallelize_module(
 def shard_parameters(
     model: nn.Module, local_shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
 ) -> None:
-    """Give every (meta) parameter of ``model`` its local shape and dtype, in place."""
+    """Replace every (meta) parameter of ``model`` by one of its local shape and dtype, in place.
+
+    Args:
+        model: on the meta device.
+        local_shapes: shape of this rank's shard, padding included, by parameter name.
+        dtype: of all parameters.
+    """
     for name, shape in local_shapes.items():
         path, _, leaf = name.rpartition(".")
         parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))

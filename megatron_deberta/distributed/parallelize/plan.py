@@ -33,6 +33,12 @@ _VOCABULARY = ("embeddings.token.weight", "embeddings.token.delta.weight", "head
 def shard_spec(name: str, shape: tuple[int, ...], tp_rank: int, tp_size: int) -> ParameterSpec:
     """Return the shard of a parameter on rank ``tp_rank`` of ``tp_size``.
 
+    Args:
+        name: canonical name of the parameter.
+        shape: logical shape, without padding.
+        tp_rank: tensor-parallel rank.
+        tp_size: number of tensor-parallel ranks.
+
     Raises:
         TopologyError: the split dimension is not divisible by ``tp_size``.
     """
@@ -54,11 +60,17 @@ def shard_spec(name: str, shape: tuple[int, ...], tp_rank: int, tp_size: int) ->
 
 
 def vocabulary_rows(vocab_size: int, tp_size: int) -> int:
-    """Vocabulary rows per rank, padding included."""
+    """Return the vocabulary rows per rank, padding included."""
     even = -(-vocab_size // tp_size)
     return -(-even // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
 def vocabulary_offset(vocab_size: int, tp_rank: int, tp_size: int) -> int:
-    """Vocabulary index of a rank's first row."""
+    """Return the vocabulary index of a rank's first row; ``vocab_size`` if it has padding alone.
+
+    Args:
+        vocab_size: size of the vocabulary, without padding.
+        tp_rank: tensor-parallel rank.
+        tp_size: number of tensor-parallel ranks.
+    """
     return min(tp_rank * vocabulary_rows(vocab_size, tp_size), vocab_size)

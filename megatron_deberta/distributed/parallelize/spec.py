@@ -35,5 +35,5 @@ class ParameterSpec:
         return 0 if self.dim is None else self.dim
 
     def true_part(self, local: Tensor) -> Tensor:
-        """The local tensor without its padding (a view)."""
+        """Return the local tensor without its padding, a view."""
         return local.narrow(self.split_dim, 0, self.length)

@@ -138,6 +138,13 @@ def holds_predictions(path: Path) -> bool:
 def compare(a: Side, b: Side, *, split: str, resamples: int, seed: int) -> Comparison:
     """Compare two sides on the same examples.
 
+    Args:
+        a: first side.
+        b: second side.
+        split: name of the split.
+        resamples: number of resamples of the paired test.
+        seed: of the resamples.
+
     Raises:
         DataError: they have different examples.
     """
@@ -206,6 +213,14 @@ def _metric(
 
 def read_predictions(path: Path, task: TaskConfig, examples: Sequence[Example]) -> list[Prediction]:
     """Read a file of ``predict``, which must have a line per example, in any order.
+
+    Args:
+        path: the file.
+        task: that was predicted.
+        examples: of the split.
+
+    Returns:
+        The predictions, in the order of ``examples``.
 
     Raises:
         DataError: it is malformed, or has other examples, or predictions of another task.

@@ -194,7 +194,12 @@ def list_runs(search: SearchConfig, task: TaskConfig) -> list[SearchRun]:
 def configure_runs(
     search: SearchConfig, task: TaskConfig, model: SourceModel
 ) -> list[ConfiguredRun]:
-    """Return all runs of a search with their configs.
+    """Build the configs of all runs of a search.
+
+    Args:
+        search: the search.
+        task: its task.
+        model: model that is fine-tuned.
 
     Raises:
         ConfigError: the task has no split for validation, a value is wrong, or the folder of a run

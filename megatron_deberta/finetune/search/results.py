@@ -158,7 +158,13 @@ def prune(results: Sequence[CellResult], statistic: Statistic) -> int:
 
 
 def format_table(search: SearchConfig, metric: str, results: Sequence[CellResult]) -> str:
-    """Format the cells, best first, with median, mean, minimum and maximum over seeds."""
+    """Format the cells, best first, with median, mean, minimum and maximum over seeds.
+
+    Args:
+        search: the search.
+        metric: name of the metric.
+        results: of all cells.
+    """
     finished = sum(len(result.scores) for result in results)
     total = sum(len(result.runs) for result in results)
     keys = list(results[0].cell.values)
@@ -202,7 +208,16 @@ def _describe_best(statistic: Statistic, best: CellResult | None) -> str:
 
 
 def write_results(search: SearchConfig, metric: str, results: Sequence[CellResult]) -> list[Path]:
-    """Write ``results.json`` and ``results.csv`` into the folder of the search; return both."""
+    """Write ``results.json`` and ``results.csv`` into the folder of the search.
+
+    Args:
+        search: the search.
+        metric: name of the metric.
+        results: of all cells.
+
+    Returns:
+        The paths of both files.
+    """
     best = best_cell(results, search.select)
     cells: list[dict[str, Any]] = []
     for result in results:

@@ -103,7 +103,17 @@ def check_graph(
 
 
 def text_batch(tokenizer: Tokenizer, rows: int, length: int, with_types: bool) -> Batch:
-    """Return int64 rows of real text, the first of ``length`` tokens, the others shorter."""
+    """Return a batch of real text; later rows are shorter.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        rows: number of rows.
+        length: tokens of the first row.
+        with_types: add token types.
+
+    Returns:
+        int64 ``[rows, length]`` inputs by name.
+    """
     text: list[int] = []
     while len(text) < 2 * length:
         text += tokenizer.encode(" ".join(REAL_TEXTS))
@@ -133,7 +143,13 @@ def add_masks(batch: Batch, tokenizer: Tokenizer) -> None:
 
 @torch.no_grad()
 def our_output(ours: DebertaBackbone, kind: GraphKind, batch: Batch) -> Tensor:
-    """Return our model's output for a batch, as `graph_runner` does."""
+    """Return our model's output for a batch, in the form of `graph_runner`.
+
+    Args:
+        ours: our model.
+        kind: what the graph computes.
+        batch: inputs ``[B, N]`` by name.
+    """
     masked = batch.get("masked_positions")
     inputs = ModelInputs(
         batch["input_ids"],
@@ -152,6 +168,11 @@ def our_output(ours: DebertaBackbone, kind: GraphKind, batch: Batch) -> Tensor:
 
 def graph_runner(path: Path, kind: GraphKind, threads: int = 0) -> Callable[[Batch], Tensor]:
     """Open a graph as a function from a batch ``[B, N]`` to its output.
+
+    Args:
+        path: of the graph.
+        kind: what the graph computes.
+        threads: number of threads; 0: torch's.
 
     Returns:
         The function; it returns ``[B, N, D]`` states, logits ``[masks, V]`` of real masks, or a

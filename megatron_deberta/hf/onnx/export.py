@@ -77,7 +77,8 @@ def add_onnx(
     Args:
         export: folder of the same model in Hugging Face format.
         config: the architecture.
-        read: returns the logical fp32 tensor of a canonical name.
+        read: returns the whole fp32 tensor of a canonical name, of the shape
+            ``parameter_shapes(config)[name]``.
         tokenizer: the tokenizer used in training.
         options: what is exported.
 

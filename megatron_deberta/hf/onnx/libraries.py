@@ -92,7 +92,7 @@ class GraphWriter:
         """Add a constant; floating-point values are converted to ``dtype``.
 
         Args:
-            value: the tensor.
+            value: the tensor, any shape.
             name: its name, unique in the graph; empty: numbered.
         """
         name = name or f"constant_{len(self._constants)}"

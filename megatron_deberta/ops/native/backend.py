@@ -29,7 +29,11 @@ _LANES = 16
 
 
 def why_not_native(q: Tensor) -> str | None:
-    """Return why the kernels cannot run on these queries, or None if they can."""
+    """Return why the kernels cannot run on these queries, or None if they can.
+
+    Args:
+        q: queries ``[batch, heads, q_len, head_dim]``.
+    """
     if q.device.type != "cpu":
         return f"the kernels run on CPUs, not on {q.device.type}"
     if q.dtype not in _DTYPES:

@@ -12,7 +12,11 @@ from megatron_deberta.ops.native.build import library
 
 
 def can_drop(x: Tensor) -> bool:
-    """Return whether the kernel supports a tensor: a float32 CPU tensor, not traced or fake."""
+    """Return whether the kernel supports a tensor: a float32 CPU tensor, not traced or fake.
+
+    Args:
+        x: any shape.
+    """
     if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
         return False
     return type(x) in (Tensor, nn.Parameter) and library() is not None

@@ -55,6 +55,10 @@ def output_products_kernel(
     Args:
         OUT, D_OUT: ``HeadTensor`` of ``[batch, heads, length, HEAD_DIM]``.
         DELTA: float32 ``[batch, heads, length]``.
+        heads: number of heads.
+        length: positions in a row.
+        BLOCK: tile size.
+        HEAD_DIM: features per head.
     """
     tile, pair, batch, head = program_tile(length, heads, BLOCK)
     first = tile * BLOCK
@@ -71,7 +75,21 @@ def output_products_kernel(
 def merged_block(
     gradient, rotated, previous, TABLE, row, zero, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
-    """Add the gradient through the block of a table that this tile shares with the previous one."""
+    """Add the gradient through the block of a table that this tile shares with the previous one.
+
+    Args:
+        gradient: sum of the tiles before, float32 ``[BLOCK, HEAD_DIM]``.
+        rotated: rotated dS of this tile ``[BLOCK, BLOCK]``, read where w <= row; 0.0: no tile.
+        previous: rotated dS of the previous tile ``[BLOCK, BLOCK]``, read elsewhere.
+        TABLE: linear table of this head, ``[2 * near * BLOCK, HEAD_DIM]``.
+        row: first row of the shared block.
+        zero: ``opaque_zero``.
+        BLOCK: tile size.
+        HEAD_DIM: features per head.
+
+    Returns:
+        The sum, float32 ``[BLOCK, HEAD_DIM]``.
+    """
     rows = load_rows(TABLE, HEAD_DIM, row, 0, True, BLOCK, HEAD_DIM)
     merged = tl.where(in_high_block(zero, BLOCK), rotated, previous).to(previous.dtype)
     return dot(merged, rows, gradient)

@@ -41,6 +41,10 @@ def end_products_kernel(
         TABLE: ``[heads, last + 1, HEAD_DIM]``.
         OUT: float32 ``[batch, heads, 2, length]``.
         last: index of the table's last row.
+        heads: number of heads.
+        length: positions in a row.
+        BLOCK: tile size.
+        HEAD_DIM: features per head.
     """
     tile, pair, batch, head = program_tile(length, heads, BLOCK)
     pointer = head_pointer(X, batch, head)
@@ -160,6 +164,11 @@ def end_gradient_kernel(
         SUMS: float32 ``[batch, heads, 2, length]``.
         OUT: float32 ``[heads, 2, splits, HEAD_DIM]``, to be summed over splits.
         splits: programs that share a head's tiles.
+        batches: rows of the batch.
+        heads: number of heads.
+        length: positions in a row.
+        BLOCK: tile size.
+        HEAD_DIM: features per head.
     """
     head = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)

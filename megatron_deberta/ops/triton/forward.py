@@ -62,6 +62,10 @@ def forward_kernel(
         RANGES: whether visibility is limited.
         EVEN: length is a multiple of BLOCK.
         DROP: whether there is dropout.
+        heads: number of heads.
+        length: positions in a row.
+        BLOCK: tile size.
+        HEAD_DIM: features per head.
     """
     MASKED: tl.constexpr = RANGES or not EVEN
     tile, pair, batch, head = program_tile(length, heads, BLOCK)

@@ -40,7 +40,18 @@ from megatron_deberta.ops.triton.tiles import (
 def gathered_positions(
     POSITIONS, KEY_BEGIN, KEY_END, batch, first, queries, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Return position (-1: padding), first visible key and one past the last of some queries."""
+    """Load the positions of a tile of queries and the ranges of keys that they see.
+
+    Args:
+        POSITIONS, KEY_BEGIN, KEY_END: int32 ``[batch, queries]``.
+        batch: row of the batch.
+        first: first query of the tile.
+        queries: gathered queries per row.
+        BLOCK: tile size.
+
+    Returns:
+        Position (-1: padding), first visible key and one past the last, int32 ``[BLOCK]`` each.
+    """
     query = first + tl.arange(0, BLOCK)
     inside = query < queries
     offsets = batch * queries + query
@@ -52,7 +63,13 @@ def gathered_positions(
 
 @triton.jit
 def key_tiles(key_begin, key_end, BLOCK: tl.constexpr):
-    """Return the first tile of keys that some query sees and one past the last."""
+    """Return the first tile of keys that some query sees and one past the last.
+
+    Args:
+        key_begin: first visible key of each query, int32 ``[BLOCK]``.
+        key_end: one past the last, int32 ``[BLOCK]``.
+        BLOCK: tile size.
+    """
     end = tl.max(key_end, 0)
     begin = tl.min(tl.where(key_begin < key_end, key_begin, end), 0)
     return begin // BLOCK, tl.cdiv(end, BLOCK)
@@ -67,7 +84,17 @@ def position_range(position):
 
 @triton.jit
 def table_row(position, key, near, BLOCK: tl.constexpr):
-    """Return the row of the linear tables for each query and key, not clamped to the tables."""
+    """Return the row of the linear tables for each query and key, not clamped to the tables.
+
+    Args:
+        position: of the queries, int32 ``[BLOCK]``.
+        key: positions of the keys, int32 ``[BLOCK]``.
+        near: half the blocks of the tables.
+        BLOCK: tile size.
+
+    Returns:
+        int32 ``[BLOCK, BLOCK]``, queries by keys.
+    """
     return position[:, None] - key[None, :] + near * BLOCK
 
 

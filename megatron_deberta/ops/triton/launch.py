@@ -54,11 +54,16 @@ class KernelCall(NamedTuple):
 
 
 def stands_together(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether q, k and v are views of one ``[batch, length, 3, heads, head_dim]``.
+    """Return whether q, k and v are views of one tensor ``[batch, length, 3, heads, head_dim]``.
 
     Its rows may also be in the order ``[length, batch, ...]``, as under sequence parallelism.
     Their gradients are then written to one buffer like it, which the projections' backward reads
     without a copy. Judged by strides and offsets alone, as fake tensors have them.
+
+    Args:
+        q: ``[batch, heads, length, head_dim]``.
+        k: like ``q``.
+        v: like ``q``.
     """
     batch, heads, _, head_dim = q.shape
     width = heads * head_dim
@@ -73,7 +78,17 @@ def stands_together(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Allocate the gradients of q, k and v: one buffer if they stand together, else three."""
+    """Allocate the gradients of q, k and v: one buffer if ``stands_together``, else three.
+
+    Args:
+        q: ``[batch, heads, length, head_dim]``.
+        k: like ``q``.
+        v: like ``q``.
+
+    Returns:
+        One buffer ``[batch, length, 3, heads, head_dim]``, or three like q, k and v; see
+        ``separate``.
+    """
     if not stands_together(q, k, v):
         return [torch.empty_like(x) for x in (q, k, v)]
     batch, heads, length, head_dim = q.shape
@@ -236,9 +251,9 @@ def backward(call: KernelCall, output: Tensor, lse2: Tensor, d_output: Tensor) -
 
     Args:
         call: as in the forward pass.
-        output: of the forward pass.
-        lse2: of the forward pass.
-        d_output: gradient of the output; its last dimension is contiguous.
+        output: of the forward pass, ``[batch, heads, length, head_dim]``.
+        lse2: of the forward pass, float32 ``[batch, heads, length]``.
+        d_output: gradient of the output, like it; its last dimension is contiguous.
     """
     plan = LaunchPlan(call)
     q, k, v = call.q, call.k, call.v
@@ -302,9 +317,10 @@ def table_gradients(
 
     Args:
         plan: of the call.
-        band: gradients of the scores of near tiles.
-        q_sums: of ``query_gradient_kernel``; read only if there are far tiles.
-        k_sums: of ``far_key_kernel``; read only if there are far tiles.
+        band: gradients of the scores of near tiles, as in ``backward``'s module docstring.
+        q_sums: of ``query_gradient_kernel``, float32 ``[batch, heads, 2, length]``; read only if
+            there are far tiles.
+        k_sums: of ``far_key_kernel``, like ``q_sums``.
     """
     call = plan.call
     if plan.key_form is None and plan.query_form is None:

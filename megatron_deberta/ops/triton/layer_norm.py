@@ -66,7 +66,26 @@ def drop_add_norm_kernel(
     X, RESIDUAL, POSITIONS, WEIGHT, BIAS, OUT, TOTAL, MEAN, RSTD, DROPOUT,
     tokens, features, batch_stride, row_stride, eps, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Normalise one token; ``tokens`` is the number of tokens per sample."""
+    """Normalise one token.
+
+    Args:
+        X: ``[samples, tokens, features]``, contiguous.
+        RESIDUAL: like X.
+        POSITIONS: int64 ``[samples, tokens]`` with these strides.
+        WEIGHT: ``[features]``.
+        BIAS: ``[features]``.
+        OUT: like X.
+        TOTAL: sum that is normalised, like X.
+        MEAN: float32 ``[samples * tokens]``.
+        RSTD: reciprocal standard deviation, like MEAN.
+        DROPOUT: ``DropoutArguments``.
+        tokens: tokens per sample.
+        features: features per token.
+        batch_stride: elements of POSITIONS between samples.
+        row_stride: elements of POSITIONS between tokens.
+        eps: added to the variance.
+        GROUPS: groups of four features, rounded up to a power of two.
+    """
     index = tl.program_id(0).to(tl.int64)
     feature, exists = feature_offsets(features, GROUPS)
     at = index * features + feature
@@ -95,7 +114,12 @@ def drop_add_norm_backward_kernel(
     GRAD, TOTAL, MEAN, RSTD, POSITIONS, WEIGHT, D_X, D_RESIDUAL, PARTS, DROPOUT,
     rows, rows_per_program, tokens, features, batch_stride, row_stride, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of some rows, and their sums for weight and bias."""
+    """Compute the gradients of x and residual of some tokens, and their sums for weight and bias.
+
+    Arguments as in ``drop_add_norm_kernel``, and: GRAD, D_X and D_RESIDUAL, like X; PARTS, float32
+    ``[programs, 2, features]``, the sums for weight and bias; rows, the number of all tokens;
+    rows_per_program, the tokens per program.
+    """
     program = tl.program_id(0)
     feature, exists = feature_offsets(features, GROUPS)
     weight = tl.load(WEIGHT + feature, mask=exists, other=0.0).to(tl.float32)
@@ -129,7 +153,16 @@ def drop_add_norm_backward_kernel(
 def layer_norm_sum_kernel(
     PARTS, D_PARAMETERS, parts, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Sum the columns of ``[parts, columns]``."""
+    """Sum a matrix over its rows, in a fixed order.
+
+    Args:
+        PARTS: float32 ``[parts, columns]``.
+        D_PARAMETERS: ``[columns]``.
+        parts: number of rows.
+        columns: number of columns.
+        ROWS: rows added at once.
+        COLUMNS: columns per program.
+    """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, parts, ROWS):

@@ -10,7 +10,17 @@ from megatron_deberta.ops.triton.tiles import dot
 
 @triton.jit
 def visible_range(BEGIN, END, position, length, RANGES: tl.constexpr):
-    """Return the first visible position of each position and one past the last."""
+    """Return the first visible position of each position and one past the last.
+
+    Args:
+        BEGIN, END: int32 ``[length]``; only with RANGES.
+        position: int32 ``[BLOCK]``.
+        length: positions in a row.
+        RANGES: whether visibility is limited.
+
+    Returns:
+        int32 ``[BLOCK]`` each; an empty range for positions outside of the row.
+    """
     begin = position * 0
     end = tl.where(position < length, length, 0)
     if RANGES:
@@ -31,7 +41,14 @@ def mix32(x):
 
 @triton.jit
 def dropout_state(dropout, batch, head, DROP: tl.constexpr):
-    """Return the dropout hash of a row of the batch and a local head, uint32."""
+    """Return the dropout hash of a row of the batch and a local head, uint32.
+
+    Args:
+        dropout: ``DropoutArguments``.
+        batch: row of the batch.
+        head: local head.
+        DROP: whether there is dropout; otherwise the result is not used.
+    """
     state = head.to(tl.uint32)
     if DROP:
         seed = tl.load(dropout.seeds + batch)

@@ -173,7 +173,19 @@ def table_gradient_kernel(
 
 @triton.jit
 def sum_rows(PARTS, block, blocks, row, inside, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Sum rows of blocks of ``[blocks, BLOCK, HEAD_DIM]``; rows outside or beyond count as zero."""
+    """Sum one row of each of several blocks of ``[blocks, BLOCK, HEAD_DIM]``.
+
+    Blocks beyond the last count as zero.
+
+    Args:
+        PARTS: float32, the blocks of one head and split.
+        block: block of each row, int32 ``[CHUNK]``.
+        blocks: number of blocks.
+        row: rows of the linear table, int32 ``[CHUNK]``; row modulo BLOCK is read.
+        inside: bool ``[CHUNK]``; False: counts as zero.
+        BLOCK: rows per block.
+        HEAD_DIM: features per head.
+    """
     offsets = (block * BLOCK + row % BLOCK)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
     mask = (inside & (block < blocks))[:, None]
     return tl.sum(tl.load(PARTS + offsets, mask=mask, other=0.0), 0)
@@ -199,6 +211,9 @@ def fold_kernel(
         NEGATED: the table holds negated distances.
         FAR: whether some tiles lie beyond the table.
         CHUNK: rows added up at once.
+        heads: number of heads.
+        BLOCK: rows per block.
+        HEAD_DIM: features per head.
     """
     slot = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)

@@ -35,7 +35,15 @@ def saturation(positions: RelativePositions) -> int:
 
 
 def near_tiles(positions: RelativePositions, length: int, tile: int) -> int:
-    """Return how many tiles apart two tiles must be to need no table: 1 to the tiles of a row."""
+    """Return the number of tiles from which on two tiles are too far apart to need the tables.
+
+    At least 1 and at most the tiles of a row.
+
+    Args:
+        positions: map from distances to slots.
+        length: positions in a row.
+        tile: positions per tile.
+    """
     beyond = -(-(saturation(positions) + tile - 1) // tile)
     return max(1, min(beyond, -(-length // tile)))
 

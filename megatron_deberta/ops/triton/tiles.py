@@ -48,13 +48,23 @@ class DropoutArguments(NamedTuple):
 
 
 def head_tensor(x: Tensor) -> HeadTensor:
-    """Describe a tensor whose last dimension is contiguous to a kernel."""
+    """Return the kernel argument of a tensor whose last dimension is contiguous.
+
+    Args:
+        x: ``[batch, heads, length, head_dim]``.
+    """
     batch_stride, head_stride, row_stride, _ = x.stride()
     return HeadTensor(x, batch_stride, head_stride, tl.constexpr(row_stride))
 
 
 def gathered_tensor(x: Tensor) -> HeadTensor:
-    """As ``head_tensor`` with a run-time row stride, with which fewer gathered kernels spill."""
+    """Return the kernel argument of a tensor, as ``head_tensor`` but with a run-time row stride.
+
+    With it, fewer of the kernels of gathered queries spill registers.
+
+    Args:
+        x: ``[batch, heads, length, head_dim]``.
+    """
     return HeadTensor(x, *x.stride()[:3])
 
 
@@ -75,7 +85,13 @@ def opaque_zero(length, step):
 
 @triton.jit
 def program_tile(length, heads, BLOCK: tl.constexpr):
-    """Return tile index, flattened (batch, head) index, batch row and head of this program."""
+    """Return tile index, flattened (batch, head) index, batch row and head of this program.
+
+    Args:
+        heads: number of heads.
+        length: positions in a row.
+        BLOCK: tile size.
+    """
     tiles = tl.cdiv(length, BLOCK)
     pair = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
@@ -86,7 +102,13 @@ def program_tile(length, heads, BLOCK: tl.constexpr):
 
 @triton.jit
 def head_pointer(x, batch, head):
-    """Return the pointer to the ``[length, head_dim]`` matrix of one row and head."""
+    """Return the pointer to the ``[length, head_dim]`` matrix of one row and head.
+
+    Args:
+        x: ``HeadTensor``.
+        batch: row of the batch.
+        head: local head.
+    """
     return x.pointer + batch * x.batch_stride + head * x.head_stride
 
 
@@ -94,7 +116,20 @@ def head_pointer(x, batch, head):
 def load_rows(
     pointer, stride, first, length, EVEN: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Load BLOCK rows of a ``[length, COLUMNS]`` matrix; zeros beyond its end unless EVEN."""
+    """Load BLOCK rows of a ``[length, COLUMNS]`` matrix; zeros beyond its end unless EVEN.
+
+    Args:
+        pointer: of the matrix.
+        stride: elements between rows.
+        first: first row to load.
+        length: rows of the matrix; not read with EVEN.
+        EVEN: all rows exist.
+        BLOCK: rows to load.
+        COLUMNS: columns of the matrix.
+
+    Returns:
+        ``[BLOCK, COLUMNS]``.
+    """
     row = first + tl.arange(0, BLOCK)
     pointers = pointer + row[:, None] * stride + tl.arange(0, COLUMNS)[None, :]
     if EVEN:
@@ -104,14 +139,34 @@ def load_rows(
 
 @triton.jit
 def store_rows(pointer, stride, row, length, value, COLUMNS: tl.constexpr):
-    """Store a ``[BLOCK, COLUMNS]`` tile to the rows ``row`` of a ``[length, COLUMNS]`` matrix."""
+    """Store a ``[BLOCK, COLUMNS]`` tile to the rows ``row`` of a ``[length, COLUMNS]`` matrix.
+
+    Args:
+        pointer: of the matrix.
+        stride: elements between rows.
+        row: rows to store, int32 ``[BLOCK]``; those from ``length`` on are not stored.
+        length: rows of the matrix.
+        value: the tile, converted to the dtype of the matrix.
+        COLUMNS: columns of the matrix.
+    """
     pointers = pointer + row[:, None] * stride + tl.arange(0, COLUMNS)[None, :]
     tl.store(pointers, value.to(pointer.dtype.element_ty), mask=(row < length)[:, None])
 
 
 @triton.jit
 def load_vector(pointer, first, length, EVEN: tl.constexpr, BLOCK: tl.constexpr):
-    """Load one number per position of a tile; zeros beyond the end of the row unless EVEN."""
+    """Load one number per position of a tile; zeros beyond the end of the row unless EVEN.
+
+    Args:
+        pointer: of the row.
+        first: first position of the tile.
+        length: positions in the row.
+        EVEN: all positions exist.
+        BLOCK: tile size.
+
+    Returns:
+        ``[BLOCK]``.
+    """
     offsets = tl.arange(0, BLOCK)
     # First the tile's address, which all threads share; a thread's own offsets are constants.
     pointers = pointer + first + offsets
@@ -122,14 +177,29 @@ def load_vector(pointer, first, length, EVEN: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def band_tile(BAND, index, BLOCK: tl.constexpr):
-    """Return pointers to one ``[BLOCK, BLOCK]`` tile of the band of score gradients."""
+    """Return pointers to one ``[BLOCK, BLOCK]`` tile of the band of score gradients.
+
+    Args:
+        BAND: pointer to the tiles ``[tiles, BLOCK, BLOCK]``.
+        index: of the tile.
+        BLOCK: tile size.
+    """
     offsets = tl.arange(0, BLOCK)
     return BAND + index * (BLOCK * BLOCK) + offsets[:, None] * BLOCK + offsets[None, :]
 
 
 @triton.jit
 def dot(a, b, accumulator=None):
-    """Multiply two tiles in full precision."""
+    """Multiply two tiles, fp32 without TF32.
+
+    Args:
+        a: ``[M, K]``.
+        b: ``[K, N]``.
+        accumulator: float32 ``[M, N]`` that the product is added to; None: zeros.
+
+    Returns:
+        float32 ``[M, N]``.
+    """
     return tl.dot(a, b, accumulator, input_precision="ieee")
 
 
@@ -160,7 +230,12 @@ def visible_tiles(BEGIN, END, tile, length, near, RANGES: tl.constexpr, BLOCK: t
 
 @triton.jit
 def far_tiles(begin, end, near_begin, near_end, side: tl.constexpr):
-    """Return the range of far tiles before (side 0) or after (side 1) the near ones."""
+    """Return the range of far tiles before (side 0) or after (side 1) the near ones.
+
+    Args:
+        begin, end, near_begin, near_end: of ``visible_tiles``.
+        side: 0 or 1.
+    """
     far_begin = begin if side == 0 else tl.maximum(begin, near_end)
     far_end = tl.minimum(end, near_begin) if side == 0 else end
     return far_begin, far_end
@@ -168,7 +243,13 @@ def far_tiles(begin, end, near_begin, near_end, side: tl.constexpr):
 
 @triton.jit
 def rotate(x, zero, BLOCK: tl.constexpr):
-    """Return column (row - column) mod BLOCK of each row of ``[BLOCK, BLOCK]``; an involution."""
+    """Return ``x[row, (row - column) mod BLOCK]`` at each row and column; its own inverse.
+
+    Args:
+        x: ``[BLOCK, BLOCK]``.
+        zero: ``opaque_zero``.
+        BLOCK: tile size.
+    """
     row = (tl.arange(0, BLOCK) | zero)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     return tl.gather(x, (row - column) & (BLOCK - 1), 1)
@@ -176,12 +257,14 @@ def rotate(x, zero, BLOCK: tl.constexpr):
 
 @triton.jit
 def rotate_halves(x, zero, BLOCK: tl.constexpr):
-    """As ``rotate``, with fewer instructions where a row is wider than a warp.
+    """Return the result of ``rotate``, with fewer instructions where a row is wider than a warp.
 
     Columns w and w + BLOCK / 2 come from the same two columns, at (row - w) mod BLOCK / 2 of each
     half of the row, so both halves are gathered with the same indices, each element from one
     register, and exchanged where (row - w) mod BLOCK is in the right half. 16-bit halves are
     gathered as one word.
+
+    Arguments as in ``rotate``.
     """
     if BLOCK < 64:
         return rotate(x, zero, BLOCK)
@@ -211,7 +294,13 @@ def pack_halves(lower, upper):
 
 @triton.jit
 def unpack_half(word, UPPER: tl.constexpr, dtype: tl.constexpr):
-    """Return one half of words of ``pack_halves``."""
+    """Return one half of words of ``pack_halves``.
+
+    Args:
+        word: uint32, any shape.
+        UPPER: return the upper half.
+        dtype: of the result, 16 bits wide.
+    """
     half = word >> 16 if UPPER else word & 0xFFFF
     return half.to(tl.uint16).to(dtype, bitcast=True)
 
@@ -224,7 +313,18 @@ def in_high_block(zero, BLOCK: tl.constexpr):
 
 @triton.jit
 def table_product(x, TABLE, row, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Multiply vectors ``[BLOCK, HEAD_DIM]`` by the block of a linear table that starts at row."""
+    """Multiply vectors by the block of a linear table that starts at ``row``.
+
+    Args:
+        x: vectors ``[BLOCK, HEAD_DIM]``.
+        TABLE: linear table of one head, ``[2 * near * BLOCK, HEAD_DIM]``.
+        row: first row of the block.
+        BLOCK: tile size.
+        HEAD_DIM: features per head.
+
+    Returns:
+        float32 ``[BLOCK, BLOCK]``, vectors by rows of the block.
+    """
     rows = load_rows(TABLE, HEAD_DIM, row, 0, True, BLOCK, HEAD_DIM)
     return dot(x, tl.trans(rows))
 
@@ -248,7 +348,20 @@ def select_terms(high, low, zero, HALF: tl.constexpr, BLOCK: tl.constexpr):
 def tile_terms(
     x, TABLE, row, zero, HALF: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
-    """Return the unrotated terms of vectors whose block of greater distances starts at ``row``."""
+    """Return the unrotated terms of vectors whose block of greater distances starts at ``row``.
+
+    Args:
+        x: vectors ``[BLOCK, HEAD_DIM]``.
+        TABLE: linear table of one head, ``[2 * near * BLOCK, HEAD_DIM]``.
+        row: first row of the block of greater distances.
+        zero: ``opaque_zero``.
+        HALF: return float16 instead of float32.
+        BLOCK: tile size.
+        HEAD_DIM: features per head.
+
+    Returns:
+        ``select_terms``, ``[BLOCK, BLOCK]``.
+    """
     high = table_product(x, TABLE, row, BLOCK, HEAD_DIM)
     low = table_product(x, TABLE, row - BLOCK, BLOCK, HEAD_DIM)
     return select_terms(high, low, zero, HALF, BLOCK)

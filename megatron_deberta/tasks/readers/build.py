@@ -20,6 +20,11 @@ _NUMBER = re.compile(r"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*")
 def build_examples(task: TaskConfig, split: str, records: Iterable[Record]) -> Iterator[Example]:
     """Build the examples of a split.
 
+    Args:
+        task: the task.
+        split: name of the split.
+        records: of its files.
+
     Raises:
         DataError: a column is missing, or a value is not what the head needs; the message names
             file and line.

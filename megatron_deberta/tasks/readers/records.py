@@ -134,6 +134,11 @@ def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
 def value_of(place: Place, values: Any, key: str) -> Any:
     """Return a value of a JSON object.
 
+    Args:
+        place: names file and line in messages.
+        values: the object.
+        key: of the value.
+
     Raises:
         DataError: ``values`` is not an object, or the key is missing.
     """
@@ -147,6 +152,8 @@ def value_of(place: Place, values: Any, key: str) -> Any:
 
 def string_of(place: Place, values: Any, key: str) -> str:
     """Return a string of a JSON object that is not blank.
+
+    Arguments as in ``value_of``.
 
     Raises:
         DataError: the key is missing or its value is not such a string.
@@ -162,6 +169,8 @@ def string_of(place: Place, values: Any, key: str) -> str:
 def integer_of(place: Place, values: Any, key: str) -> int:
     """Return an integer of a JSON object.
 
+    Arguments as in ``value_of``.
+
     Raises:
         DataError: the key is missing or its value is not an integer.
     """
@@ -174,6 +183,8 @@ def integer_of(place: Place, values: Any, key: str) -> int:
 def list_of(place: Place, values: Any, key: str) -> list[Any]:
     """Return a list of a JSON object.
 
+    Arguments as in ``value_of``.
+
     Raises:
         DataError: the key is missing or its value is not a list.
     """
@@ -184,7 +195,7 @@ def list_of(place: Place, values: Any, key: str) -> list[Any]:
 
 
 def kind_of(value: object) -> str:
-    """Name the kind of a JSON value."""
+    """Return the kind of a JSON value, for messages."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
     return "null" if value is None else names.get(type(value), "a number")
 

@@ -40,12 +40,17 @@ TABLE_SUFFIXES: Mapping[str, str] = {
 
 
 def is_labelled(split: str) -> bool:
-    """Tell whether labels are required in a split; in test splits they are optional."""
+    """Return whether labels are required in a split; in test splits they are optional."""
     return not split.startswith(("test", "predict"))
 
 
 def read_records(task: TaskConfig, split: str, path: Path) -> Iterator[Record]:
-    """Read the records of one file.
+    """Read the records of one file of a split.
+
+    Args:
+        task: the task.
+        split: name of the split.
+        path: the file, or a folder for readers of folders.
 
     Raises:
         DataError: the file is malformed; the message names file and line.

@@ -58,13 +58,13 @@ class Row:
         self._place.fail(problem)
 
     def is_skipped(self) -> bool:
-        """Tell whether the record's label is one of those to skip."""
+        """Return whether the record's label is one of those to skip."""
         if not self.task.skip_labels or not self.has("label"):
             return False
         return any(label in self.task.skip_labels for label in _spellings(self.raw("label")))
 
     def has(self, role: str) -> bool:
-        """Tell whether the role has a column, and in optional labels whether the file has it."""
+        """Return whether the role has a column; for optional labels, whether the file has it."""
         name = self._columns.get(role)
         if name is None:
             return False
@@ -141,7 +141,7 @@ class Row:
         )
 
     def is_hidden(self, value: Any) -> bool:
-        """Tell whether a label is the placeholder of one that is not published."""
+        """Return whether a label is the placeholder of one that is not published."""
         return not self.labelled and (_is_missing(value) or written_label(value) in _UNLABELLED)
 
     def breaks(self) -> tuple[int, ...]:

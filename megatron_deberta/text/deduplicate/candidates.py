@@ -43,7 +43,10 @@ def unit_starts(work: Work) -> Numbers:
 
 
 def find_exact(work: Work, task: int, folder: TaskFolder) -> None:
-    """Find documents that are the same as an earlier one; ``task`` is the part of the keys."""
+    """Find documents that are the same as an earlier one, in one part of the keys.
+
+    ``task`` is the part. Other arguments as in ``check_task``.
+    """
     starts = unit_starts(work)
     parts = num_parts(int(starts[-1]))
     keys, rests, documents = [], [], []
@@ -68,7 +71,10 @@ def find_exact(work: Work, task: int, folder: TaskFolder) -> None:
 
 
 def mark_exact(work: Work, task: int, folder: TaskFolder) -> None:
-    """Write for every document whether it is the same as an earlier one: [documents] bytes."""
+    """Write a byte per document: 1 if it is the same as an earlier one.
+
+    Arguments as in ``check_task``.
+    """
     total = int(unit_starts(work)[-1])
     flags = folder.new_map("exact", np.uint8, total)
     for part in range(num_parts(total)):
@@ -78,18 +84,27 @@ def mark_exact(work: Work, task: int, folder: TaskFolder) -> None:
 
 
 def is_exact(work: Work, begin: int, end: int) -> npt.NDArray[np.bool_]:
-    """Return whether the documents ``[begin, end)`` are the same as earlier ones."""
+    """Return whether each of the documents ``[begin, end)`` is the same as an earlier one.
+
+    Args:
+        work: the run.
+        begin: first document.
+        end: one past the last.
+    """
     path = work.task_folder("mark", 0) / "exact.raw"
     return np.fromfile(path, np.uint8, end - begin, offset=begin).astype(np.bool_)
 
 
 def find_candidates(work: Work, task: int, folder: TaskFolder) -> None:
-    """Pair documents that share a band; ``task`` is the band times the parts, plus the part.
+    """Pair documents that share a band, in one band and part of the keys.
 
     Saves ``later`` and ``earlier`` of each pair once, sorted, and ``unit_begins``, where the pairs
     with the later document in each unit begin; and of buckets too large for all their pairs
     ``crowded_document`` and ``crowded_bucket`` [entries], sorted by document, and
     ``crowded_sizes`` [buckets].
+
+    ``task`` is the band times the number of parts, plus the part. Other arguments as in
+    ``check_task``.
     """
     starts = unit_starts(work)
     parts = num_parts(int(starts[-1]))

@@ -22,9 +22,11 @@ _PAIRS_WAITING = 1 << 23
 
 
 def estimate_pairs(work: Work, task: int, folder: TaskFolder) -> None:
-    """Keep the pairs whose later document is in a unit and whose sketches are alike enough.
+    """Keep the pairs with the later document in a unit and with similar enough sketches.
 
     Saves ``later`` and ``earlier``, sorted and without repetition.
+
+    Arguments as in ``check_task``.
     """
     starts = unit_starts(work)
     begin, total = int(starts[task]), int(starts[-1])
@@ -52,7 +54,10 @@ def num_candidate_tasks(work: Work, total: int) -> int:
 
 
 def mark_needed(work: Work, task: int, folder: TaskFolder) -> None:
-    """Write for every document whether its runs of words are needed: [documents] bytes."""
+    """Write a byte per document: 1 if its runs of words are needed.
+
+    Arguments as in ``check_task``.
+    """
     total = int(unit_starts(work)[-1])
     flags = folder.new_map("needed", np.uint8, total)
     for unit in range(len(work.units)):
@@ -70,6 +75,8 @@ def collect_runs(work: Work, task: int, folder: TaskFolder) -> None:
 
     ``runs.raw`` holds them as sorted uint64, ``bounds`` [needed + 1] says where each begins, and
     ``document`` [needed] whose they are.
+
+    Arguments as in ``check_task``.
     """
     starts = unit_starts(work)
     begin, end = int(starts[task]), int(starts[task + 1])
@@ -98,6 +105,8 @@ def verify_pairs(work: Work, task: int, folder: TaskFolder) -> None:
     """Compute the Jaccard similarity of a unit's pairs and keep those at the threshold or above.
 
     Saves ``later``, ``earlier`` and ``jaccard`` (float64), sorted.
+
+    Arguments as in ``check_task``.
     """
     starts = unit_starts(work)
     later, earlier = (work.load("estimate", task, name) for name in ("later", "earlier"))

@@ -25,7 +25,10 @@ SUFFIXES = {"none": "", "gz": ".gz", "zst": ".zst"}
 
 
 def write_unit(work: Work, task: int, folder: TaskFolder) -> None:
-    """Read a unit once more and write what stays, what goes and what cannot be used."""
+    """Read a unit again and write the documents kept, removed and quarantined.
+
+    Arguments as in ``check_task``.
+    """
     reporter = _Reporter(work, task)
     number = reporter.begin
     counts: Counter[str] = Counter()
@@ -110,7 +113,13 @@ def gather_output(work: Work, staged: Path) -> dict[str, Any]:
 
 
 def take_parts(work: Work, name: str, folder: Path) -> None:
-    """Give the units' files of documents their final names; empty ones are left out."""
+    """Link the units' files of documents into the output; empty ones are left out.
+
+    Args:
+        work: the run.
+        name: of the file in the folders of tasks.
+        folder: of the output.
+    """
     for task in range(len(work.units)):
         if work.info("write", task).get(Path(name).stem):
             target = folder / f"part-{task:06d}.jsonl{SUFFIXES[work.compression]}"
@@ -118,7 +127,14 @@ def take_parts(work: Work, name: str, folder: Path) -> None:
 
 
 def concatenate(work: Work, stage: str, name: str, folder: Path) -> None:
-    """Write the units' files of a name one behind the other into a new one."""
+    """Concatenate the units' files of one name.
+
+    Args:
+        work: the run.
+        stage: whose tasks wrote the files.
+        name: of the file in the folders of tasks, and of the result.
+        folder: of the output.
+    """
     with (folder / name).open("wb") as stream:
         for task in range(len(work.units)):
             with (work.task_folder(stage, task) / name).open("rb") as part:

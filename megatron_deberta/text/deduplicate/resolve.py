@@ -21,11 +21,13 @@ KEPT, EXACT, NEAR = 0, 1, 2
 
 
 def resolve(work: Work, task: int, folder: TaskFolder) -> None:
-    """Decide on every document.
+    """Decide on every document whether it is kept.
 
     Saves ``decision`` [documents] uint8, ``kept`` int64 (for each document that goes, the one that
     stays in its place), ``jaccard`` float64, ``clusters`` (see ``_save_clusters``), and
     ``lines.json``: for each unit, the lines of each file before it.
+
+    Arguments as in ``check_task``.
     """
     starts = unit_starts(work)
     total = max(int(starts[-1]), 1)

@@ -72,6 +72,12 @@ class Settings:
 
 
 def recall(similarity: float, rows: int, bands: int) -> float:
-    """Return the probability that two documents of that similarity share a band."""
+    """Return the probability that two documents of a similarity share a band.
+
+    Args:
+        similarity: Jaccard similarity of the documents.
+        rows: values per band.
+        bands: number of bands.
+    """
     missed: float = (1 - similarity**rows) ** bands
     return 1 - missed

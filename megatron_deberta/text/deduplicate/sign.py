@@ -45,7 +45,10 @@ _FILES: dict[str, tuple[npt.DTypeLike, tuple[int, ...]]] = {
 
 
 def sign_unit(work: Work, task: int, folder: TaskFolder) -> None:
-    """Read a unit and write its keys and sketches."""
+    """Read a unit and write the keys and sketches of its documents.
+
+    Arguments as in ``check_task``.
+    """
     reader = UnitReader(work.units[task], work.sources, work.options)
     with _SignatureWriter(folder, work.settings) as writer:
         for record in reader:
@@ -66,7 +69,16 @@ def sign_unit(work: Work, task: int, folder: TaskFolder) -> None:
 
 
 def map_signature(work: Work, unit: int, name: str) -> npt.NDArray[Any]:
-    """Map one of the files that grow with the documents; ``sketch`` and others as rows."""
+    """Memory-map one of the files that ``sign_unit`` wrote.
+
+    Args:
+        work: the run.
+        unit: number of the unit.
+        name: of the file, such as ``sketch``.
+
+    Returns:
+        A read-only array; files of several values per entry have two dimensions.
+    """
     path = work.task_folder("sign", unit) / f"{name}.raw"
     dtype, columns = _FILES[name]
     flat = np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)

@@ -91,12 +91,12 @@ class Work:
         return Settings(**self.parameters)
 
     def task_folder(self, stage: str, task: int) -> Path:
-        """Where a task's results are once it is done."""
+        """Return the folder of a task's results once it is done."""
         return self.folder / stage / f"{task:06d}"
 
     @contextmanager
     def new_task_folder(self, stage: str, task: int) -> Iterator[TaskFolder]:
-        """Give a folder to fill, which becomes the task's if the block ends without error."""
+        """Open a folder to fill; it becomes the task's if the block ends without an error."""
         final = self.task_folder(stage, task)
         fresh = TaskFolder(temporary_path(final))
         # Not the folders above: an attempt that comes late finds them removed, and ends.
@@ -115,7 +115,13 @@ class Work:
         fsync_path(final.parent)
 
     def load(self, stage: str, task: int, name: str) -> Array:
-        """Map an array that a task saved."""
+        """Memory-map an array that a task saved.
+
+        Args:
+            stage: name of the stage.
+            task: number of the task in the stage.
+            name: of the array.
+        """
         return load_array(self.task_folder(stage, task) / f"{name}.npy")
 
     def info(self, stage: str, task: int) -> dict[str, Any]:
@@ -187,6 +193,11 @@ class TaskFolder:
 def check_task(work: Work, task: int, folder: TaskFolder) -> None:
     """Compare the files of all stages' tasks of this number with their hashes.
 
+    Args:
+        work: the run.
+        task: number of the task in the stage.
+        folder: filled by the task; becomes its result.
+
     Raises:
         DataError: a file is not what was written.
     """
@@ -212,7 +223,15 @@ def make_plan(
     units: Sequence[WorkUnit],
     compression: str,
 ) -> dict[str, Any]:
-    """Return what a run is to do; equal plans give equal results."""
+    """Return the plan of a run; equal plans give equal results.
+
+    Args:
+        parameters: of the command.
+        options: how documents are read.
+        sources: files of the input.
+        units: parts of the input.
+        compression: of the files that are written.
+    """
     return {
         **plan_input(sources, options),
         "parameters": parameters,

@@ -40,7 +40,13 @@ class _QuarantineRecord(TypedDict):
 
 
 def shard_prefixes(output: str, keys: Sequence[str], language: str) -> list[str]:
-    """Return Megatron's names of the shards of all keys."""
+    """Return the prefixes of the shards of all keys, named as Megatron names them.
+
+    Args:
+        output: prefix of all shards.
+        keys: of the documents.
+        language: of the sentence splitter; empty: documents are not split.
+    """
     kind = "sentence" if language else "document"
     return [f"{output}_{key}_{kind}" for key in keys]
 

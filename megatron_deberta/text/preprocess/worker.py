@@ -128,7 +128,12 @@ def open_worker(job_path: str, thread: int) -> UnitWorker:
 
 
 def encode_segment(job_path: str, segment: Segment, lane: Lane) -> None:
-    """Encode those units of a lane of a segment that are not done.
+    """Encode the units of a lane of a segment that are not done yet.
+
+    Args:
+        job_path: of the job.
+        segment: part of the input.
+        lane: which of its units.
 
     Raises:
         DataError: a file cannot be read or written, or has changed since the job began.
@@ -155,7 +160,7 @@ class UnitWorker:
         self._reader: DocumentReader | None = None
 
     def encode(self, segment: Segment, lane: Lane) -> None:
-        """See ``encode_segment``."""
+        """Encode the units of a lane that are not done; arguments as in ``encode_segment``."""
         for number in itertools.count(lane.first, lane.step):
             unit = WorkUnit(lane.segment, number)
             record = self._folder.recorded(unit.name, UnitRecord)

@@ -125,7 +125,7 @@ class _Quarantined(TypedDict):
 
 
 def name_damaged(quarantine: Path) -> str:
-    """Name the damaged files in a list of quarantined records, the first few of many."""
+    """Return the names of damaged files in a list of quarantined records, at most the first few."""
     with quarantine.open("rb") as stream:
         entries = (
             parse_json(

@@ -53,7 +53,7 @@ def window_fault(head: bytes) -> str:
 
 
 def compression_of(head: bytes) -> Compression:
-    """Tell by a file's first bytes how it is compressed."""
+    """Return how a file is compressed, by its first bytes."""
     return next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), "none")
 
 

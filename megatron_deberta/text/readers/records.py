@@ -179,7 +179,7 @@ def describe_bad_utf8(error: UnicodeDecodeError, offset: int) -> str:
 
 
 def kind_of(value: object) -> str:
-    """Name the kind of a JSON value."""
+    """Return the kind of a JSON value, for messages."""
     names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
     return "null" if value is None else names.get(type(value), "a number")
 

@@ -40,7 +40,13 @@ def column_names(source: Source) -> list[str] | None:
 
 
 def read_rows(source: Source, begin: int, end: int, options: ReadOptions) -> Iterator[RecordBatch]:
-    """Read the rows of the groups ``[begin, end)``.
+    """Read the rows of the row groups ``[begin, end)``.
+
+    Args:
+        source: the file.
+        begin: first row group.
+        end: one past the last.
+        options: how documents are read.
 
     Yields:
         A few hundred rows; ``line`` is the row of the file, from 1.

@@ -168,7 +168,11 @@ class ComputationRecord:
         self._handles = []
 
     def add(self, tensor: Tensor) -> None:
-        """Add a tensor: the sum of its bits as integers, and whether its norm is finite."""
+        """Add a tensor: the sum of its bits as integers, and whether its norm is finite.
+
+        Args:
+            tensor: any shape.
+        """
         values = tensor.detach().reshape(-1)
         bits = values.view(_INTEGERS[values.element_size()]).sum()
         is_finite = torch.isfinite(torch.linalg.vector_norm(values))
@@ -195,10 +199,10 @@ def run_again(
     Args:
         step: counted from 1.
         cause: why.
-        first: record of the original run.
+        first: record of the original run, int64 ``[N, 2]``.
         compute: runs forward and backward.
         batches: this rank's micro batches.
-        outputs: of each micro batch in the update before.
+        outputs: of each micro batch in the update before, any shape; None: it has none.
         groups: the rank grid.
         has_failed: the original run of all ranks together was not finite.
     """

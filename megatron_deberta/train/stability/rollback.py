@@ -114,7 +114,14 @@ def rollback(
 def resumed_position(
     config: RunConfig, groups: ProcessGroups, reader: CheckpointReader
 ) -> tuple[TrainState, GuardState]:
-    """Return position and guard state of a checkpoint or of a later rollback to it. Collective.
+    """Return the position and guard state from which training resumes. Collective: all ranks.
+
+    They are those of the checkpoint, or of a later rollback to it.
+
+    Args:
+        config: the run.
+        groups: the rank grid.
+        reader: the checkpoint that training resumes from.
 
     Raises:
         CheckpointError: ``rollback.json`` is damaged.

@@ -85,7 +85,7 @@ def diagnose(records: Tensor, tp_size: int, *, repeats: bool) -> tuple[Kind, tup
     """Compare the records of all ranks.
 
     Args:
-        records: [W, R, N, 2] int64 on the CPU: by rank, run and place in the computation, a
+        records: int64 ``[W, R, N, 2]`` on the CPU: by rank, run and place in the computation, a
             checksum, and whether the norm is finite. The runs are the original, the same again,
             and, if R is 3, that with the micro batches of the data-parallel rank before.
         tp_size: tensor-parallel size; these ranks are consecutive.
