@@ -28,7 +28,7 @@ from megatron_deberta.train.run import pretrain
 
 
 class PenalisedModel(MaskedLanguageModel):
-    """The masked language model, which also returns the sum of the penalties."""
+    """Masked language model that also returns the penalty as a loss."""
 
     def decode(self, *args: object, **options: object) -> tuple[Tensor, Tensor | None]:
         """Keep the states ``[B, M, D]`` of the masked tokens."""

@@ -278,7 +278,7 @@ class Validate(PeriodicEvaluation):
         self._repeat_missing(trainer)
 
     def _repeat_missing(self, trainer: Trainer) -> None:
-        """Validate after the last step if an interrupted process did not, as its phase does."""
+        """Repeat the validation of the last step, on its phase's data, if it was interrupted."""
         config, state, groups = trainer.config, trainer.state, trainer.groups
         evaluate = self._evaluate
         before, now = (segment_at(config, step) for step in (max(0, state.step - 1), state.step))

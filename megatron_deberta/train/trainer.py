@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import time
@@ -10,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rich.console import Console
 
@@ -250,20 +249,16 @@ class Trainer:
         )
 
     def _build_step(self) -> TrainStep:
-        build = functools.partial(
-            TrainStep,
-            guard=self.guard,
-            on_progress=self.observer.mark,
-            flags=self.requests,
-        )
         config = self.segment.config
+        options: dict[str, Any] = {
+            "guard": self.guard, "on_progress": self.observer.mark, "flags": self.requests
+        }  # fmt: skip
         if not config.guard.rerun:
-            return build(self.engine, config, self.groups)
-        step = RerunStep(
-            self.engine, config, self.groups, on_verdict=self.faults.report, **build.keywords
+            return TrainStep(self.engine, config, self.groups, **options)
+        self.faults.train_step = RerunStep(
+            self.engine, config, self.groups, on_verdict=self.faults.report, **options
         )
-        self.faults.train_step = step
-        return step
+        return self.faults.train_step
 
     def _train(self) -> Ending:
         """Train to the end of the segment or of the run, a request to stop or a rollback."""

@@ -85,9 +85,9 @@ def test_pretrain_with_callback(run_yaml: Path, tmp_path: Path) -> None:
         config = load_config(str(run_yaml), overrides)
         with StopSignal() as stop:
             lock = RunLock(config.train.run_dir, lambda: stop.received)
-            assert pretrain(config, stop, lock, callbacks=[script["NormOfEmbeddings"]()]) == 0
-    rows = (tmp_path / "run" / "norms.csv").read_text().splitlines()
-    assert [row.split(",")[0] for row in rows] == ["10"]
+            assert pretrain(config, stop, lock, callbacks=[script["EveryStep"]()]) == 0
+    rows = (tmp_path / "run" / "steps.csv").read_text().splitlines()
+    assert [int(row.split(",")[0]) for row in rows] == list(range(1, 13))
     assert all(float(row.split(",")[2]) > 0 for row in rows)
 
 

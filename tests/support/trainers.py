@@ -77,7 +77,7 @@ class LoopTrainer(Trainer):
 
 
 def trainer_at(step: int, ending: Ending | None = None, **attributes: Any) -> Any:
-    """Return what callbacks see of a trainer after a step.
+    """Return a stand-in for a trainer after a step.
 
     Args:
         step: completed steps, of 4 samples each.
