@@ -169,6 +169,20 @@ def test_missing_earlier_checkpoint_ends_the_run(
     assert "has no earlier checkpoint to roll back to" in error
 
 
+def test_a_step_that_runs_again_records_its_verdict(
+    pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss is infinite again, and no other rank can compute the same micro batches."""
+    poison(monkeypatch, samples_of(range(3, 4)))
+    code, error = pretrain(*GUARDED, "guard.rerun=true", "train.exit_step=4")
+    assert code == EXIT_DONE
+    assert "cannot be told apart" in error.replace("\n", " ")
+    verdict, skip = events(tmp_path / "run")
+    assert (verdict["event"], verdict["verdict"], verdict["step"]) == ("rerun", "undecided", 3)
+    assert (skip["step"], skip["skip"]) == (3, "loss not finite")
+    assert list(records(tmp_path / "run")) == [1, 2, 3, 4]
+
+
 @pytest.mark.slow
 def test_nonfinite_gradient_is_skipped(
     pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
