@@ -11,7 +11,7 @@ from packaging.version import Version
 from megatron_deberta.errors import ConfigError
 
 SUPPORTED_TORCH = ">=2.6,<3"
-"""The same range as in setup.py; a test compares them."""
+"""The same range as in pyproject.toml; a test compares them."""
 
 
 def check_torch_version(installed: str) -> None:
