@@ -1,6 +1,7 @@
-"""Links of the pages to files outside of ``docs/``, for the site.
+"""Links of the pages, for the site.
 
-On GitHub they are relative. On the site, links lead to the repository, and pictures are copied.
+On GitHub they are relative. On the site, links to files outside of ``docs/`` lead to the repository,
+pictures are copied, and a link that shows a page's file name shows its title.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
-LINK = re.compile(r"(!?)\[([^\]]*)\]\((\.\./[^)#]+)(#[^)]*)?\)")
+LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:)([^)#\s]+)(#[^)]*)?\)")
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -37,7 +38,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         picture, text, target, anchor = found.groups(default="")
         path = normpath(join("docs", dirname(page.file.src_uri), target))
         if path.startswith("docs/"):
-            return found[0]
+            linked = files.get_file_from_path(path.removeprefix("docs/"))
+            if not text.endswith(".md") or linked is None or linked.page is None:
+                return found[0]
+            return f"[{linked.page.title}]({target}{anchor})"
         if not (ROOT / path).exists():
             raise FileNotFoundError(f"docs/{page.file.src_uri} links to {path}, which is not there")
         if not picture:
