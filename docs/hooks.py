@@ -1,7 +1,7 @@
 """Links of the pages, for the site.
 
-On GitHub they are relative. On the site, links to files outside of ``docs/`` lead to the repository,
-pictures are copied, and a link that shows a page's file name shows its title.
+On GitHub they are relative. On the site, links to files outside of ``docs/`` lead to the
+repository, pictures are copied, and a link that shows a page's file name shows its title.
 """
 
 from __future__ import annotations
