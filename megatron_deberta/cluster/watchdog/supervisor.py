@@ -88,13 +88,15 @@ class Supervisor:
 
     Args:
         plan: what to run.
+        received: stop signals that came before ``run``; later ones are added.
 
     Attributes:
         errors: last error, or else last line, of each rank that failed.
     """
 
-    def __init__(self, plan: NodePlan) -> None:
+    def __init__(self, plan: NodePlan, received: set[signal.Signals] | None = None) -> None:
         self._plan = plan
+        self._received = set() if received is None else received
         self._store = ReportStore(plan.run_dir, plan.attempt)
         self._exchange = ReportExchange(self._store, plan.node, plan.num_nodes)
         first = plan.node * plan.ranks_per_node
@@ -104,9 +106,8 @@ class Supervisor:
         self._serial = 0
         self.errors: dict[int, str] = {}
         self._started = self._polled = self._resumed = time.monotonic()
-        self._has_warned_of_disk = self._interrupted = False
-        self._stop_signal: signal.Signals | None = None
-        self._passed_on: set[int] = set()
+        self._has_warned_of_disk = False
+        self._unrecorded = next(iter(self._received), None)
         self._alarm = ""
         self._has_diagnostics = False
         self._diagnosis: Diagnosis | None = None
@@ -129,7 +130,7 @@ class Supervisor:
             for local_rank in range(plan.ranks_per_node):
                 self._ranks.append(self._start(local_rank, len(cores[local_rank])))
                 # One that came meanwhile has reached the ranks before this one only.
-                for number in self._passed_on:
+                for number in self._received:
                     self._ranks[-1].process.send_signal(number)
                 if plan.binds_cores:
                     # Before it starts a second thread.
@@ -175,10 +176,10 @@ class Supervisor:
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """Pass a signal on; a second SIGINT kills."""
-        passed_on = signal.SIGKILL if number == signal.SIGINT and self._interrupted else number
-        self._interrupted = self._interrupted or number == signal.SIGINT
-        self._stop_signal = signal.Signals(number)
-        self._passed_on.add(number)
+        received = self._unrecorded = signal.Signals(number)
+        is_second = received == signal.SIGINT and received in self._received
+        passed_on = signal.SIGKILL if is_second else received
+        self._received.add(received)
         for rank in self._ranks:
             if rank.process.returncode is None:
                 with suppress(ProcessLookupError):
@@ -246,7 +247,7 @@ class Supervisor:
             if rank.code is None and (code := rank.process.poll()) is not None:
                 rank.code, rank.ended = code, time.monotonic()
                 # Before it handles signals, a stop signal ends a rank; that is no failure.
-                rank.killed = rank.killed or -code in self._passed_on
+                rank.killed = rank.killed or -code in self._received
                 if code == -signal.SIGBUS and is_memory_full():
                     rank.cause = f"{MEMORY_FOLDER} is full"
                 self._log_end(rank, code)
@@ -271,7 +272,7 @@ class Supervisor:
 
     def _record_stop(self) -> None:
         """Record at which stage a stop signal came: the node may be gone before the ranks end."""
-        number, self._stop_signal = self._stop_signal, None
+        number, self._unrecorded = self._unrecorded, None
         if number is None or self._plan.node:
             return
         record = {
@@ -446,9 +447,9 @@ class Supervisor:
                 return code
         if codes == {EXIT_DONE}:
             return EXIT_DONE
-        if self._interrupted or EXIT_INTERRUPTED in codes:
+        if signal.SIGINT in self._received or EXIT_INTERRUPTED in codes:
             return EXIT_INTERRUPTED
-        if codes & {-number for number in self._passed_on}:
+        if codes & {-number for number in self._received}:
             return EXIT_REQUEUE
         if codes - {EXIT_DONE, EXIT_REQUEUE}:
             return EXIT_FAILURE
