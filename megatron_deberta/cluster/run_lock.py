@@ -229,7 +229,7 @@ class RunLock:
 
         Args:
             step: at which they computed.
-            verdict: its kind; later attempts exclude a node with a ``lasting`` fault.
+            verdict: its kind; later attempts exclude a node with a ``persistent`` fault.
             places: ``rank``, ``host`` and ``device`` of each suspect.
         """
         history = JobHistory(self._run_dir)
@@ -240,7 +240,7 @@ class RunLock:
         except OSError as error:
             logger.warning("%s; training goes on", error)
         nodes = {str(place["host"]) for place in places}
-        if verdict == "lasting" and len(nodes) == 1 and history.path.exists():
+        if verdict == "persistent" and len(nodes) == 1 and history.path.exists():
             device = ", ".join(f"rank {place['rank']}, {place['device']}" for place in places)
             text = f"wrong results in step {step} ({device})"
             # The limit of age applies when it is read.
