@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_deberta.errors import DataError
-from megatron_deberta.files import MAX_RECORD_BYTES, open_appending, read_regular
+from megatron_deberta.files import MAX_RECORD_BYTES, read_regular
+from megatron_deberta.observe.metrics import append_line
 from megatron_deberta.parsing import parse_json
 
 T = TypeVar("T")
@@ -26,15 +25,7 @@ def append_event(path: Path, event: Mapping[str, Any]) -> None:
         OSError: the disk is full or the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open_appending(path) as stream:
-        line = json.dumps(event).encode() + b"\n"
-        size = os.fstat(stream.fileno()).st_size
-        if size and os.pread(stream.fileno(), 1, size - 1) != b"\n":
-            # A former line was cut short, such as by a full disk; it must not spoil this one.
-            line = b"\n" + line
-        if stream.write(line) != len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        os.fsync(stream.fileno())
+    append_line(path, json.dumps(event).encode(), is_shared=True)
 
 
 def read_events(path: Path, schema: type[T], *, ignore_unknown: bool = False) -> list[T]:

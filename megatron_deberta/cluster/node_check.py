@@ -19,12 +19,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_deberta.cluster.entry_point import run_logged
 from megatron_deberta.cluster.node_checks import ACROSS, CHECKS
 from megatron_deberta.cluster.slurm.submit import JobSpec
 from megatron_deberta.cluster.watchdog.report_store import FOLDER
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, DataError
 from megatron_deberta.files import write_atomically
+from megatron_deberta.observe.console import run_logged
 from megatron_deberta.parsing import Seconds, parse_json, read_json, whole_number
 
 logger = logging.getLogger("node_check")

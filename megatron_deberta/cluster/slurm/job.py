@@ -22,7 +22,6 @@ import psutil
 
 from megatron_deberta.cluster import node_check
 from megatron_deberta.cluster.bad_nodes import BadNodes
-from megatron_deberta.cluster.entry_point import run_logged
 from megatron_deberta.cluster.notify import Notifier
 from megatron_deberta.cluster.prometheus import export_once
 from megatron_deberta.cluster.run_lock import raise_if_locked
@@ -44,6 +43,7 @@ from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import ClusterConfig
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_NEVER_REQUEUE, ConfigError
 from megatron_deberta.files import write_atomically
+from megatron_deberta.observe.console import run_logged
 from megatron_deberta.parsing import whole_number
 
 logger = logging.getLogger("job")

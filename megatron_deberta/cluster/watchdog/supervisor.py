@@ -22,7 +22,6 @@ from dataclasses import replace
 from types import FrameType
 
 from megatron_deberta.cluster.affinity import divide
-from megatron_deberta.cluster.entry_point import run_logged
 from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.slurm.submit import JobSpec, log_folder, pretrain_arguments
 from megatron_deberta.cluster.watchdog import diagnostics
@@ -56,6 +55,7 @@ from megatron_deberta.errors import (
     EXIT_USAGE,
 )
 from megatron_deberta.files import write_atomically
+from megatron_deberta.observe.console import run_logged
 from megatron_deberta.parsing import whole_number
 from megatron_deberta.processes import die_with_parent
 
