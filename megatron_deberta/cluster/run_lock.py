@@ -36,9 +36,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
-from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.slurm.commands import current_job, job_has_ended
-from megatron_deberta.cluster.slurm.history import JobHistory, JobNumber, ProgressEvent
+from megatron_deberta.cluster.slurm.history import BadNodes, JobHistory, JobNumber, ProgressEvent
 from megatron_deberta.errors import EXIT_FAILURE, ConfigError, MegatronDebertaError
 from megatron_deberta.files import write_atomically
 from megatron_deberta.parsing import IsoTime, read_json, whole_number

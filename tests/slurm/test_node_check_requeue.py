@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_deberta.cluster.bad_nodes import BadNodes
+from megatron_deberta.cluster.slurm.history import BadNodes
 from tests.slurm.submitted_run import command, submit
 from tests.slurm.virtual_cluster import VirtualCluster
 from tests.support.jobs import losses

@@ -11,14 +11,12 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from megatron_deberta.cluster.notify import Notifier
-from megatron_deberta.cluster.prometheus import export_once
+from megatron_deberta.cluster.monitor import Notifier, export_once
 from megatron_deberta.cluster.slurm.history import Decision, JobHistory
 from megatron_deberta.cluster.slurm.submit import attempt_name, log_folder
-from megatron_deberta.cluster.watchdog.hang import Diagnosis
-from megatron_deberta.cluster.watchdog.log_tail import last_error, same_error
-from megatron_deberta.cluster.watchdog.ranks import NodePlan
-from megatron_deberta.cluster.watchdog.report_store import ReportStore
+from megatron_deberta.cluster.watchdog.detection import Diagnosis
+from megatron_deberta.cluster.watchdog.ranks import NodePlan, error_in_log, same_error
+from megatron_deberta.cluster.watchdog.reports import ReportStore
 from megatron_deberta.cluster.watchdog.supervisor import FORWARDED, Supervisor
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import (
@@ -88,7 +86,7 @@ def _run_attempts(
         diagnosis = ReportStore(run_dir, attempt).diagnose(1)
         failed = _first_failed(diagnosis)
         # After a full disk the log lacks it.
-        error = last_error(plan.logs / f"rank_{failed}.log") or supervisor.errors.get(failed, "")
+        error = error_in_log(plan.logs / f"rank_{failed}.log") or supervisor.errors.get(failed, "")
         error = error if code else ""
         reason = ": ".join(filter(None, (diagnosis.reason if diagnosis else "", error)))
         decision = history.decide(code, reason)

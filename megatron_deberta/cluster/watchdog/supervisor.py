@@ -21,16 +21,15 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from types import FrameType
 
-from megatron_deberta.cluster.affinity import divide
+from megatron_deberta.cluster.monitor import RunMonitor
 from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.slurm.submit import JobSpec, log_folder, pretrain_arguments
-from megatron_deberta.cluster.watchdog import diagnostics
-from megatron_deberta.cluster.watchdog.hang import (
+from megatron_deberta.cluster.watchdog.detection import (
     Diagnosis,
     Limits,
+    StragglerWatch,
     diagnose_hang,
     diagnose_missing_node,
-    find_hang,
 )
 from megatron_deberta.cluster.watchdog.heartbeat import (
     MEMORY_FOLDER,
@@ -39,12 +38,21 @@ from megatron_deberta.cluster.watchdog.heartbeat import (
     is_memory_full,
     read_beat,
 )
-from megatron_deberta.cluster.watchdog.log_tail import RankOutput
-from megatron_deberta.cluster.watchdog.monitor import RunMonitor
-from megatron_deberta.cluster.watchdog.ranks import NodePlan, RankProcess, rank_environment
-from megatron_deberta.cluster.watchdog.report_exchange import ReportExchange
-from megatron_deberta.cluster.watchdog.report_store import NodeReport, ReportStore
-from megatron_deberta.cluster.watchdog.straggler import StragglerWatch
+from megatron_deberta.cluster.watchdog.ranks import (
+    NodePlan,
+    ProcessDiagnostics,
+    RankOutput,
+    RankProcess,
+    collect_diagnostics,
+    divide_cores,
+    rank_environment,
+)
+from megatron_deberta.cluster.watchdog.reports import (
+    NodeReport,
+    ReportExchange,
+    ReportStore,
+    find_overdue,
+)
 from megatron_deberta.config import load_config
 from megatron_deberta.errors import (
     EXIT_DONE,
@@ -125,7 +133,7 @@ class Supervisor:
         """
         handlers = {number: signal.signal(number, self._forward) for number in FORWARDED}
         plan = self._plan
-        cores = divide(os.sched_getaffinity(0), plan.ranks_per_node)
+        cores = divide_cores(os.sched_getaffinity(0), plan.ranks_per_node)
         try:
             for local_rank in range(plan.ranks_per_node):
                 self._ranks.append(self._start(local_rank, len(cores[local_rank])))
@@ -319,7 +327,7 @@ class Supervisor:
         self._alarm = overdue
         self._report(None)
         running = {rank.number: rank.process.pid for rank in self._ranks if rank.code is None}
-        for number, found in diagnostics.collect(self._folder, running).items():
+        for number, found in collect_diagnostics(self._folder, running).items():
             self._ranks[number - self._ranks[0].number].diagnostics = found
             self._log_stacks(number, found)
         self._has_diagnostics = True
@@ -369,14 +377,14 @@ class Supervisor:
             is_late = time.monotonic() - self._started > startup
             capped = replace(own, limits=tuple(min(limit, startup) for limit in own.limits))
             missing = diagnose_missing_node(absent, self._plan.num_nodes)
-            return missing.reason if is_late and _find_overdue([capped]) else ""
-        if not _find_overdue([own]):
+            return missing.reason if is_late and find_overdue([capped]) else ""
+        if not find_overdue([own]):
             return ""
         if absent or self._exchange.silent(max(MIN_NEWS_SECONDS, min(own.limits) / 2)):
             # A rank there may rightly be in the slowest section.
             longest = self._limits().longest()
-            return _find_overdue([replace(own, limits=(longest,) * len(own.limits))])
-        return _find_overdue([own, *reports.values()])
+            return find_overdue([replace(own, limits=(longest,) * len(own.limits))])
+        return find_overdue([own, *reports.values()])
 
     def _absent(self, reports: Mapping[int, NodeReport]) -> list[int]:
         """Return the other nodes that never reported; this one may be unable to write."""
@@ -387,7 +395,7 @@ class Supervisor:
         """Return whether a rank of this node has done a step, which takes the ranks of all."""
         return any(rank.beat.steps_timed for rank in self._ranks)
 
-    def _log_stacks(self, number: int, found: diagnostics.ProcessDiagnostics) -> None:
+    def _log_stacks(self, number: int, found: ProcessDiagnostics) -> None:
         logger.error("rank %d: state %s, %s", number, found.state, found.detail or "no stack")
         if found.stacks:
             path = self._store.folder / f"stacks_rank_{number}.txt"
@@ -454,12 +462,6 @@ class Supervisor:
         if codes - {EXIT_DONE, EXIT_REQUEUE}:
             return EXIT_FAILURE
         return EXIT_REQUEUE if EXIT_REQUEUE in codes else EXIT_DONE
-
-
-def _find_overdue(reports: Sequence[NodeReport]) -> str:
-    """Return what is overdue by some nodes' reports, empty if nothing is."""
-    pairs = [pair for report in reports for pair in zip(report.views, report.limits, strict=True)]
-    return find_hang([view for view, _ in pairs], {view.rank: limit for view, limit in pairs})
 
 
 def node_plan(spec: JobSpec, attempt: str, variables: Mapping[str, str]) -> NodePlan:

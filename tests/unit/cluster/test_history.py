@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, step_dir
-from megatron_deberta.cluster.slurm.history import MAX_STARTUP_STOPS, Decision, JobHistory
+from megatron_deberta.cli.main import main
+from megatron_deberta.cluster.profile import load_profile
+from megatron_deberta.cluster.slurm.history import (
+    BAD_NODES_FILE,
+    MAX_STARTUP_STOPS,
+    BadNodes,
+    Decision,
+    JobHistory,
+    StopTime,
+    append_event,
+    measured_stop_time,
+    read_events,
+)
+from megatron_deberta.cluster.slurm.submit import check_stop_time
+from megatron_deberta.cluster.watchdog.detection import Diagnosis
+from megatron_deberta.errors import EXIT_USAGE, ConfigError
 
 
 def commit(run_dir: Path, step: int) -> None:
@@ -181,3 +198,117 @@ def test_incomplete_lines_are_ignored(tmp_path: Path) -> None:
         stream.write('{"event": "sta\n[1]\n')
     begin(history)
     assert [record["event"] for record in history.records()] == ["submit", "start"]
+
+
+def checkpoint(time: float, save: float, step: float) -> dict[str, Any]:
+    return {"event": "checkpoint", "time": time, "save_seconds": save, "step_seconds": step}
+
+
+def end(time: float, code: int) -> dict[str, Any]:
+    return {"event": "end", "time": time, "code": code}
+
+
+def test_longest_parts_of_all_attempts() -> None:
+    start = {"event": "start", "time": 0.0}
+    events = [start, checkpoint(100, 4, 1), checkpoint(200, 3, 2.5), end(206, 75)]
+    assert measured_stop_time(events) == StopTime(step=2.5, save=4, exit=6)
+    # Neither a failure nor a stop during start-up shows how long an exit takes.
+    events += [start, checkpoint(300, 3, 1), end(399, 1), start, end(500, 75)]
+    events += [start, checkpoint(600, 3, 1), end(608, 75)]
+    measured = measured_stop_time(events)
+    assert str(measured) == "14.5 s (longest step 2.5 s, save 4.0 s, exit 8.0 s)"
+    assert measured_stop_time([start, end(500, 75)]) is None
+    assert measured_stop_time([start, checkpoint(1, 4, 1)]) == StopTime(1, 4, 10)
+
+
+@pytest.mark.parametrize("key", ["signal_seconds", "preemption_grace_seconds"])
+def test_too_little_time_is_refused(key: str) -> None:
+    profile = replace(load_profile("dgx2"), **{key: 30})
+    check_stop_time(profile, None)
+    check_stop_time(profile, StopTime(5, 20, 5))
+    with pytest.raises(ConfigError, match=rf"^{key}=30 of .* less than the 30.5 s \(longest step"):
+        check_stop_time(profile, StopTime(5.5, 20, 5))
+
+
+def test_submit_checks_what_the_run_has_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    config = tmp_path / "run.yaml"
+    config.write_text(f"train: {{run_dir: {run_dir}}}\nprecision: {{dtype: fp32}}\n")
+    arguments = [
+        "submit",
+        str(config),
+        "--cluster",
+        "local",
+        "--nodes",
+        "1",
+        "--dry-run",
+        "--no-check",
+    ]
+    assert main(arguments) == 0
+    JobHistory(run_dir).append(
+        "checkpoint", step=7, samples=56, save_seconds=55.0, step_seconds=1.5
+    )
+    assert main(arguments) == EXIT_USAGE
+    assert "signal_seconds=60 of the cluster profile" in capsys.readouterr().err
+
+
+KILLED = "rank 1 on node2 was killed by signal 9 in step at step 3"
+
+
+def test_failures_expire(tmp_path: Path) -> None:
+    now = 1000.0
+    nodes = BadNodes(tmp_path, hours=24, clock=lambda: now)
+    assert nodes.current() == {}
+    nodes.record_failure(Diagnosis("hang", (1,), ("node2",), "hangs"))
+    now += 3600
+    nodes.add("node1", "ECC", certain=True)
+    assert list(nodes.current()) == ["node2", "node1"]
+    assert nodes.current()["node2"].reason == "hangs"
+    now = 1000.0 + 24 * 3600
+    assert list(nodes.current()) == ["node1"]
+    # Another process sees the same.
+    assert list(BadNodes(tmp_path, hours=24, clock=lambda: now).current()) == ["node1"]
+
+
+def test_two_killed_ranks_make_a_node_bad(tmp_path: Path) -> None:
+    nodes = BadNodes(tmp_path, hours=24)
+    assert nodes.record_failure(Diagnosis("death", (1,), ("node2",), KILLED)) == ""
+    assert nodes.current() == {}
+    nodes.record_failure(Diagnosis("death", (3,), ("node3",), KILLED))
+    assert nodes.record_failure(Diagnosis("death", (0,), ("node2",), KILLED)) == "node2"
+    assert list(nodes.current()) == ["node2"]
+
+
+def test_program_errors_and_ambiguous_hangs_do_not_count(tmp_path: Path) -> None:
+    nodes = BadNodes(tmp_path, hours=24)
+    for _ in range(3):
+        nodes.record_failure(
+            Diagnosis("death", (1,), ("node2",), "rank 1 on node2 ended with 1 in step")
+        )
+        nodes.record_failure(Diagnosis("hang", (), (), "no rank is behind"))
+        nodes.record_failure(Diagnosis("hang", (0, 2), ("node1", "node2"), "either"))
+    assert nodes.current() == {}
+
+
+def test_incomplete_line_is_ignored(tmp_path: Path) -> None:
+    nodes = BadNodes(tmp_path, hours=24)
+    nodes.add("node1", "ECC", certain=True)
+    with (tmp_path / BAD_NODES_FILE).open("a") as stream:
+        stream.write('{"node": "no')
+    assert list(nodes.current()) == ["node1"]
+
+
+def test_a_line_that_was_cut_short_does_not_spoil_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    append_event(path, {"event": "first"})
+    with path.open("a") as stream:
+        stream.write('{"event": "se')
+    append_event(path, {"event": "third"})
+    append_event(path, {"event": "fourth"})
+    assert [event["event"] for event in read_events(path, dict[str, str])] == [
+        "first",
+        "third",
+        "fourth",
+    ]

@@ -14,16 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_deberta.cluster.bad_nodes import BadNodes
-from megatron_deberta.cluster.notify import PROGRAMS
+from megatron_deberta.cluster.monitor import PROGRAMS
 from megatron_deberta.cluster.profile import load_profile
 from megatron_deberta.cluster.run_lock import Holder, RunLock
 from megatron_deberta.cluster.slurm import job
-from megatron_deberta.cluster.slurm.history import JobHistory
+from megatron_deberta.cluster.slurm.history import BadNodes, JobHistory
 from megatron_deberta.cluster.slurm.job import rank_environment
 from megatron_deberta.cluster.slurm.submit import JobSpec, make_spec
-from megatron_deberta.cluster.watchdog.hang import Diagnosis
-from megatron_deberta.cluster.watchdog.report_store import NodeReport, ReportStore
+from megatron_deberta.cluster.watchdog.detection import Diagnosis
+from megatron_deberta.cluster.watchdog.reports import NodeReport, ReportStore
 from megatron_deberta.errors import ConfigError
 from tests.support.jobs import ROOT
 

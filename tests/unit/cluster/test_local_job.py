@@ -12,11 +12,12 @@ from typing import Any, ClassVar
 import pytest
 
 from megatron_deberta.cli.main import main
+from megatron_deberta.cluster.monitor import Notifier
 from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.watchdog import local_job
-from megatron_deberta.cluster.watchdog.hang import RankView
+from megatron_deberta.cluster.watchdog.detection import RankView
 from megatron_deberta.cluster.watchdog.ranks import NodePlan
-from megatron_deberta.cluster.watchdog.report_store import NodeReport, ReportStore
+from megatron_deberta.cluster.watchdog.reports import NodeReport, ReportStore
 from megatron_deberta.config.schema import RunConfig, TrainConfig
 from megatron_deberta.errors import EXIT_INTERRUPTED, EXIT_NEVER_REQUEUE, EXIT_REQUEUE, EXIT_USAGE
 from megatron_deberta.observe.progress import Section
@@ -75,9 +76,7 @@ def test_ctrl_c_is_the_end(launch: Any, tmp_path: Path) -> None:
 
 def test_the_end_is_told_and_a_restart_is_not(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(
-        "megatron_deberta.cluster.notify.Notifier.send", lambda self, *message: told.extend(message)
-    )
+    monkeypatch.setattr(Notifier, "send", lambda self, *message: told.extend(message))
     launch(1, 1, 0)
     assert told == ["ended", "finished (exit code 0)"]
 

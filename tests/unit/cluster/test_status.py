@@ -17,15 +17,14 @@ import pytest
 
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, step_dir
 from megatron_deberta.cli.main import main
-from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.profile import load_profile
 from megatron_deberta.cluster.run_lock import Holder, RunLock
 from megatron_deberta.cluster.slurm import commands as slurm
-from megatron_deberta.cluster.slurm.history import JobHistory
+from megatron_deberta.cluster.slurm.history import BadNodes, JobHistory
 from megatron_deberta.cluster.slurm.status import gather, present_holder
 from megatron_deberta.cluster.slurm.submit import make_spec
-from megatron_deberta.cluster.watchdog.hang import RankView
-from megatron_deberta.cluster.watchdog.report_store import NodeReport, ReportStore
+from megatron_deberta.cluster.watchdog.detection import RankView
+from megatron_deberta.cluster.watchdog.reports import NodeReport, ReportStore
 from megatron_deberta.observe.metrics import FILE_NAME
 from megatron_deberta.observe.progress import Section
 

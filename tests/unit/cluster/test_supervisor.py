@@ -16,13 +16,12 @@ from typing import Any
 
 import pytest
 
-from megatron_deberta.cluster.bad_nodes import BadNodes
-from megatron_deberta.cluster.notify import PROGRAMS
-from megatron_deberta.cluster.slurm.history import JobHistory
-from megatron_deberta.cluster.watchdog.hang import RankView, diagnose_deaths
+from megatron_deberta.cluster.monitor import PROGRAMS
+from megatron_deberta.cluster.slurm.history import BadNodes, JobHistory
+from megatron_deberta.cluster.watchdog.detection import RankView, diagnose_deaths
 from megatron_deberta.cluster.watchdog.heartbeat import Beat
 from megatron_deberta.cluster.watchdog.ranks import NodePlan, RankProcess
-from megatron_deberta.cluster.watchdog.report_store import NodeReport
+from megatron_deberta.cluster.watchdog.reports import NodeReport
 from megatron_deberta.cluster.watchdog.supervisor import FROZEN_SECONDS, Supervisor
 from megatron_deberta.config.schema import ClusterConfig
 from megatron_deberta.files import temporary_name
