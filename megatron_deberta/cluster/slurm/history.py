@@ -141,6 +141,8 @@ class _Attempt:
     code: int | None = None
     was_starting: bool = False
     """A stop signal came before its first step."""
+    signal: str = ""
+    """The last stop signal."""
 
     def stopped_early(self) -> bool:
         """Return whether it was told to stop before its first step, if it has not progressed."""
@@ -231,16 +233,15 @@ class JobHistory:
         """Return the step of the newest committed checkpoint, 0 if there is none."""
         return max(committed_steps(self.run_dir), default=0)
 
-    def stalled_attempts(self, code: int | None = None) -> int:
-        """Count the consecutive attempts, up to the newest, that failed without progress.
+    def stalled_attempts(self, code: int | None = None) -> tuple[int, int]:
+        """Count the consecutive attempts, up to the newest, without progress.
 
         Args:
             code: exit code of the ranks of the newest attempt; None: unknown, or recorded.
-        """
-        return self._count_stalled(code)[0]
 
-    def _count_stalled(self, code: int | None) -> tuple[int, int]:
-        """Count consecutive attempts without progress: failed ones, and those stopped early."""
+        Returns:
+            Those that failed, and those that were told to stop before their first step.
+        """
         attempts, step = self._attempts(), self.committed_step()
         if attempts and code is not None:
             attempts[-1].code = code
@@ -266,6 +267,7 @@ class JobHistory:
                 attempts[-1].saved = record["samples"]
             elif record["event"] == "signal":
                 attempts[-1].was_starting |= record["starting"]
+                attempts[-1].signal = str(record.get("signal") or attempts[-1].signal)
             elif record["event"] == "end":
                 attempts[-1].code = record.get("code")
         return attempts
@@ -282,7 +284,7 @@ class JobHistory:
         Args:
             code: see ``stalled_attempts``.
         """
-        failed, stopped = self._count_stalled(code)
+        failed, stopped = self.stalled_attempts(code)
         if failed >= MAX_STALLED_ATTEMPTS:
             return f"{failed} consecutive job attempts made no progress"
         if stopped >= MAX_STARTUP_STOPS:
@@ -335,16 +337,6 @@ class JobHistory:
         except OSError as error:
             logger.warning("%s: not recorded: %s", self.path, error)
 
-    def _stop_signals(self) -> list[str]:
-        """Return the signals that the newest attempt has received."""
-        names: list[str] = []
-        for record in self.current():
-            if record["event"] == "start":
-                names = []
-            elif record["event"] == "signal" and record.get("signal"):
-                names.append(str(record["signal"]))
-        return names
-
     def decide(self, code: int, diagnosis: str = "") -> Decision:
         """Decide what follows an attempt.
 
@@ -361,9 +353,10 @@ class JobHistory:
             reason = f"{stalled}{last}; see the logs, then start the run again"
             return Decision(False, EXIT_NEVER_REQUEUE, reason)
         if code == EXIT_REQUEUE:
-            _, stopped = self._count_stalled(code)
+            _, stopped = self.stalled_attempts(code)
             how = "before the first step" if stopped else "with a checkpoint"
-            by = "".join(f" by {name}" for name in self._stop_signals()[-1:])
+            attempts = self._attempts()
+            by = f" by {attempts[-1].signal}" if attempts and attempts[-1].signal else ""
             return Decision(True, EXIT_REQUEUE, f"stopped{by} {how}")
         return Decision(True, EXIT_REQUEUE, diagnosis or f"failed with exit code {code}")
 

@@ -130,32 +130,24 @@ def diagnose_hang(views: Sequence[RankView], overdue: str, silent: Sequence[str]
             only if it does not itself wait in a collective.
     """
     alive = [view for view in views if view.code is None]
+    last = min((view.position for view in alive), default=0)
+    behind = [view for view in alive if view.position == last]
+    by_symptom = [[view for view in behind if symptom(view)] for symptom in _SYMPTOMS]
     # Stopped from outside, a rank does not continue by itself.
     suspects = [view for view in alive if view.state in STOPPED_STATES]
     if not suspects and silent:
-        last = min((view.position for view in alive), default=0)
-        suspects = [
-            view
-            for view in alive
-            if view.position == last and any(symptom(view) for symptom in _SYMPTOMS)
-        ]
+        suspects = [view for view in behind if any(view in found for found in by_symptom)]
         if not suspects:
             reason = (
                 f"{overdue}; no report from {', '.join(silent)}: node, supervisor or its mount of "
                 "the run folder; the ranks there are unknown"
             )
             return Diagnosis("hang", (), (), reason)
-    if not suspects:
-        last = min((view.position for view in alive), default=0)
-        suspects = [view for view in alive if view.position == last]
-        for symptom in _SYMPTOMS:
-            found = [view for view in suspects if symptom(view)]
-            if found and len(suspects) > 1:
-                suspects = found
-                break
-        else:
-            if len(suspects) > 1 and len(suspects) == len(alive):
-                suspects = []
+    if not suspects and len(behind) > 1:
+        rest = [] if len(behind) == len(alive) else behind
+        suspects = next(filter(None, by_symptom), rest)
+    elif not suspects:
+        suspects = behind
     if not suspects:
         reason = f"{overdue}; no rank is behind, all wait for each other: check the network"
         return Diagnosis("hang", (), (), reason)

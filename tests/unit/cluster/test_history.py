@@ -13,15 +13,12 @@ from megatron_deberta.checkpoint.layout import COMMITTED_FILE, step_dir
 from megatron_deberta.cli.main import main
 from megatron_deberta.cluster.profile import load_profile
 from megatron_deberta.cluster.slurm.history import (
-    BAD_NODES_FILE,
     MAX_STARTUP_STOPS,
     BadNodes,
     Decision,
     JobHistory,
     StopTime,
-    append_event,
     measured_stop_time,
-    read_events,
 )
 from megatron_deberta.cluster.slurm.submit import check_stop_time
 from megatron_deberta.cluster.watchdog.detection import Diagnosis
@@ -32,6 +29,13 @@ def commit(run_dir: Path, step: int) -> None:
     folder = step_dir(run_dir, step)
     folder.mkdir(parents=True)
     (folder / COMMITTED_FILE).touch()
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> JobHistory:
+    history = JobHistory(tmp_path)
+    history.append("submit")
+    return history
 
 
 def begin(history: JobHistory) -> None:
@@ -49,9 +53,9 @@ def finish(history: JobHistory, code: int) -> tuple[bool, int, str]:
     [(0, False, 0), (75, True, 75), (1, True, 75), (137, True, 75), (-9, True, 75),
      (2, False, 2), (93, False, 93), (130, False, 130)],
 )  # fmt: skip
-def test_decision_by_exit_code(tmp_path: Path, code: int, continues: bool, exit_code: int) -> None:
-    history = JobHistory(tmp_path)
-    history.append("submit")
+def test_decision_by_exit_code(
+    history: JobHistory, tmp_path: Path, code: int, continues: bool, exit_code: int
+) -> None:
     begin(history)
     commit(tmp_path, 5)
     assert finish(history, code)[:2] == (continues, exit_code)
@@ -60,9 +64,7 @@ def test_decision_by_exit_code(tmp_path: Path, code: int, continues: bool, exit_
     assert history.end_reason() == ""
 
 
-def test_run_ends_after_three_attempts_without_progress(tmp_path: Path) -> None:
-    history = JobHistory(tmp_path)
-    history.append("submit")
+def test_run_ends_after_three_attempts_without_progress(history: JobHistory) -> None:
     for _ in range(2):
         begin(history)
         assert finish(history, 1)[0]
@@ -71,22 +73,20 @@ def test_run_ends_after_three_attempts_without_progress(tmp_path: Path) -> None:
     assert "made no progress" in history.end_reason()
 
 
-def test_progress_resets_the_count_of_stalled_attempts(tmp_path: Path) -> None:
-    history = JobHistory(tmp_path)
-    history.append("submit")
+def test_progress_resets_the_count_of_stalled_attempts(history: JobHistory, tmp_path: Path) -> None:
     for step in range(1, 9):
         begin(history)
         begin(history)  # after a node died: no end
-        assert history.stalled_attempts() == 2
+        assert history.stalled_attempts()[0] == 2
         commit(tmp_path, step)
-        assert history.stalled_attempts() == 0
+        assert history.stalled_attempts()[0] == 0
         assert finish(history, 137)[0]
     for _ in range(3):
         begin(history)
-    assert history.stalled_attempts() == 3
+    assert history.stalled_attempts()[0] == 3
     assert finish(history, 1)[:2] == (False, 93)
     history.append("submit")
-    assert history.stalled_attempts() == 0
+    assert history.stalled_attempts()[0] == 0
 
 
 def attempt(history: JobHistory, number: int, resumed: int, *saved: int, code: int = 1) -> bool:
@@ -100,9 +100,9 @@ def attempt(history: JobHistory, number: int, resumed: int, *saved: int, code: i
     return decision.continues
 
 
-def test_progress_after_a_rollback_below_earlier_starts(tmp_path: Path) -> None:
-    history = JobHistory(tmp_path)
-    history.append("submit")
+def test_progress_after_a_rollback_below_earlier_starts(
+    history: JobHistory, tmp_path: Path
+) -> None:
     commit(tmp_path, 100)
     # The checkpoint of step 100 goes: the rollback returns to step 40, behind all samples used.
     assert attempt(history, 0, 800)
@@ -111,26 +111,22 @@ def test_progress_after_a_rollback_below_earlier_starts(tmp_path: Path) -> None:
     for number in range(2, 12):
         commit(tmp_path, 40 + number)
         assert attempt(history, number, 900 + 8 * number, 908 + 8 * number)
-        assert history.stalled_attempts() == 0
+        assert history.stalled_attempts()[0] == 0
 
 
-def test_progress_below_a_damaged_newest_checkpoint(tmp_path: Path) -> None:
-    history = JobHistory(tmp_path)
-    history.append("submit")
+def test_progress_below_a_damaged_newest_checkpoint(history: JobHistory, tmp_path: Path) -> None:
     # Damaged, and newer than all that the run can save for a while.
     commit(tmp_path, 500)
     for number in range(10):
         commit(tmp_path, 101 + number)
         assert attempt(history, number, 800 + 8 * number, 808 + 8 * number)
-    assert history.stalled_attempts() == 0
+    assert history.stalled_attempts()[0] == 0
 
 
-def test_checkpoint_that_no_attempt_can_resume_is_no_progress(tmp_path: Path) -> None:
-    history = JobHistory(tmp_path)
-    history.append("submit")
+def test_checkpoint_that_no_attempt_can_resume_is_no_progress(history: JobHistory) -> None:
     # The newest attempt's checkpoint may be good; those of the others were not.
     assert [attempt(history, number, 800, 1600) for number in range(5)] == [True] * 5
-    assert history.stalled_attempts() == 0
+    assert history.stalled_attempts()[0] == 0
     history.start_attempt("7.5", "n")
     history.append("resume", step=100, samples=800)
     assert history.decide(1) == Decision(
@@ -140,9 +136,7 @@ def test_checkpoint_that_no_attempt_can_resume_is_no_progress(tmp_path: Path) ->
     )
 
 
-def test_attempts_stopped_during_start_up_are_counted_apart(tmp_path: Path) -> None:
-    history = JobHistory(tmp_path)
-    history.append("submit")
+def test_attempts_stopped_during_start_up_are_counted_apart(history: JobHistory) -> None:
     for number in range(MAX_STARTUP_STOPS - 1):
         if number % 2:
             # Killed at the end of the grace time, the batch script too.
@@ -150,7 +144,7 @@ def test_attempts_stopped_during_start_up_are_counted_apart(tmp_path: Path) -> N
             history.append("signal", link=f"7.{number}", signal="SIGTERM", starting=True)
         else:
             assert attempt(history, number, 800, code=75)
-    assert history.stalled_attempts() == 0
+    assert history.stalled_attempts()[0] == 0
     assert attempt(history, 100, 800)
     assert attempt(history, 101, 800)
     # Two failures among them are two, and a third is one too many.
@@ -162,9 +156,7 @@ def test_attempts_stopped_during_start_up_are_counted_apart(tmp_path: Path) -> N
     assert "told to stop before their first step" in history.end_reason()
 
 
-def test_late_end_of_a_superseded_attempt_does_not_count(tmp_path: Path) -> None:
-    history = JobHistory(tmp_path)
-    history.append("submit")
+def test_late_end_of_a_superseded_attempt_does_not_count(history: JobHistory) -> None:
     history.start_attempt("7.0", "n1")
     history.start_attempt("7.1", "n2")
     history.end_attempt("7.0", Decision(False, 93, "3 attempts"), 1)
@@ -178,9 +170,7 @@ def test_late_end_of_a_superseded_attempt_does_not_count(tmp_path: Path) -> None
     assert history.end_reason() == "finished"
 
 
-def test_cancelled(tmp_path: Path) -> None:
-    history = JobHistory(tmp_path)
-    history.append("submit")
+def test_cancelled(history: JobHistory) -> None:
     assert not history.is_running()
     begin(history)
     history.append("cancel")
@@ -190,14 +180,13 @@ def test_cancelled(tmp_path: Path) -> None:
     assert not history.is_running()
 
 
-def test_incomplete_lines_are_ignored(tmp_path: Path) -> None:
-    history = JobHistory(tmp_path)
-    assert history.records() == []
-    history.append("submit")
+def test_damaged_lines_are_ignored_and_spoil_no_later_one(history: JobHistory) -> None:
     with history.path.open("a") as stream:
-        stream.write('{"event": "sta\n[1]\n')
+        stream.write('{"event": "sta\n[1]\n{"event": "en')
     begin(history)
     assert [record["event"] for record in history.records()] == ["submit", "start"]
+    history.path.unlink()
+    assert history.records() == []
 
 
 def checkpoint(time: float, save: float, step: float) -> dict[str, Any]:
@@ -236,16 +225,8 @@ def test_submit_checks_what_the_run_has_measured(
     run_dir = tmp_path / "run"
     config = tmp_path / "run.yaml"
     config.write_text(f"train: {{run_dir: {run_dir}}}\nprecision: {{dtype: fp32}}\n")
-    arguments = [
-        "submit",
-        str(config),
-        "--cluster",
-        "local",
-        "--nodes",
-        "1",
-        "--dry-run",
-        "--no-check",
-    ]
+    options = ["--cluster", "local", "--nodes", "1", "--dry-run", "--no-check"]
+    arguments = ["submit", str(config), *options]
     assert main(arguments) == 0
     JobHistory(run_dir).append(
         "checkpoint", step=7, samples=56, save_seconds=55.0, step_seconds=1.5
@@ -290,25 +271,3 @@ def test_program_errors_and_ambiguous_hangs_do_not_count(tmp_path: Path) -> None
         nodes.record_failure(Diagnosis("hang", (), (), "no rank is behind"))
         nodes.record_failure(Diagnosis("hang", (0, 2), ("node1", "node2"), "either"))
     assert nodes.current() == {}
-
-
-def test_incomplete_line_is_ignored(tmp_path: Path) -> None:
-    nodes = BadNodes(tmp_path, hours=24)
-    nodes.add("node1", "ECC", certain=True)
-    with (tmp_path / BAD_NODES_FILE).open("a") as stream:
-        stream.write('{"node": "no')
-    assert list(nodes.current()) == ["node1"]
-
-
-def test_a_line_that_was_cut_short_does_not_spoil_the_next(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    append_event(path, {"event": "first"})
-    with path.open("a") as stream:
-        stream.write('{"event": "se')
-    append_event(path, {"event": "third"})
-    append_event(path, {"event": "fourth"})
-    assert [event["event"] for event in read_events(path, dict[str, str])] == [
-        "first",
-        "third",
-        "fourth",
-    ]

@@ -74,10 +74,12 @@ def test_ctrl_c_is_the_end(launch: Any, tmp_path: Path) -> None:
     assert "Ctrl-C" in JobHistory(tmp_path).end_reason()
 
 
-def test_the_end_is_told_and_a_restart_is_not(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_repeated_and_only_the_end_is_told(
+    launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[str] = []
     monkeypatch.setattr(Notifier, "send", lambda self, *message: told.extend(message))
-    launch(1, 1, 0)
+    assert launch(1, 1, 0) == (0, 3)
     assert told == ["ended", "finished (exit code 0)"]
 
 
@@ -146,10 +148,6 @@ def test_other_failures_are_tried_three_times(
     launch_with_errors: Any, attempts: list[tuple[int, str]]
 ) -> None:
     assert launch_with_errors(*attempts) == (EXIT_NEVER_REQUEUE, 3)
-
-
-def test_a_failure_is_repeated(launch: Any) -> None:
-    assert launch(1, 1, 0) == (0, 3)
 
 
 @pytest.mark.parametrize(

@@ -243,6 +243,13 @@ def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
         (("1.5b_dgx2.yaml", "--cluster", "dgx2", "--nodes", "15"), "global_batch_size=2048 is not"),
         (("1.5b_dgx2.yaml", "--cluster", "dgx2", "parallel.tensor_parallel_size=3"), "tensor_par"),
         (("1.5b_dgx2.yaml", "--cluster", "dgx2", "--nodes", "0"), "--nodes 0 must be at least 1"),
+        *(
+            (
+                ("1.5b_dgx2.yaml", "--cluster", "dgx2", "--nodes", "2", "--min-nodes", least),
+                f"--min-nodes {least} must be between 1 and --nodes 2",
+            )
+            for least in ("0", "3")
+        ),
         (("1.5b_dgx2.yaml", "--cluster", "dgx2", "--job-name", "a b"), "--job-name='a b'"),
         (("1.5b_dgx2.yaml", "--cluster", "dgx2", "--max-attempts", "0"), "--max-attempts: 0 must"),
     ],
