@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_deberta.cluster.monitor import PROGRAMS
 from megatron_deberta.cluster.profile import load_profile
 from megatron_deberta.cluster.run_lock import Holder, RunLock
 from megatron_deberta.cluster.slurm import job
@@ -25,6 +24,7 @@ from megatron_deberta.cluster.watchdog.detection import Diagnosis
 from megatron_deberta.cluster.watchdog.reports import NodeReport, ReportStore
 from megatron_deberta.errors import ConfigError
 from tests.support.jobs import ROOT
+from tests.support.notify_program import NotifyProgram
 
 JOB_MODULE = "megatron_deberta.cluster.slurm.job"
 PROGRAM = """\
@@ -159,17 +159,14 @@ def test_requeue_excludes_a_node_that_hung(place: Place) -> None:
 
 
 def test_a_lost_attempt_a_hang_and_the_end_are_told(place: Place) -> None:
-    script = place.folder / PROGRAMS / "append"
-    script.parent.mkdir(parents=True)
-    script.write_text('#!/bin/sh\ncat >> "$HOME/told"\necho >> "$HOME/told"\n')
-    script.chmod(0o755)
+    program = NotifyProgram(place.folder)
     config = JobSpec.read(place.folder / "job.json").config
     file = place.folder / "run.prom"
     Path(config).write_text(f"cluster: {{notify: [append], prometheus_file: {file}}}\n")
     JobHistory(place.run_dir).start_attempt("6.0", "n[1-2]")
     place.hang()
     assert place.run("exit 93") == 93, place.errors
-    told = [json.loads(line) for line in (place.folder / "told").read_text().splitlines()]
+    told = program.messages()
     assert [message["event"] for message in told] == ["node_lost", "node_lost", "stalled", "ended"]
     assert "attempt 6.0 on n[1-2] was lost" in told[0]["text"]
     assert "n2 is excluded: rank 1 on n2 hangs" in told[1]["text"]

@@ -19,7 +19,6 @@ import pytest
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, step_dir
 from megatron_deberta.cluster.monitor import (
     PREFIX,
-    PROGRAMS,
     Notifier,
     PrometheusExporter,
     RunMonitor,
@@ -35,6 +34,7 @@ from megatron_deberta.config.schema import ClusterConfig
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.observe.metrics import FILE_NAME
 from tests.support.jobs import ROOT, free_port
+from tests.support.notify_program import NotifyProgram
 
 
 class Run:
@@ -179,14 +179,9 @@ def test_the_dashboard_shows_exported_metrics(run: Run) -> None:
 
 
 @pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file to which the user's program ``append`` writes its input."""
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NotifyProgram:
     monkeypatch.setenv("HOME", str(tmp_path))
-    script = tmp_path / PROGRAMS / "append"
-    script.parent.mkdir(parents=True)
-    script.write_text(f"#!/bin/sh\ncat >> {tmp_path}/told\necho >> {tmp_path}/told\n")
-    script.chmod(0o755)
-    return tmp_path / "told"
+    return NotifyProgram(tmp_path)
 
 
 @pytest.fixture
@@ -212,45 +207,41 @@ def webhook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     thread.join()
 
 
-def messages(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_program_and_webhook_get_the_message(
-    program: Path, webhook: tuple[str, list[dict[str, Any]]]
+    program: NotifyProgram, webhook: tuple[str, list[dict[str, Any]]]
 ) -> None:
     url, told = webhook
     Notifier(ClusterConfig(notify=("append", url)), "runs/base").send("rollback", "to step 7")
-    assert messages(program) == told
+    assert program.messages() == told
     assert (told[0]["event"], told[0]["run"]) == ("rollback", "runs/base")
     assert told[0]["text"] == "runs/base: to step 7"
 
 
-def test_only_chosen_events_are_sent(program: Path) -> None:
+def test_only_chosen_events_are_sent(program: NotifyProgram) -> None:
     config = ClusterConfig(notify=("append",), notify_events=("ended",))
     notifier = Notifier(config, "run")
     notifier.send("rollback", "to step 7")
     hang = Diagnosis("hang", (1,), ("node1",), "rank 1 hangs")
     notifier.send_attempt_end(hang, Decision(True, 75, "rank 1 hangs"))
-    assert not program.exists()
+    assert program.messages() == []
     notifier.send_attempt_end(None, Decision(False, 93, "no new checkpoint"))
-    assert messages(program)[0]["text"] == "run: no new checkpoint (exit code 93)"
+    assert program.messages()[0]["text"] == "run: no new checkpoint (exit code 93)"
 
 
-def test_a_hang_is_told_and_a_requeue_is_not(program: Path) -> None:
+def test_a_hang_is_told_and_a_requeue_is_not(program: NotifyProgram) -> None:
     notifier = Notifier(ClusterConfig(notify=("append",)), "run")
     hang = Diagnosis("hang", (1,), ("node1",), "rank 1 hangs")
     notifier.send_attempt_end(hang, Decision(True, 75, "rank 1 hangs"))
     notifier.send_attempt_end(None, Decision(True, 75, "stopped with a checkpoint"))
-    assert [message["event"] for message in messages(program)] == ["stalled"]
+    assert [message["event"] for message in program.messages()] == ["stalled"]
 
 
 def test_a_failing_target_is_logged_without_its_secret(
-    program: Path, caplog: pytest.LogCaptureFixture
+    program: NotifyProgram, caplog: pytest.LogCaptureFixture
 ) -> None:
     targets = ("http://127.0.0.1:9/services/SECRET", "absent", "append")
     Notifier(ClusterConfig(notify=targets), "run").send("ended", "finished")
-    assert [message["event"] for message in messages(program)] == ["ended"]
+    assert [message["event"] for message in program.messages()] == ["ended"]
     assert "127.0.0.1: URLError" in caplog.text
     assert "absent: FileNotFoundError" in caplog.text
     assert "SECRET" not in caplog.text
