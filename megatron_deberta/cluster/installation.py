@@ -24,6 +24,8 @@ MIN_PYTHON = (3, 10)
 MIN_FREE_GIB = 1.0
 MAX_SKEW_SECONDS = 5.0
 """Clocks further apart make logs of nodes hard to read; nothing is decided by them."""
+SUPPORTED_TORCH = ">=2.6,<3"
+"""The same range as in setup.py; a test compares them."""
 
 
 def check_python() -> str:
@@ -165,10 +167,6 @@ def check_package(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         raise ConfigError(f"{package} is not installed; pip install {package}") from None
-
-
-SUPPORTED_TORCH = ">=2.6,<3"
-"""The same range as in setup.py; a test compares them."""
 
 
 def check_torch_version(installed: str) -> None:

@@ -41,6 +41,9 @@ PROGRAMS = Path(".config", "megatron_deberta", "notify")
 """Folder of programs in the home directory."""
 TIMEOUT_SECONDS = 10.0
 """Maximum duration of a program or a request."""
+PREFIX = "megatron_deberta"
+HTTP_ADDRESS = "127.0.0.1"
+INTERVAL_SECONDS = 15.0
 
 
 class Notifier:
@@ -105,10 +108,6 @@ def _run(name: str, content: bytes) -> None:
         [Path.home() / PROGRAMS / name], input=content, timeout=TIMEOUT_SECONDS, check=True,
         stdout=subprocess.DEVNULL,
     )  # fmt: skip
-
-
-PREFIX = "megatron_deberta"
-HTTP_ADDRESS = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +211,6 @@ def export_once(config: ClusterConfig, run_dir: str | os.PathLike[str]) -> None:
                 exporter.update(gather(run_dir, ask_slurm=False))
         except (OSError, MegatronDebertaError) as error:
             logger.warning("no metrics for Prometheus: %s", error)
-
-
-INTERVAL_SECONDS = 15.0
 
 
 class RunMonitor:

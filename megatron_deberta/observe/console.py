@@ -22,6 +22,10 @@ from rich.table import Table
 
 from megatron_deberta.errors import MegatronDebertaError
 
+LevelName = Literal["debug", "info", "warning"]
+PACKAGE = "megatron_deberta"
+HANDLER_NAME = "megatron_deberta"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
@@ -172,12 +176,6 @@ class LiveConsole:
         if self._note:
             parts.append(self._note)
         return Group(*parts)
-
-
-LevelName = Literal["debug", "info", "warning"]
-
-PACKAGE = "megatron_deberta"
-HANDLER_NAME = "megatron_deberta"
 
 
 def setup_logging(

@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 RecordKind = Literal[
     "train", "validation", "baseline", "minimal_pairs", "guard", "checkpoint", "local_checkpoint"
 ]
+ID_FILE = "wandb_id"
+"""In the run folder: identifier under which restarts continue the same W&B run."""
+_STEP = "step"
 
 
 class _Record(TypedDict, total=False):
@@ -267,9 +270,6 @@ def _loss_curves(metrics_path: str | os.PathLike[str]) -> dict[str, list[tuple[i
     return curves
 
 
-logger = logging.getLogger(__name__)
-
-
 class JsonLines(_Writer):
     """Appends objects to a file, each as one line and in one write.
 
@@ -337,13 +337,6 @@ def _step(line: bytes) -> float:
     except (orjson.JSONDecodeError, KeyError, TypeError):
         step = None
     return step if isinstance(step, int) else float("inf")
-
-
-logger = logging.getLogger(__name__)
-
-ID_FILE = "wandb_id"
-"""In the run folder: identifier under which restarts continue the same W&B run."""
-_STEP = "step"
 
 
 class WandbWriter(_Writer):

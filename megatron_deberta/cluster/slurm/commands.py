@@ -13,6 +13,19 @@ from megatron_deberta.errors import ConfigError, MegatronDebertaError
 
 TIMEOUT_SECONDS = 60.0
 NOT_QUEUED = "not queued"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,255}(,+[A-Za-z0-9][A-Za-z0-9_.-]{0,255})*,*")
+"""Nodes or partitions, of which there may be any number."""
+INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,31}")
+ARCHITECTURE = re.compile(r"sm_[0-9]{2,3}[af]?")
+BUILD = re.compile(r"[a-z]+[0-9.]*")
+PATH = re.compile(r"/[\w./@+=,:~ -]*")
+"""No ``%`` and no backslash: SLURM expands them in names of log files."""
+IMAGE = re.compile(r"[A-Za-z0-9/][A-Za-z0-9_./:@+#-]*")
+MOUNT = re.compile(r"/[\w./@+=~-]*:/[\w./@+=~-]*(:(ro|rw))?")
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+"""Environment variables."""
+VALUE = re.compile(r"[^\x00-\x1f\x7f]{0,4096}")
 
 
 class SlurmError(MegatronDebertaError):
@@ -131,21 +144,6 @@ def cancel_pending(job: str) -> None:
     except SlurmError as error:
         if "Invalid job id" not in str(error):
             raise
-
-
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,255}(,+[A-Za-z0-9][A-Za-z0-9_.-]{0,255})*,*")
-"""Nodes or partitions, of which there may be any number."""
-INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,31}")
-ARCHITECTURE = re.compile(r"sm_[0-9]{2,3}[af]?")
-BUILD = re.compile(r"[a-z]+[0-9.]*")
-PATH = re.compile(r"/[\w./@+=,:~ -]*")
-"""No ``%`` and no backslash: SLURM expands them in names of log files."""
-IMAGE = re.compile(r"[A-Za-z0-9/][A-Za-z0-9_./:@+#-]*")
-MOUNT = re.compile(r"/[\w./@+=~-]*:/[\w./@+=~-]*(:(ro|rw))?")
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
-"""Environment variables."""
-VALUE = re.compile(r"[^\x00-\x1f\x7f]{0,4096}")
 
 
 def checked(text: str, pattern: re.Pattern[str], key: str) -> str:

@@ -30,6 +30,12 @@ STOPPED_STATES = ("T", "t", "Z", "X")
 """``/proc/PID/stat``: stopped, traced, dead."""
 
 Kind = Literal["hang", "death"]
+MIN_LOST_SHARE = 0.1
+"""A straggler loses at least this share of a step."""
+WINDOWS = 2
+"""Consecutive windows in which a rank must be slow to be reported."""
+Times = tuple[int, int, int, int]
+"""Steps, and nanoseconds in data, forward and whole steps; sums since the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,15 +215,6 @@ def diagnose_deaths(views: Sequence[RankView]) -> Diagnosis | None:
     # A node is not excluded for what another one would have suffered as well.
     hosts = () if first.cause else (first.host,)
     return Diagnosis("death", (first.rank,), hosts, reason)
-
-
-MIN_LOST_SHARE = 0.1
-"""A straggler loses at least this share of a step."""
-WINDOWS = 2
-"""Consecutive windows in which a rank must be slow to be reported."""
-
-Times = tuple[int, int, int, int]
-"""Steps, and nanoseconds in data, forward and whole steps; sums since the start."""
 
 
 @dataclass(frozen=True, slots=True)

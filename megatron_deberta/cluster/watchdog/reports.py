@@ -34,6 +34,7 @@ from megatron_deberta.parsing import Number, dump_json, parse_json
 
 FOLDER = "supervision"
 """Folder in the run folder with a folder per job attempt."""
+logger = logging.getLogger("supervisor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +135,6 @@ class ReportStore:
 
     def _path(self, node: int) -> Path:
         return self.folder / f"node_{node}.json"
-
-
-logger = logging.getLogger("supervisor")
 
 
 class ReportExchange:

@@ -39,6 +39,7 @@ Outputs = Sequence[Tensor | None]
 # Runs forward and backward of micro batches without an update; returns the record, and whether loss
 # and gradient of all ranks together are finite.
 Compute = Callable[[Sequence[MicroBatch], Outputs], tuple[Tensor, bool]]
+logger = logging.getLogger(__name__)
 
 
 class RerunStep(TrainStep):
@@ -262,9 +263,6 @@ def _exchange(own: Tensor, other: Tensor, groups: ProcessGroups) -> Tensor:
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     return other
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
