@@ -27,7 +27,7 @@ from megatron_deberta.checkpoint.resume import FLAG, check_resume
 from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.cli.arguments import CONFIG_CHANGE_HELP, add_run_arguments
 from megatron_deberta.cli.submit import check_fit
-from megatron_deberta.cluster import installation, preflight
+from megatron_deberta.cluster import installation
 from megatron_deberta.cluster.profile import ClusterProfile, load_profile
 from megatron_deberta.cluster.slurm import commands as slurm
 from megatron_deberta.cluster.slurm.status import present_holder
@@ -245,7 +245,7 @@ def check_cluster(config: RunConfig, profile: ClusterProfile, nodes: int) -> str
         TopologyError: the run does not fit.
     """
     check_fit(config, profile, nodes)
-    problem = preflight.torch_problem(profile.gpu_architecture, profile.torch_builds)
+    problem = installation.torch_problem(profile.gpu_architecture, profile.torch_builds)
     if problem and profile.container == "none":
         raise ConfigError(problem)
     return f"{nodes} nodes x {profile.ranks_per_node} ranks"

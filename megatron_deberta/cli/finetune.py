@@ -115,9 +115,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _launch(config: RunConfig, args: argparse.Namespace) -> int:
-    from megatron_deberta.cluster.entry_point import log_times
     from megatron_deberta.cluster.run_lock import raise_if_locked
     from megatron_deberta.cluster.watchdog.local_job import run_local_job
+    from megatron_deberta.observe.console import log_times
 
     validate_for_world(config, args.ranks)
     raise_if_locked(config.train.run_dir)

@@ -14,11 +14,11 @@ import argparse
 
 from megatron_deberta.checkpoint.resume import FLAG
 from megatron_deberta.cli.arguments import CONFIG_CHANGE_HELP, add_run_arguments, number
-from megatron_deberta.cluster.entry_point import log_times
 from megatron_deberta.cluster.run_lock import raise_if_locked
 from megatron_deberta.cluster.watchdog.local_job import run_local_job
 from megatron_deberta.config import load_config, validate_for_world
 from megatron_deberta.errors import EXIT_DONE
+from megatron_deberta.observe.console import log_times
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

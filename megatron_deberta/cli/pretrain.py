@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 
 from megatron_deberta.checkpoint.resume import FLAG
 from megatron_deberta.cli.arguments import add_run_arguments
-from megatron_deberta.cluster import preflight
+from megatron_deberta.cluster import installation
 from megatron_deberta.cluster.run_lock import RunLock, raise_if_locked
 from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat
 from megatron_deberta.config import BatchArithmetic, load_config, validate_for_world
@@ -73,9 +73,9 @@ def train(config: RunConfig, allow_config_change: bool = False) -> int:
         from megatron_deberta.train.preemption import STOP_SIGNALS, StopSignal
         from megatron_deberta.train.run import pretrain
 
-        preflight.check_torch_version(torch.__version__)
+        installation.check_torch_version(torch.__version__)
         if config.train.device != "cpu":
-            preflight.check_devices()
+            installation.check_devices()
         with ExitStack() as stack:
             stop = stack.enter_context(StopSignal(announces=environment.rank == 0))
             code = EXIT_FAILURE

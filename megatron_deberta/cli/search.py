@@ -262,16 +262,20 @@ def _submit(
     """Submit the pending runs that are not queued already as job arrays."""
     from megatron_deberta.cli.submit import check_fit, submission_problem
     from megatron_deberta.cluster.profile import load_profile
-    from megatron_deberta.cluster.slurm import array
+    from megatron_deberta.cluster.slurm.submit import (
+        describe_arrays,
+        profile_of_ranks,
+        submit_arrays,
+    )
 
     profile = load_profile(args.cluster, trusted=args.trust_profile)
-    profile, nodes = array.profile_of_ranks(profile, search.ranks)
+    profile, nodes = profile_of_ranks(profile, search.ranks)
     configs = [check_fit(run.config, profile, nodes) for run in pending]
     at_most = args.jobs or 0
     # The runs have the same model and data.
     problem = submission_problem(configs[0], profile, args)
     if args.dry_run:
-        print(array.describe(profile, configs, Path(search.output), at_most))
+        print(describe_arrays(profile, configs, Path(search.output), at_most))
         if problem:
             print(f"# error: {problem}")
         return EXIT_USAGE if problem else EXIT_DONE
@@ -281,7 +285,7 @@ def _submit(
     with _folder_lock(search):
         for run in pending:
             run.write_config()
-        jobs, skipped = array.submit(profile, configs, Path(search.output), at_most)
+        jobs, skipped = submit_arrays(profile, configs, Path(search.output), at_most)
     if skipped:
         print(f"{skipped} runs are queued or running already")
     if jobs:

@@ -22,20 +22,17 @@ from pathlib import Path
 
 from megatron_deberta.checkpoint.resume import FLAG
 from megatron_deberta.cli.arguments import CONFIG_CHANGE_HELP, add_run_arguments, number
-from megatron_deberta.cluster import preflight
-from megatron_deberta.cluster.bad_nodes import BadNodes
+from megatron_deberta.cluster import installation
 from megatron_deberta.cluster.profile import ClusterProfile, check_dtype, load_profile
 from megatron_deberta.cluster.slurm import commands as slurm
-from megatron_deberta.cluster.slurm import names
-from megatron_deberta.cluster.slurm.history import JobHistory
-from megatron_deberta.cluster.slurm.names import checked
-from megatron_deberta.cluster.slurm.status import queue_state
-from megatron_deberta.cluster.slurm.stop_time import check_stop_time, measured_stop_time
+from megatron_deberta.cluster.slurm.commands import checked
+from megatron_deberta.cluster.slurm.history import BadNodes, JobHistory, measured_stop_time
 from megatron_deberta.cluster.slurm.submit import (
     BATCH_SCRIPT,
     LOGS,
     SUBMISSIONS,
     JobSpec,
+    check_stop_time,
     log_folder,
     make_spec,
     sbatch_command,
@@ -152,7 +149,7 @@ def submission_problem(config: RunConfig, profile: ClusterProfile, args: argpars
     problem = ""
     # A container has its own torch.
     if profile.container == "none":
-        problem = preflight.torch_problem(profile.gpu_architecture, profile.torch_builds)
+        problem = installation.torch_problem(profile.gpu_architecture, profile.torch_builds)
     return problem or file_problem(config, getattr(args, "allow_config_change", False))
 
 
@@ -178,11 +175,11 @@ def exported_variables(options: Sequence[str], environment: Mapping[str, str]) -
     variables = {}
     for option in options:
         name, has_value, value = option.partition("=")
-        checked(name, names.VARIABLE, "--export")
+        checked(name, slurm.VARIABLE, "--export")
         if not has_value and name not in environment:
             raise ConfigError(f"--export {name}: no such variable here; give --export {name}=VALUE")
         value = value if has_value else environment[name]
-        variables[name] = checked(value, names.VALUE, f"--export {name}")
+        variables[name] = checked(value, slurm.VALUE, f"--export {name}")
     return variables
 
 
@@ -222,7 +219,7 @@ def refuse_queued(history: JobHistory) -> None:
     Raises:
         ConfigError: it has.
     """
-    state, queued = queue_state(history.submitted_jobs())
+    state, queued = slurm.queue_state(history.submitted_jobs())
     if queued:
         raise ConfigError(
             f"train.run_dir={history.run_dir} has job {', '.join(queued)} in the queue ({state}); "

@@ -314,8 +314,8 @@ class GuardConfig:
     """Steps between comparisons of replicated weights, also before each save; 0: none."""
     rerun: bool = False
     """Run a step with a nonfinite loss or gradient, or before differing replicas, again on the same
-    and on another rank: a passing fault is repaired, a lasting one ends the run, and rank, host and
-    device are named. Costs two passes over the gradients per micro batch."""
+    and on another rank: a transient fault is repaired, a persistent one ends the run, and rank,
+    host and device are named. Costs two passes over the gradients per micro batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,8 +17,7 @@ from megatron_deberta.config.schema import CheckpointConfig
 from megatron_deberta.distributed.control import all_reduce_any
 from megatron_deberta.errors import CheckpointError
 from megatron_deberta.observe.console import StepRecord
-from megatron_deberta.observe.json_lines import JsonLines
-from megatron_deberta.observe.metrics import RecordKind
+from megatron_deberta.observe.metrics import JsonLines, RecordKind
 from megatron_deberta.observe.progress import Section
 from megatron_deberta.observe.timeline import Timeline
 from megatron_deberta.train.data import Validator

@@ -23,10 +23,10 @@ from megatron_deberta.observe.console import LiveConsole
 from megatron_deberta.observe.metrics import (
     MetricsWriter,
     RecordKind,
+    WandbWriter,
     plot_loss,
     read_metrics,
 )
-from megatron_deberta.observe.wandb_writer import WandbWriter
 from megatron_deberta.train.evaluate import Evaluation
 from megatron_deberta.train.stability.rollback import Rollback
 from megatron_deberta.train.stability.verdict import Verdict

@@ -24,7 +24,7 @@ from megatron_deberta.distributed.parallelize.build import initial_weights
 from megatron_deberta.distributed.topology import ProcessGroups, init_process_groups, shutdown
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REQUEUE
-from megatron_deberta.observe.logs import setup_logging
+from megatron_deberta.observe.console import setup_logging
 from megatron_deberta.observe.progress import ProgressObserver, Section
 from megatron_deberta.observe.timeline import SectionTimer, Timeline
 from megatron_deberta.train.callbacks import (

@@ -22,8 +22,7 @@ from megatron_deberta.errors import LossScaleError, NumericsError
 from megatron_deberta.model.dropout import DropoutSeeds
 from megatron_deberta.objectives import NO_COUNTS, Mean, Update, build_objective
 from megatron_deberta.train.forward_timer import ForwardTimer
-from megatron_deberta.train.stability.guard import Guard, Skip
-from megatron_deberta.train.stability.nonfinite_gradients import NonfiniteGradients
+from megatron_deberta.train.stability.guard import Guard, NonfiniteGradients, Skip
 from megatron_deberta.train.state import StepResult
 
 logger = logging.getLogger(__name__)

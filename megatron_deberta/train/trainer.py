@@ -35,10 +35,9 @@ from megatron_deberta.train.prefetch import InputQueue
 from megatron_deberta.train.records import RunRecords
 from megatron_deberta.train.selection import Selection, open_selection
 from megatron_deberta.train.setup import build_meter
-from megatron_deberta.train.stability.faults import FaultReports
 from megatron_deberta.train.stability.guard import Guard
 from megatron_deberta.train.stability.replicas import check_replicas
-from megatron_deberta.train.stability.rerun import RerunStep
+from megatron_deberta.train.stability.rerun import FaultReports, RerunStep
 from megatron_deberta.train.stability.rollback import Rollback, rollback
 from megatron_deberta.train.start import refusals
 from megatron_deberta.train.state import Ending, FolderLock, StepResult, TrainState

@@ -19,7 +19,7 @@ from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.collectives import all_gather
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.model.heads import TokenLoss
-from megatron_deberta.observe.json_lines import JsonLines
+from megatron_deberta.observe.metrics import JsonLines
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 from megatron_deberta.train.evaluate import Evaluation
 from megatron_deberta.train.records import RunRecords

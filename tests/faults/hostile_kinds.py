@@ -18,14 +18,13 @@ from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.resume import changes
 from megatron_deberta.cli.status import describe
 from megatron_deberta.cluster import node_check, profile, run_lock
-from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.slurm import commands as slurm
-from megatron_deberta.cluster.slurm.history import JobHistory
+from megatron_deberta.cluster.slurm.history import BadNodes, JobHistory
 from megatron_deberta.cluster.slurm.status import gather
 from megatron_deberta.cluster.slurm.submit import JobSpec, make_spec
-from megatron_deberta.cluster.watchdog.hang import Diagnosis, RankView
+from megatron_deberta.cluster.watchdog.detection import Diagnosis, RankView
 from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat, read_beat
-from megatron_deberta.cluster.watchdog.report_store import NodeReport, ReportStore
+from megatron_deberta.cluster.watchdog.reports import NodeReport, ReportStore
 from megatron_deberta.config import config_from_dict, load_config
 from megatron_deberta.data.dataset import index_cache
 from megatron_deberta.data.sample_log import SampleLog, check_sample_log

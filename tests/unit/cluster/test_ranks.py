@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_deberta.cluster.affinity import divide, numa_nodes
+from megatron_deberta.cluster.watchdog.ranks import divide_cores, numa_nodes
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def dgx2(tmp_path: Path) -> Path:
 
 
 def test_ranks_stay_on_their_socket_with_whole_cores(dgx2: Path) -> None:
-    shares = divide(set(range(96)), 16, dgx2)
+    shares = divide_cores(set(range(96)), 16, dgx2)
     assert shares[0] == {0, 1, 2, 48, 49, 50}
     assert shares[7] == {21, 22, 23, 69, 70, 71}
     assert shares[8] == {24, 25, 26, 72, 73, 74}
@@ -36,10 +36,10 @@ def test_ranks_stay_on_their_socket_with_whole_cores(dgx2: Path) -> None:
 
 
 def test_few_cores_are_shared_and_a_rest_is_left(dgx2: Path) -> None:
-    assert divide({0, 1}, 3, dgx2) == [{0, 1}] * 3
-    assert [len(share) for share in divide(set(range(7)), 2, dgx2)] == [3, 3]
+    assert divide_cores({0, 1}, 3, dgx2) == [{0, 1}] * 3
+    assert [len(share) for share in divide_cores(set(range(7)), 2, dgx2)] == [3, 3]
 
 
 def test_this_machine() -> None:
     allowed = os.sched_getaffinity(0)
-    assert divide(allowed, 1) == [allowed]
+    assert divide_cores(allowed, 1) == [allowed]
