@@ -20,13 +20,17 @@ from megatron_deberta.data.shards.format import dtype_for_vocab
 from megatron_deberta.errors import DataError
 from megatron_deberta.files import HashedFile
 from megatron_deberta.text.jobs.folder import JobFolder
-from megatron_deberta.text.preprocess.encoding import choose_encoder, split_sentences
+from megatron_deberta.text.preprocess.encoding import (
+    BatchEncoder,
+    choose_encoder,
+    sentencepiece_encoder,
+    split_sentences,
+)
 from megatron_deberta.text.preprocess.units import Lane, Piece, Segment, UnitRecord, WorkUnit
 from megatron_deberta.text.readers.reading import DocumentReader
 from megatron_deberta.text.readers.records import EMPTY, Defect, Document, ReadOptions, RecordBatch
 from megatron_deberta.text.readers.sources import Source
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
-from megatron_deberta.tokenizer.batch_encoders import BatchEncoder, sentencepiece_encoder
 
 # Of text that is encoded at once: its words repeat, and each is looked up once.
 ENCODED_BYTES = 1 << 22
