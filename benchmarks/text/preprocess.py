@@ -42,7 +42,7 @@ from megatron_deberta.text.preprocess.encoding import (
     fast_bpe_encoder,
 )
 from megatron_deberta.text.preprocess.worker import ENCODED_BYTES
-from megatron_deberta.text.readers.cutting import RecordReader
+from megatron_deberta.text.readers.reading import RecordReader
 from megatron_deberta.text.readers.records import ReadOptions, parse_records
 from megatron_deberta.text.readers.sources import find_sources
 from megatron_deberta.tokenizer import load_tokenizer

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from megatron_deberta.data.shards.format import bin_path, dtype_for_vocab, idx_path
 from megatron_deberta.data.shards.merge import open_compatible
-from megatron_deberta.text.deduplicate.candidates import PART_DOCUMENTS
-from megatron_deberta.text.deduplicate.settings import PERMUTATIONS, Settings
+from megatron_deberta.text.deduplicate.pairs import PART_DOCUMENTS
+from megatron_deberta.text.deduplicate.sign import PERMUTATIONS, Settings
 from megatron_deberta.text.preprocess.encoding import CACHE_BYTES, choose_encoder
 from megatron_deberta.text.readers.reading import DocumentReader
 from megatron_deberta.text.readers.records import ReadOptions
