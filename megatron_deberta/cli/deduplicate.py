@@ -40,9 +40,9 @@ from megatron_deberta.cli.text_job import (
     open_work,
 )
 from megatron_deberta.errors import EXIT_DONE, ConfigError
-from megatron_deberta.text.deduplicate.output import SUFFIXES
 from megatron_deberta.text.deduplicate.pipeline import deduplicate
-from megatron_deberta.text.deduplicate.settings import Settings
+from megatron_deberta.text.deduplicate.sign import Settings
+from megatron_deberta.text.jobs.stages import SUFFIXES
 from megatron_deberta.text.readers.checks import find_both_sides
 
 

@@ -32,8 +32,7 @@ from megatron_deberta.cli.text_job import (
 )
 from megatron_deberta.errors import EXIT_DONE, ConfigError
 from megatron_deberta.text.preprocess.encoding import EncodingOptions
-from megatron_deberta.text.preprocess.merging import quarantine_path, shard_prefixes
-from megatron_deberta.text.preprocess.pipeline import preprocess
+from megatron_deberta.text.preprocess.pipeline import preprocess, quarantine_path, shard_prefixes
 from megatron_deberta.text.readers.checks import refuse_both_sides
 
 

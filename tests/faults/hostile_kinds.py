@@ -38,7 +38,7 @@ from megatron_deberta.hf.import_model import open_release
 from megatron_deberta.observe.metrics import MetricsWriter, terminal_loss_curve
 from megatron_deberta.observe.progress import Section
 from megatron_deberta.text.jobs.folder import JobFolder, plan_digest
-from megatron_deberta.text.preprocess.units import WorkUnit, read_record
+from megatron_deberta.text.preprocess.worker import Chunk, read_record
 from megatron_deberta.text.readers.checks import name_damaged
 from megatron_deberta.text.readers.records import DAMAGED
 from megatron_deberta.text.readers.sources import find_sources
@@ -376,7 +376,7 @@ def _make_unit_record(folder: Path) -> Path:
 def _read_unit_record(folder: Path) -> None:
     work = JobFolder(folder / "books")
     work.open(plan_digest(_PLAN))
-    read_record(work, WorkUnit(0, 0))
+    read_record(work, Chunk(0, 0))
 
 
 def _make_plan(folder: Path) -> Path:

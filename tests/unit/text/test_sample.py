@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -168,12 +166,11 @@ def test_one_that_comes_second_samples_nothing_and_leaves_nothing(
     command += ["--vocab-size", "25", "--input", str(path)]
     begin = module.begin_work
 
-    @contextlib.contextmanager
-    def late(*arguments: Any) -> Iterator[Any]:
-        with begin(*arguments) as work:
-            (tmp_path / "out").mkdir()
-            (tmp_path / "out" / "tokenizer.json").touch()
-            yield work
+    def late(*arguments: Any) -> Any:
+        work = begin(*arguments)
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "tokenizer.json").touch()
+        return work
 
     monkeypatch.setattr(module, "begin_work", late)
     monkeypatch.setattr(module, "StageRunner", None)

@@ -8,8 +8,8 @@ import pytest
 
 from megatron_deberta.cli.main import main
 from megatron_deberta.errors import ConfigError, DataError
-from megatron_deberta.text.deduplicate.settings import Settings
 from megatron_deberta.text.deduplicate.shingles import digest_of
+from megatron_deberta.text.deduplicate.sign import Settings
 from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.readers.checks import SIDES
 from megatron_deberta.text.readers.records import ReadOptions

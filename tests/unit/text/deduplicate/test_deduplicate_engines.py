@@ -13,7 +13,7 @@ import pytest
 
 from megatron_deberta.cli.main import main
 from megatron_deberta.errors import DataError
-from megatron_deberta.text.deduplicate import output
+from megatron_deberta.text.deduplicate import pipeline
 from megatron_deberta.text.jobs.executors import Engine, Share, order_tasks
 from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.jobs.progress import Counts
@@ -76,7 +76,7 @@ def test_a_flipped_bit_is_found_before_publishing(
     with monkeypatch.context() as patch:
         if when != "before the check":
             place = "take_parts" if when == "after it" else "concatenate"
-            patch.setattr(output, place, interrupt)
+            patch.setattr(pipeline, place, interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(corpus, tmp_path / "out", advance=stop)
     (path,) = JobFolder(tmp_path / "out").path.glob(f"*/{name}")

@@ -1,4 +1,4 @@
-"""Stages of a job, whose tasks each write a folder.
+"""Jobs in stages, whose tasks each write a folder, and whose result is a folder.
 
 A task's folder is written under a temporary name, flushed and renamed; a folder with its final name
 is complete. Files are hashed while they are written; the last stage compares them with the hashes.
@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import itertools
 import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from megatron_deberta.errors import DataError, MalformedInputError
+from megatron_deberta.errors import ConfigError, DataError, MalformedInputError
 from megatron_deberta.files import (
     HashedFile,
     fsync_path,
@@ -33,19 +32,32 @@ from megatron_deberta.files import (
     write_durably,
 )
 from megatron_deberta.parsing import read_json
-from megatron_deberta.text.deduplicate.settings import Settings
-from megatron_deberta.text.deduplicate.units import WorkUnit
-from megatron_deberta.text.jobs.executors import ONLY_TASK, Engine, Share, order_tasks, run_calls
+from megatron_deberta.text.jobs.executors import (
+    ONLY_TASK,
+    Call,
+    Engine,
+    RunOptions,
+    Share,
+    order_tasks,
+    run_job,
+    run_stage,
+)
 from megatron_deberta.text.jobs.folder import RESTART, BusyError, JobFolder, plan_digest
-from megatron_deberta.text.jobs.progress import Advance, Counts
-from megatron_deberta.text.preprocess.units import Piece
+from megatron_deberta.text.jobs.progress import Advance
+from megatron_deberta.text.jobs.units import FileRange, UnitReader, plan_units
+from megatron_deberta.text.readers.checks import refuse_bad
 from megatron_deberta.text.readers.reading import plan_input, planned_input
 from megatron_deberta.text.readers.records import ReadOptions
-from megatron_deberta.text.readers.sources import PLAN, Source
+from megatron_deberta.text.readers.sources import PLAN, SUMMARY, Source
 
 Array = npt.NDArray[Any]
+Compression = Literal["none", "gz", "zst"]
 Task = Callable[["Work", int, "TaskFolder"], None]
+QUARANTINE = "quarantine.jsonl"
+SUFFIXES: Mapping[str, str] = {"none": "", "gz": ".gz", "zst": ".zst"}
 _HASHES, _CHECK = "sha256.json", "check"
+# In the summary: size of each other file of the result.
+_FILES = "files"
 
 
 class NoDocumentsError(MalformedInputError):
@@ -64,7 +76,7 @@ class Work:
     Attributes:
         parameters: what is to be done, as the command has it.
         options: how documents are read.
-        units: parts of the input.
+        units: parts of the input, each of ranges of files.
         sources: files of the input.
         compression: of the files that are written.
         plan_sha256: identifies all of these.
@@ -80,15 +92,27 @@ class Work:
         plan = json.loads(content)
         self.parameters: dict[str, Any] = plan["parameters"]
         self.sources, self.options = planned_input(plan)
-        self.units: list[WorkUnit] = [
-            tuple(Piece(*piece) for piece in unit) for unit in plan["units"]
-        ]
+        self.units = [[FileRange(*each) for each in ranges] for ranges in plan["units"]]
         self.compression: str = plan["--compress"]
 
-    @cached_property
-    def settings(self) -> Settings:
-        """How documents are compared."""
-        return Settings(**self.parameters)
+    def read(
+        self,
+        unit: int,
+        folder: TaskFolder,
+        quarantine: HashedFile | None = None,
+        lines_before: Mapping[str, int] | None = None,
+    ) -> UnitReader:
+        """Return the reader of a unit; see its attributes.
+
+        Args:
+            unit: number of the unit.
+            folder: of the task, which counts what is read.
+            quarantine: gets a line for each record that cannot be used.
+            lines_before: line ends of each file before the unit; None: they are unknown.
+        """
+        return UnitReader(
+            self.units[unit], self.sources, self.options, folder.counts, quarantine, lines_before
+        )
 
     def task_folder(self, stage: str, task: int) -> Path:
         """Return the folder of a task's results once it is done."""
@@ -140,7 +164,7 @@ class TaskFolder:
     """
 
     path: Path
-    counts: Counts = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
     _sha256: dict[str, str] = field(default_factory=dict)
 
     @contextmanager
@@ -220,47 +244,62 @@ def make_plan(
     parameters: dict[str, Any],
     options: ReadOptions,
     sources: Sequence[Source],
-    units: Sequence[WorkUnit],
-    compression: str,
+    unit_bytes: int,
+    compression: str = "none",
 ) -> dict[str, Any]:
     """Return the plan of a run; equal plans give equal results.
+
+    What is kept of each record is written as it comes, so the size of a unit does not matter: a
+    file that can only be read from its beginning is a unit of its own.
 
     Args:
         parameters: of the command.
         options: how documents are read.
         sources: files of the input.
-        units: parts of the input.
+        unit_bytes: size of the units.
         compression: of the files that are written.
     """
+    units = plan_units(sources, unit_bytes)
     return {
         **plan_input(sources, options),
         "parameters": parameters,
         "--compress": compression,
-        "units": [[list(astuple(piece)) for piece in unit] for unit in units],
+        "units": [[list(astuple(each)) for each in unit.ranges] for unit in units],
     }
 
 
-@contextmanager
-def begin_work(folder: JobFolder, plan: dict[str, Any], *, shared: bool = False) -> Iterator[Work]:
-    """Open a run's folder, new or as a killed run of the same plan left it.
+def begin_work(folder: JobFolder, plan: dict[str, Any]) -> Work:
+    """Begin a run, or go on where a killed run of the same plan stopped; the lock must be held.
 
     Args:
         folder: of the run.
         plan: see ``make_plan``.
-        shared: other tasks of a job array may work in it too.
 
     Raises:
-        ConfigError: the folder is another plan's, or was not made by a job.
-        DataError: another process works in it.
+        ConfigError: the folder is another plan's.
     """
+    folder.begin(plan)
+    return Work(folder.work)
+
+
+def check_again(folder: JobFolder, plan: dict[str, Any]) -> None:
+    """Let the files of an unfinished run be compared with their hashes again.
+
+    They may have been damaged since an earlier process did so. A late array task may do this just
+    before the others publish, and then publishes itself.
+
+    Args:
+        folder: of the run.
+        plan: see ``make_plan``.
+
+    Raises:
+        ConfigError: the folder was not made by a job.
+    """
+    if not folder.exists():
+        return
     with suppress(BusyError, FileNotFoundError), folder.locked(seconds=0):
-        # Files may have been damaged since an earlier process compared them with their hashes. A
-        # late array task may do so just before the others publish, and then publishes itself.
         folder.open(plan_digest(plan))
         (folder.work / _CHECK).rename(temporary_path(folder.work / _CHECK))
-    with folder.locked(shared=shared):
-        folder.begin(plan)
-        yield Work(folder.work)
 
 
 @dataclass(slots=True)
@@ -300,19 +339,10 @@ class StageRunner:
                 shutil.rmtree(unfinished, ignore_errors=True)
         order = order_tasks(tasks, self.share)
         left = [task for task in order if not work.task_folder(stage, task).exists()]
-        done = itertools.count(tasks - len(left))
-        counts: Counter[str] = Counter()
-
-        def on_result(found: Counts) -> None:
-            counts.update(found)
-            self.advance(stage, tasks, next(done), counts)
-
-        on_result({})
-        run_calls(
-            self.engine,
-            ((_run_task_in, (str(work.folder), stage, function, task)) for task in left),
-            on_result,
-        )
+        calls: list[Call] = [
+            (_run_task_in, (str(work.folder), stage, function, task)) for task in left
+        ]
+        run_stage(self.engine, stage, tasks, calls, self.advance)
 
     def check(self) -> None:
         """Compare the results of all stages with their hashes, as a last stage.
@@ -323,7 +353,7 @@ class StageRunner:
         self.run(_CHECK, check_task, self._most_tasks)
 
 
-def _run_task_in(folder: str, stage: str, function: Task, task: int) -> Counts:
+def _run_task_in(folder: str, stage: str, function: Task, task: int) -> Counter[str]:
     """Do one task in this process; return what it counted.
 
     Raises:
@@ -334,7 +364,7 @@ def _run_task_in(folder: str, stage: str, function: Task, task: int) -> Counts:
     work = _open_work(folder)
     # Another task of a job array may have done it since this call was submitted.
     if work.task_folder(stage, task).exists():
-        return {}
+        return Counter()
     try:
         with work.new_task_folder(stage, task) as fresh:
             function(work, task, fresh)
@@ -347,3 +377,164 @@ def _run_task_in(folder: str, stage: str, function: Task, task: int) -> Counts:
 def _open_work(folder: str) -> Work:
     # The folder's name has the plan's hash.
     return Work(Path(folder))
+
+
+def refuse_inputs(output: Path, sources: Sequence[Source]) -> None:
+    """Raise ConfigError if the folder to write holds an input, which replacing it would remove."""
+    folder = Path(os.path.realpath(output))
+    for source in sources:
+        if folder in Path(os.path.realpath(source.path)).parents:
+            raise ConfigError(
+                f"--output {output}: holds the input {source.path}; choose another folder"
+            )
+
+
+def fill_folder(
+    output: Path,
+    plan: dict[str, Any],
+    run_stages: Callable[[Work, StageRunner], None],
+    gather: Callable[[Work, Path], dict[str, Any]],
+    options: RunOptions,
+) -> dict[str, Any]:
+    """Do what a plan says, from wherever a killed run left it, and publish the result.
+
+    Args:
+        output: folder that appears when everything is done.
+        plan: see ``make_plan``.
+        run_stages: does all work but the last.
+        gather: puts the result together in a folder and returns its summary.
+        options: of the run.
+
+    Returns:
+        The summary; empty if other array tasks still work.
+
+    Raises:
+        ConfigError: ``output`` exists, or is damaged, or unfinished work of another plan exists.
+        DataError: the disk is full, or what the stages raise.
+    """
+    folder = JobFolder(output)
+
+    def work() -> None:
+        if os.path.lexists(output) and not options.force:
+            raise ConfigError(f"--output {output}: exists; choose another or add --force")
+        begun = begin_work(folder, plan)
+        # Spawned: numpy may have started threads.
+        with options.open_engine("spawn") as engine:
+            runner = StageRunner(begun, engine, options.advance, options.share)
+            run_stages(begun, runner)
+            runner.check()
+
+    try:
+        check_again(folder, plan)
+        summary = run_job(
+            folder,
+            options,
+            find_result=lambda: _finished(output, plan, options),
+            work=work,
+            publish=lambda: _publish(folder, output, gather, options.allow_bad),
+        )
+    except NoDocumentsError:
+        # Other options are wanted, which unfinished work would refuse.
+        if options.share.tasks == 1:
+            folder.remove()
+        raise
+    except OSError as error:
+        raise DataError(f"{folder.path}: {error}; is the disk full?") from error
+    return summary or {}
+
+
+def _publish(
+    folder: JobFolder,
+    output: Path,
+    gather: Callable[[Work, Path], dict[str, Any]],
+    allow_bad: float | None,
+) -> dict[str, Any]:
+    """Give the result its name; may be killed at any point and called again."""
+    folder.check_lock()
+    work = Work(folder.work)
+    staged = work.folder / "output"
+    shutil.rmtree(staged, ignore_errors=True)
+    staged.mkdir()
+    summary = {**gather(work, staged), "plan_sha256": work.plan_sha256}
+    listed = staged / QUARANTINE
+    refuse_bad(summary["quarantined"], summary["documents"], allow_bad, listed)
+    files = sorted(path for path in staged.rglob("*") if path.is_file())
+    summary[_FILES] = {str(path.relative_to(staged)): path.stat().st_size for path in files}
+    (staged / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    for path in staged.rglob("*"):
+        fsync_path(path)
+    fsync_path(staged)
+    folder.check_lock()
+    if output.exists():
+        output.rename(work.folder / "replaced")
+    staged.rename(output)
+    fsync_path(output.parent)
+    folder.remove()
+    return summary
+
+
+def _finished(output: Path, plan: dict[str, Any], options: RunOptions) -> dict[str, Any] | None:
+    """Return the summary of a result that is there, if it is this plan's; None: do the work.
+
+    Raises:
+        ConfigError: files of it are missing or cut off, and it is not to be replaced.
+    """
+    try:
+        summary = read_json(output / SUMMARY, dict[str, Any], "a summary", remedy="remove it")
+    except (OSError, DataError):
+        return None
+    if summary.get("plan_sha256") != plan_digest(plan):
+        return None
+    # Summaries of earlier releases list no files.
+    files = summary.get(_FILES)
+    for name, size in files.items() if isinstance(files, dict) else ():
+        path = output / name
+        if path.is_file() and path.stat().st_size == size:
+            continue
+        if not options.force:
+            raise ConfigError(
+                f"{path} is missing or cut off since the result was published; remove {output}, or "
+                "add --force"
+            )
+        return None
+    return summary
+
+
+def take_parts(work: Work, name: str, folder: Path) -> None:
+    """Link the units' files of documents into the output; empty ones are left out.
+
+    Args:
+        work: the run.
+        name: of the file in the folders of tasks.
+        folder: of the output.
+    """
+    for task in range(len(work.units)):
+        if work.info("write", task).get(Path(name).stem):
+            target = folder / f"part-{task:06d}.jsonl{SUFFIXES[work.compression]}"
+            os.link(work.task_folder("write", task) / name, target)
+
+
+def concatenate(work: Work, stage: str, name: str, folder: Path) -> None:
+    """Concatenate the units' files of one name.
+
+    Args:
+        work: the run.
+        stage: whose tasks wrote the files.
+        name: of the file in the folders of tasks, and of the result.
+        folder: of the output.
+    """
+    with (folder / name).open("wb") as stream:
+        for task in range(len(work.units)):
+            with (work.task_folder(stage, task) / name).open("rb") as part:
+                shutil.copyfileobj(part, stream)
+
+
+def add_counts(work: Work) -> tuple[Counter[str], Counter[str]]:
+    """Add up what the units wrote, and by reason what they set aside."""
+    counts: Counter[str] = Counter()
+    quarantined: Counter[str] = Counter()
+    for task in range(len(work.units)):
+        info = work.info("write", task)
+        quarantined.update(info.pop("quarantined"))
+        counts.update(info)
+    return counts, quarantined
