@@ -23,7 +23,7 @@ from megatron_deberta.model.projections import project_together
 from megatron_deberta.model.tp_hooks import BlockInput, BlockOutput, LayerNorm, TokenLayout
 from megatron_deberta.ops import RelativePositions, disentangled_attention
 from megatron_deberta.ops.arguments import MaskCache
-from megatron_deberta.ops.maps import AttentionMaps, attention_maps
+from megatron_deberta.ops.reference import AttentionMaps, attention_maps
 
 
 @dataclass(frozen=True)

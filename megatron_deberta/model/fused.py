@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale
-from megatron_deberta.ops.kernel_support import MAX_FEATURES, runs_kernels
+from megatron_deberta.ops.triton import MAX_FEATURES, runs_kernels
 
 logger = logging.getLogger(__name__)
 

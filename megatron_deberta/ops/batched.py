@@ -16,7 +16,13 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from megatron_deberta.ops.arguments import AttentionArguments, score_dtype
+from megatron_deberta.ops.arguments import (
+    AttentionArguments,
+    hides_keys,
+    query_positions,
+    score_dtype,
+    visible_keys,
+)
 from megatron_deberta.ops.dropout_bits import (
     consecutive_keep,
     drop_threshold,
@@ -27,7 +33,6 @@ from megatron_deberta.ops.dropout_bits import (
     row_keys,
 )
 from megatron_deberta.ops.position_terms import STRIP, Scratch, Table, diagonals
-from megatron_deberta.ops.visibility import hides_keys, query_positions, visible_keys
 
 BLOCK_ELEMENTS = 1 << 25
 """Scores per block."""

@@ -22,7 +22,7 @@ from megatron_deberta.errors import TopologyError
 from megatron_deberta.model import DebertaBackbone, RuntimeOptions
 from megatron_deberta.model.weight_init import fill_initial
 from megatron_deberta.objectives import build_objective
-from megatron_deberta.ops.kernel_support import can_fuse
+from megatron_deberta.ops.triton import can_fuse
 
 
 @dataclass(frozen=True)

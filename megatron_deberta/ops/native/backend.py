@@ -1,4 +1,4 @@
-"""Disentangled attention by compiled CPU kernels, in float32.
+"""Disentangled attention and dropout by compiled CPU kernels, in float32.
 
 The slow twin is `megatron_deberta.ops.chunked`. Formulas and layout are in ``kernels.cpp``. Each
 thread computes its own heads, so results do not depend on the number of threads. No scores are
@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron_deberta.ops.arguments import AttentionArguments
+from megatron_deberta.ops.arguments import AttentionArguments, query_positions
 from megatron_deberta.ops.dropout_bits import drop_threshold, keep_scale, pairs, row_keys
 from megatron_deberta.ops.head_threads import for_heads
 from megatron_deberta.ops.native.build import SOURCE, library
 from megatron_deberta.ops.relative_positions import RelativePositions
-from megatron_deberta.ops.visibility import query_positions
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LANES = 16
@@ -363,3 +362,42 @@ def _visible_ranges(a: AttentionArguments) -> tuple[Tensor | None, Tensor | None
     if a.causal:
         last = torch.minimum(last, torch.arange(1, length + 1, device="cpu"))
     return first, last
+
+
+def can_drop(x: Tensor) -> bool:
+    """Return whether the kernel supports a tensor: a float32 CPU tensor, not traced or fake.
+
+    Args:
+        x: any shape.
+    """
+    if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
+        return False
+    return type(x) in (Tensor, nn.Parameter) and library() is not None
+
+
+def drop(
+    x: Tensor, residual: Tensor | None, seed: Tensor, positions: Tensor, probability: float
+) -> Tensor:
+    """Return ``residual + scale * mask * x``; bits as in `megatron_deberta.ops.dropout_bits`.
+
+    Args:
+        x: float32 ``[B, R, D]`` or a table ``[S, D]``.
+        residual: like ``x``, or None.
+        seed: int64 ``[B]``, or ``[1]`` for a table.
+        positions: ``[B, R]`` or ``[S]``.
+        probability: dropout probability, rounded to a multiple of 1/256.
+    """
+    keys = row_keys(seed, positions, 1, 0).contiguous()
+    x = x.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    out = torch.empty_like(x)
+    loaded = library()
+    assert loaded is not None
+    loaded.dropout(
+        *(ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (x, residual, out, keys)),
+        ctypes.c_int64(keys.numel()),
+        ctypes.c_int64(x.shape[-1]),
+        ctypes.c_int32(drop_threshold(probability)),
+        ctypes.c_float(keep_scale(probability)),
+    )
+    return out

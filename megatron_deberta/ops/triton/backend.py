@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_deberta.ops.arguments import AttentionArguments, MaskCache
-from megatron_deberta.ops.triton import gathered_launch, launch
+from megatron_deberta.ops.triton import gathered, launch
 from megatron_deberta.ops.triton.launch import (
     LOG2_E,
     KernelCall,
@@ -121,7 +121,7 @@ def _last_contiguous(x: Tensor) -> Tensor:
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = _kernel_call(arguments)
     with torch.cuda.device_of(call.q):  # Triton launches on the current device
-        return gathered_launch.forward(call) if call.gathered else launch.forward(call)
+        return gathered.forward(call) if call.gathered else launch.forward(call)
 
 
 @_forward_op.register_fake
@@ -137,7 +137,7 @@ def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def _backward_op(d_output: Tensor, output: Tensor, lse2: Tensor, *arguments: Any) -> list[Tensor]:
     call = _kernel_call(arguments)
     with torch.cuda.device_of(call.q):
-        backward = gathered_launch.backward if call.gathered else launch.backward
+        backward = gathered.backward if call.gathered else launch.backward
         gradients = backward(call, output, lse2, _last_contiguous(d_output))
     return [x for x in gradients if x is not None]
 

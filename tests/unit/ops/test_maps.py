@@ -7,7 +7,7 @@ import torch
 
 from megatron_deberta.ops import RelativePositions, disentangled_attention
 from megatron_deberta.ops.arguments import P2CIndex
-from megatron_deberta.ops.maps import attention_maps
+from megatron_deberta.ops.reference import attention_maps
 
 
 @pytest.mark.parametrize("causal", [False, True])
