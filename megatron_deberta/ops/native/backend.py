@@ -16,9 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron_deberta.ops.arguments import AttentionArguments, query_positions
+from megatron_deberta.ops.arguments import (
+    AttentionArguments,
+    gathered_ranges,
+    query_positions,
+    visible_ranges,
+)
+from megatron_deberta.ops.chunked import for_heads
 from megatron_deberta.ops.dropout_bits import drop_threshold, keep_scale, pairs, row_keys
-from megatron_deberta.ops.head_threads import for_heads
 from megatron_deberta.ops.native.build import SOURCE, library
 from megatron_deberta.ops.relative_positions import RelativePositions
 
@@ -328,40 +333,16 @@ def _rows(a: AttentionArguments) -> Rows:
     names = ("native first key", "native last key")
     cache = {} if a.masks is None else a.masks
     if not set(names) <= set(cache):
-        cache.update(zip(names, _visible_ranges(a), strict=True))
-    first, last = (cache[name] for name in names)
+        cache.update(zip(names, visible_ranges(a) or (None, None), strict=True))
+    ranges = [x for name in names if (x := cache[name]) is not None]
     positions = None
     if a.q_positions is not None:
         positions = a.q_positions.int().contiguous()
-        at = positions.long().clamp(min=0)
-        first = torch.zeros_like(at) if first is None else first.gather(1, at)
-        last = torch.full_like(at, length) if last is None else last.gather(1, at)
-        last = last.masked_fill(positions < 0, 0)
-    first, last = (None if x is None else x.int().contiguous() for x in (first, last))
+        ranges = list(gathered_ranges(positions, ranges or None, length))
+    first, last = [x.int().contiguous() for x in ranges] or (None, None)
     starts = torch.arange(batch, device="cpu") * length
     lengths = torch.full((batch,), length, device="cpu")
     return Rows(starts, lengths, length, first, last, positions)
-
-
-def _visible_ranges(a: AttentionArguments) -> tuple[Tensor | None, Tensor | None]:
-    """Return the first key that each token sees, and the end, int64 ``[batch, k_len]``, or None."""
-    padding, documents = a.attention_mask, a.document_ids
-    if padding is None and documents is None and not a.causal:
-        return None, None
-    batch, _, length, _ = a.k.shape
-    first = torch.zeros(batch, length, dtype=torch.int64, device="cpu")
-    last = torch.full((batch, length), length, device="cpu")
-    if documents is not None:
-        documents = documents.long().contiguous()
-        first = torch.searchsorted(documents, documents)
-        last = torch.searchsorted(documents, documents, right=True)
-    if padding is not None and length:
-        begin = padding.int().argmax(1, keepdim=True)
-        first = torch.maximum(first, begin)
-        last = torch.minimum(last, begin + padding.sum(1, keepdim=True))
-    if a.causal:
-        last = torch.minimum(last, torch.arange(1, length + 1, device="cpu"))
-    return first, last
 
 
 def can_drop(x: Tensor) -> bool:

@@ -37,7 +37,7 @@ class KernelCall(NamedTuple):
     pos_key: Tensor | None
     pos_query: Tensor | None
     ranges: Tensor | None
-    """Result of ``backend.visible_ranges``, or of ``backend.gathered_ranges``."""
+    """Which keys queries see and which queries see keys; of gathered queries, ``placement``."""
     seed: Tensor | None
     gathered: bool
     max_distance: int
