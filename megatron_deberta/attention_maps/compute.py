@@ -169,8 +169,8 @@ def record_maps(
 
     def record(number: int) -> Any:
         def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-            hidden, layout, context, *_ = arguments
-            found[number] = cast(DisentangledSelfAttention, module).maps(hidden, layout, context)
+            hidden, tokens, context, *_ = arguments
+            found[number] = cast(DisentangledSelfAttention, module).maps(hidden, tokens, context)
 
         return hook
 

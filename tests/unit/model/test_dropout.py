@@ -169,13 +169,13 @@ def test_the_passes_of_sift_have_dropout_bits_of_their_own() -> None:
     """The clean pass, that of the random perturbation, and that of the final one."""
     used: list[DropoutSeeds] = []
     hidden = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
-    layout: Any = SimpleNamespace(positions=torch.arange(3).expand(2, 3))
+    tokens: Any = SimpleNamespace(positions=torch.arange(3).expand(2, 3))
 
     def logits_of(seeds: DropoutSeeds | None, perturbation: Perturbation | None) -> Tensor:
         assert seeds is not None
         assert perturbation is not None
         used.append(seeds)
-        return perturbation(hidden, layout).sum(1)
+        return perturbation(hidden, tokens).sum(1)
 
     sift = Sift(0.1, 0.1, "kl", clean_gradient=False)
     scored = torch.ones(2, dtype=torch.bool)
