@@ -3,6 +3,10 @@
 The model contains no communication. `distributed.parallelize` replaces the modules of
 ``parallel_layers.py`` for tensor parallelism.
 
+In reading order: ``inputs``, ``parallel_layers``, ``embeddings``, ``attention``, ``layers``,
+``encoder`` (with the mask decoder), ``heads``, ``deberta``; then ``task_models`` and
+``replaced_tokens``.
+
 Shapes in all files: B batch, N sequence length, R rows of a hidden-state tensor (all N tokens, or
 those selected by the mask decoder), D hidden size, A attention heads, H head size, S slots of the
 position table (2 * span), V vocabulary.

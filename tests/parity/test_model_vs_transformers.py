@@ -48,6 +48,7 @@ VARIANTS = {
     "p2c-only": replace(BASE, position_terms="p2c"),
     "neither": replace(BASE, position_terms="none"),
     "c2p-only-separate": replace(BASE, position_terms="c2p", share_position_projections=False),
+    "p2c-only-separate": replace(BASE, position_terms="p2c", share_position_projections=False),
 }
 
 
