@@ -24,7 +24,7 @@ from megatron_deberta.checkpoint.held_state import HeldCopy, StateCollector
 from megatron_deberta.checkpoint.layout import CheckpointMetadata, state_kinds
 from megatron_deberta.checkpoint.retention import Retention, delete_expired
 from megatron_deberta.distributed.control import all_reduce_max
-from megatron_deberta.distributed.parallelize.spec import ParameterSpec
+from megatron_deberta.distributed.parallelize.plan import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import Engine
 

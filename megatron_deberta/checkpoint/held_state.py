@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from megatron_deberta.checkpoint.layout import EMA, KINDS
 from megatron_deberta.checkpoint.writer import OwnedState
 from megatron_deberta.distributed.control import gather_bytes
-from megatron_deberta.distributed.parallelize.spec import ParameterSpec
+from megatron_deberta.distributed.parallelize.plan import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import Engine
 

@@ -19,7 +19,7 @@ from megatron_deberta.model.replaced_tokens import (
     discriminator_config,
     generator_config,
 )
-from megatron_deberta.model.shapes import parameter_shapes
+from megatron_deberta.model.task_models import parameter_shapes
 
 Part: TypeAlias = Literal["generator", "discriminator"]
 

@@ -28,7 +28,7 @@ from megatron_deberta.checkpoint.layout import (
 from megatron_deberta.checkpoint.reader import CheckpointReader, Slice
 from megatron_deberta.checkpoint.retention import Retention, delete_expired
 from megatron_deberta.distributed.control import all_reduce_any, broadcast_from_rank_zero
-from megatron_deberta.distributed.parallelize.spec import ParameterSpec
+from megatron_deberta.distributed.parallelize.plan import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups, single_process_groups
 from megatron_deberta.engine.base import Engine, ParameterState
 from megatron_deberta.errors import CheckpointError

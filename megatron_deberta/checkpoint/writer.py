@@ -39,7 +39,7 @@ from megatron_deberta.checkpoint.layout import (
 from megatron_deberta.checkpoint.retention import delete, delete_leftovers
 from megatron_deberta.checkpoint.tensor_writer import write_tensors
 from megatron_deberta.distributed.control import raise_on_all_ranks
-from megatron_deberta.distributed.parallelize.spec import ParameterSpec
+from megatron_deberta.distributed.parallelize.plan import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import CheckpointError
 from megatron_deberta.files import fsync_path, write_durably

@@ -20,7 +20,7 @@ from megatron_deberta.hf.heads import HEADS
 from megatron_deberta.hf.loading import TrainedModel
 from megatron_deberta.hf.model_card import Evaluation, Figure, TrainingFacts
 from megatron_deberta.objectives import build_objective
-from megatron_deberta.objectives.mlm import perplexity
+from megatron_deberta.objectives.language_modelling import perplexity
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 from megatron_deberta.observe.timeline import read_devices
 from megatron_deberta.tasks.task import TaskConfig, load_task, run_task_name

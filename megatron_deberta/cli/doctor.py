@@ -36,8 +36,8 @@ from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.build import parse_prefixes, validation_prefixes
 from megatron_deberta.data.dataset.corpus import open_shard
 from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE, ConfigError, MegatronDebertaError
-from megatron_deberta.model.shapes import parameter_shapes
-from megatron_deberta.ops.kernel_support import can_fuse
+from megatron_deberta.model.task_models import parameter_shapes
+from megatron_deberta.ops.triton import can_fuse
 from megatron_deberta.tokenizer import load_tokenizer
 from megatron_deberta.train.data import open_vocabulary
 from megatron_deberta.train.fingerprint import data_fingerprint

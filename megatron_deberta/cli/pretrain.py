@@ -203,7 +203,7 @@ def _tokens(config: RunConfig, batch: BatchArithmetic) -> str:
 def _parameter_table(config: RunConfig, tp_size: int) -> list[str]:
     """Format one line per parameter, those of all layers together, and the sums."""
     from megatron_deberta.distributed.parallelize.plan import shard_spec
-    from megatron_deberta.model.shapes import parameter_shapes
+    from megatron_deberta.model.task_models import parameter_shapes
 
     shapes = parameter_shapes(config.model)
     times = Counter(map(_without_layer, shapes))

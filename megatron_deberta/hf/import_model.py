@@ -30,7 +30,7 @@ from megatron_deberta.hf.export_model import output_folder
 from megatron_deberta.hf.loading import check_folder, load_export_tokenizer
 from megatron_deberta.hf.names import TOKEN_TYPES, HFTensor, ModelType, hf_tensors, standard_names
 from megatron_deberta.hf.weight_files import StoredTensor, read_object, stored_tensors, weight_files
-from megatron_deberta.model.shapes import parameter_shapes
+from megatron_deberta.model.task_models import parameter_shapes
 from megatron_deberta.model.weight_init import fill_initial
 from megatron_deberta.tokenizer import Tokenizer
 

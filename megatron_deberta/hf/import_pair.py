@@ -34,7 +34,7 @@ from megatron_deberta.model.replaced_tokens import (
     discriminator_config,
     generator_config,
 )
-from megatron_deberta.model.shapes import parameter_shapes
+from megatron_deberta.model.task_models import parameter_shapes
 from megatron_deberta.model.weight_init import fill_initial
 
 OBJECTIVE = ObjectiveConfig(

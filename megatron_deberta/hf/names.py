@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_deberta.config.schema import Head, ModelConfig
-from megatron_deberta.model.shapes import parameter_shapes
+from megatron_deberta.model.task_models import parameter_shapes
 
 ModelType: TypeAlias = Literal["deberta", "deberta-v2", "roberta", "megatron-deberta"]
 Layout: TypeAlias = Literal["same", "per_head", "after_padding", "zeros"]

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 from typing import Literal, overload
 
 import torch
@@ -26,11 +25,9 @@ from megatron_deberta.ops.arguments import (
 from megatron_deberta.ops.native import backend as native_backend
 from megatron_deberta.ops.native.backend import why_not_native
 from megatron_deberta.ops.relative_positions import RelativePositions
+from megatron_deberta.ops.triton import why_not_fused
 
 _BACKENDS = ("reference", "chunked", "native", "triton")
-_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_KERNEL_HEAD_SIZES = (32, 64, 128)
-TRITON_INSTALLED = find_spec("triton") is not None
 # Looked up at import: torch 2.11 cannot compile a function that looks it up.
 _log = logging.getLogger(__name__)
 
@@ -216,30 +213,6 @@ def _requested_backend(requested: str | None) -> tuple[str, str]:
         return "backend", requested
     source = "MEGATRON_DEBERTA_ATTENTION"
     return source, os.environ.get(source) or "auto"
-
-
-def why_not_fused(q: Tensor) -> str | None:
-    """Return why the fused kernels cannot run on these queries, or None if they can.
-
-    Args:
-        q: queries ``[batch, heads, q_len, head_dim]``.
-    """
-    if not TRITON_INSTALLED:
-        return "Triton is not installed"
-    if q.dtype not in _KERNEL_DTYPES:
-        return f"the kernels do not support {q.dtype}"
-    if q.shape[-1] not in _KERNEL_HEAD_SIZES:
-        return f"heads have {q.shape[-1]} features and the kernels support only 32, 64 and 128"
-    if q.device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(q.device)
-        if major < 8:
-            return f"this GPU is sm_{major}{minor} and the kernels need sm_80 or newer"
-        return None
-    if q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        if q.dtype == torch.bfloat16:
-            return "the arithmetic of Triton's interpreter is wrong in bfloat16"
-        return None
-    return f"the kernels run on CUDA devices (sm_80 or newer), not on {q.device.type}"
 
 
 _LIMITS = {"triton": why_not_fused, "native": why_not_native}

@@ -26,7 +26,7 @@ from megatron_deberta.distributed.control import (
     broadcast_text,
     raise_on_all_ranks,
 )
-from megatron_deberta.distributed.parallelize.spec import ParameterSpec
+from megatron_deberta.distributed.parallelize.plan import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import Engine
 from megatron_deberta.errors import CheckpointError

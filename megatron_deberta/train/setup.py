@@ -15,7 +15,7 @@ from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.control import all_reduce_any
 from megatron_deberta.distributed.environment import RankEnvironment, read_environment
 from megatron_deberta.distributed.parallelize.build import ShardedModel, build_model
-from megatron_deberta.distributed.parallelize.spec import ParameterSpec
+from megatron_deberta.distributed.parallelize.plan import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.observe.throughput import StepWork, ThroughputMeter, measure_matmul_rate

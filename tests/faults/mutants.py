@@ -124,7 +124,7 @@ MUTANTS = (
         "unit/ops/test_reference.py::test_reference_is_the_definition",
     ),
     Mutant(
-        "padding is visible", "ops/visibility.py",
+        "padding is visible", "ops/arguments.py",
         "    if a.attention_mask is not None:\n", "    if False:\n",
         "unit/ops/test_attention.py",
     ),

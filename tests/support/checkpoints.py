@@ -17,8 +17,7 @@ from megatron_deberta.checkpoint.layout import KINDS, CheckpointMetadata
 from megatron_deberta.checkpoint.retention import Retention
 from megatron_deberta.config import RunConfig, config_to_dict
 from megatron_deberta.distributed import control
-from megatron_deberta.distributed.parallelize.plan import shard_spec
-from megatron_deberta.distributed.parallelize.spec import ParameterSpec
+from megatron_deberta.distributed.parallelize.plan import ParameterSpec, shard_spec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import FetchState, HeldState, ParameterState
 

@@ -19,8 +19,8 @@ COMPILED = {
     *(
         f"megatron_deberta.ops.triton.{name}"
         for name in (
-            "backend", "backward", "cross_entropy", "far", "forward", "gathered",
-            "gathered_launch", "launch", "layer_norm", "scores", "table_gradients", "tiles",
+            "backend", "consecutive", "cross_entropy", "gathered", "launch", "layer_norm",
+            "tables", "tiles",
         )
     ),
 }  # fmt: skip

@@ -30,7 +30,7 @@ from megatron_deberta.checkpoint.local.parts import (
     serialized,
 )
 from megatron_deberta.distributed.control import all_reduce_max
-from megatron_deberta.distributed.parallelize.spec import ParameterSpec
+from megatron_deberta.distributed.parallelize.plan import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import Engine
 from megatron_deberta.errors import CheckpointError

@@ -14,7 +14,7 @@ from rich.console import Console
 from megatron_deberta.cluster.run_lock import RunLock
 from megatron_deberta.cluster.slurm.history import FILE_NAME, BadNodes, JobHistory
 from megatron_deberta.config.schema import CheckpointConfig, RunConfig, TrainConfig
-from megatron_deberta.distributed.parallelize.spec import ParameterSpec
+from megatron_deberta.distributed.parallelize.plan import ParameterSpec
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.observe.metrics import read_metrics
 from megatron_deberta.train.records import RunRecords

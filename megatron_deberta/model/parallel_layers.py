@@ -1,9 +1,14 @@
-"""Fused projections: several linear layers of the same input in one matrix product.
+"""Layers that tensor and sequence parallelism replace, with Megatron-LM's names.
 
-The weights remain separate parameters under canonical names. They are concatenated for the product
-in forward and again in backward; the concatenated copy is not saved. With tensor parallelism the
-layers are column-parallel, and the reduction of the input's gradient over ranks runs while the
-gradients of the weights are computed.
+On one device they do not communicate; `distributed.parallelize` replaces them by layers that do.
+Some take ``is_sequence``: whether the rows of a tensor are the token sequence, which sequence
+parallelism shards over ranks, or tokens that are replicated on all ranks. The last layer runs on
+the sequence in the encoder and on selected tokens in the mask decoder.
+
+Column-parallel layers of one input are one matrix product. Their weights remain separate parameters
+under canonical names; they are concatenated for the product in forward and again in backward, and
+the concatenated copy is not saved. With tensor parallelism, the reduction of the input's gradient
+over ranks runs while the gradients of the weights are computed.
 """
 
 from __future__ import annotations
@@ -14,6 +19,119 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from megatron_deberta.model.fused import PendingResidual, layer_norm
+from megatron_deberta.model.inputs import TokenInfo
+
+
+class ScatterToSequenceParallelRegion(nn.Module):
+    """Start of the layers whose tokens sequence parallelism shards."""
+
+    def forward(self, tokens: TokenInfo) -> TokenInfo:
+        """Return the local tokens."""
+        return tokens
+
+
+class GatherFromSequenceParallelRegion(nn.Module):
+    """End of the layers whose tokens sequence parallelism shards."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Gather ``[B, N, D]``; the consumer must compute the same on every rank."""
+        return hidden
+
+
+class CopyToTensorParallelRegion(nn.Module):
+    """Replicated tensor that column-parallel layers read."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Return ``value``; under tensor parallelism its gradient is summed over the ranks.
+
+        Args:
+            value: any shape.
+        """
+        return value
+
+
+class GatherFromTensorParallelRegion(nn.Module):
+    """Output of the channel-parallel convolution."""
+
+    def forward(self, value: Tensor, is_sequence: bool) -> Tensor:
+        """Return all channels ``[B, R, D]`` of the local tokens."""
+        return value
+
+
+class ColumnParallelInput(nn.Module):
+    """Input of column-parallel layers, which are ``nn.Linear`` with fewer outputs.
+
+    Args:
+        per_token: nothing between ``project`` and the block's `RowParallelLinear` depends on the
+            order of tokens. With sequence parallelism, ``project`` may then return another.
+    """
+
+    def __init__(self, *, per_token: bool = False) -> None:
+        super().__init__()
+        self.per_token = per_token
+
+    def forward(self, hidden: Tensor, is_sequence: bool) -> Tensor:
+        """Return the tokens of all ranks, ``[B, R, D] -> [B, N, D]``."""
+        return hidden
+
+    def project(
+        self,
+        hidden: Tensor,
+        is_sequence: bool,
+        layers: Sequence[nn.Linear],
+        *,
+        with_bias: bool = True,
+    ) -> tuple[Tensor, ...]:
+        """Apply column-parallel layers to what ``forward`` returns; see `project_together`."""
+        return project_together(hidden, layers, with_bias=with_bias)
+
+
+class RowParallelLinear(nn.Linear):
+    """Output projection of a block.
+
+    Args:
+        in_features: of all ranks.
+        out_features: of all ranks.
+        per_token: as in the block's `ColumnParallelInput`.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, per_token: bool = False) -> None:
+        super().__init__(in_features, out_features)
+        self.per_token = per_token
+
+    def forward(self, input: Tensor, is_sequence: bool) -> Tensor:  # type: ignore[override]
+        """Return ``[B, R, D]`` for the local tokens."""
+        return F.linear(input, self.weight, self.bias)
+
+
+class _Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        # Normal values on the meta device would import the compiler, which takes seconds.
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
+class VocabParallelEmbedding(_Embedding):
+    """Token embedding, with one row per piece of the vocabulary."""
+
+
+class ReplicatedEmbedding(_Embedding):
+    """Embedding whose table all ranks have, such as that of absolute positions."""
+
+    def forward(self, input: Tensor, is_sequence: bool) -> Tensor:  # type: ignore[override]
+        """Return ``[B, R, D]`` for the numbers ``[B, R]`` of the local tokens."""
+        return F.embedding(input, self.weight)
+
+
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm of the residual stream."""
+
+    def forward(self, input: Tensor | PendingResidual, is_sequence: bool) -> Tensor:  # type: ignore[override]
+        """Normalise ``[B, R, D]`` over D."""
+        return layer_norm(input, self.weight, self.bias, self.eps)
 
 
 class InputExchange(NamedTuple):
@@ -52,7 +170,7 @@ def project_together(
     """
     if exchange is None and len(layers) == 1:
         layer = layers[0]
-        return (layer(x) if with_bias else nn.functional.linear(x, layer.weight),)
+        return (layer(x) if with_bias else F.linear(x, layer.weight),)
     weights = [layer.weight for layer in layers]
     biases = [cast("Tensor | None", layer.bias) if with_bias else None for layer in layers]
     return cast("tuple[Tensor, ...]", _ProjectTogether.apply(x, exchange, *weights, *biases))
@@ -77,7 +195,7 @@ class _ProjectTogether(torch.autograd.Function):
         if any(ctx.has_bias):
             pairs = zip(biases, weights, strict=True)
             bias = torch.cat([w.new_zeros(len(w)) if b is None else b for b, w in pairs])
-        out = nn.functional.linear(x, _joined(weights), bias)
+        out = F.linear(x, _joined(weights), bias)
         ctx.sequence_first = exchange is not None and exchange.sequence_first
         if ctx.sequence_first:
             out = out.transpose(0, 1)
