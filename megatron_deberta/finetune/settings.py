@@ -16,10 +16,11 @@ from megatron_deberta.config.merge import OVERRIDES, merge_layers, parse_overrid
 from megatron_deberta.config.schema import ModelConfig, RunConfig
 from megatron_deberta.config.task_head import with_task_head
 from megatron_deberta.errors import ConfigError, MegatronDebertaError
-from megatron_deberta.finetune.data import TRAIN, class_names, planned_steps
-from megatron_deberta.finetune.models import SourceModel
+from megatron_deberta.evaluate.models import SourceModel
+from megatron_deberta.evaluate.splits import class_names
+from megatron_deberta.finetune.data import planned_steps
 from megatron_deberta.tasks.reading import read_examples
-from megatron_deberta.tasks.task import TaskConfig, absolute_task_name, load_task
+from megatron_deberta.tasks.task import TRAIN, TaskConfig, absolute_task_name, load_task
 
 _MICRO_BATCH = 8
 _RELEASE = "release_"

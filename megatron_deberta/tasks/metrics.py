@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_deberta.tasks.tags import OUTSIDE, TOKEN_PREFIX, entities
-from megatron_deberta.tasks.task import TaskConfig
+from megatron_deberta.tasks.task import OUTSIDE, TOKEN_PREFIX, TaskConfig, entities
 
 Classes = npt.NDArray[np.int64]
 Scores = npt.NDArray[np.float64]

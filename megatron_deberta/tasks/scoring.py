@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_deberta.errors import DataError, MalformedInputError
-from megatron_deberta.tasks.encoded import EncodedDataset
+from megatron_deberta.tasks.encoding import EncodedDataset
 from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.metrics import class_metrics, regression_metrics, tag_metrics
 from megatron_deberta.tasks.spans import best_spans, span_metrics

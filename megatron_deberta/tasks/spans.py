@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import re
 import string
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -17,16 +16,19 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_deberta.tasks.encoded import EncodedDataset
+from megatron_deberta.tasks.encoding import EncodedDataset, covered_span, pieces_of
 from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.task import TaskConfig
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b", re.UNICODE)
+
+
 _INVISIBLE = "\u200b\u2060\ufeff"
 """Characters without width that no word contains: tokenizers remove them or read them as spaces."""
+
+
 _REMOVED = str.maketrans("", "", string.punctuation + _INVISIBLE)
-_FIRST_MARK = 0x300
-_JOINER = "\u200d"
+
 
 logger = logging.getLogger(__name__)
 
@@ -181,92 +183,6 @@ class _Candidates:
             if value > best:
                 best, place = value, (candidate.start, candidate.end)
         return best, place
-
-
-def covered_span(chars: npt.NDArray[np.int32], start: int, end: int) -> tuple[int, int] | None:
-    """Return the part of a span from the first to the last character that pieces stand for.
-
-    White space and characters that the tokenizer removes, such as a zero-width space, belong to no
-    piece; at the ends of an answer they are left out.
-
-    Args:
-        chars: characters of each piece of the passage, -1 for other tokens.
-        start: first character.
-        end: character after the last one.
-
-    Returns:
-        First character, and the one after the last; None: no piece stands for any of them.
-    """
-    touched = chars[(chars[:, 0] < end) & (chars[:, 1] > start) & (chars[:, 0] < chars[:, 1])]
-    if not len(touched):
-        return None
-    return max(start, int(touched[:, 0].min())), min(end, int(touched[:, 1].max()))
-
-
-def whole_characters(text: str, spans: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Extend the spans of pieces to all code points of the characters that they touch.
-
-    A character may be several code points: a letter with accents that are not composed, the
-    letters of a Korean syllable, an emoji with its modifiers. Where encoding composes them, the
-    tokenizer reports the first code point only.
-
-    Args:
-        text: the text.
-        spans: int32 ``[pieces, 2]``, first code point and the one after the last.
-    """
-    continuing = {c for c in set(text) if ord(c) >= _FIRST_MARK and _continues_character(c)}
-    if not continuing:
-        return spans
-    is_start = np.array([c not in continuing for c in text] + [True])
-    for at in np.flatnonzero(~is_start).tolist():
-        # A mark at the beginning or after white space is a character of its own.
-        is_start[at] = at == 0 or text[at - 1].isspace()
-    joined = [at + 1 for at, c in enumerate(text[:-1]) if c == _JOINER]
-    for at in joined:
-        is_start[at] &= unicodedata.category(text[at]) != "So"
-    numbers = np.arange(len(text) + 1)
-    begins = np.maximum.accumulate(np.where(is_start, numbers, 0))
-    ends = np.minimum.accumulate(np.where(is_start, numbers, len(text))[::-1])[::-1]
-    extended = np.stack([begins[spans[:, 0]], ends[spans[:, 1]]], axis=1).astype(np.int32)
-    is_empty = spans[:, :1] == spans[:, 1:]
-    # A blank piece inside a character must not lead back.
-    result: npt.NDArray[np.int32] = np.maximum.accumulate(
-        np.where(is_empty, spans, extended), axis=0
-    )
-    return result
-
-
-def _continues_character(c: str) -> bool:
-    """Tell whether a code point belongs to the character before it, as in Unicode's UAX 29."""
-    return (
-        unicodedata.category(c).startswith("M")
-        or c in ("\u200c", _JOINER)
-        # Vowels and final consonants of decomposed Korean, and skin tones of emoji.
-        or "\u1160" <= c <= "\u11ff"
-        or "\ud7b0" <= c <= "\ud7fb"
-        or "\U0001f3fb" <= c <= "\U0001f3ff"
-    )
-
-
-def pieces_of(chars: npt.NDArray[np.int32], start: int, end: int) -> tuple[int, int] | None:
-    """Return the first and last token of a row that cover the characters of a span.
-
-    Args:
-        chars: characters of each token, -1 outside the passage.
-        start: first character.
-        end: character after the last one.
-
-    Returns:
-        Indices of the tokens; None if the span is not wholly in this row.
-    """
-    inside = np.flatnonzero(chars[:, 0] >= 0)
-    if not len(inside) or chars[inside, 0].min() > start or chars[inside, 1].max() < end:
-        return None
-    after = inside[chars[inside, 1] > start]
-    before = inside[chars[inside, 0] < end]
-    if not len(after) or not len(before) or before[-1] < after[0]:
-        return None
-    return int(after[0]), int(before[-1])
 
 
 def span_metrics(

@@ -29,9 +29,9 @@ from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.cli.main import main
 from megatron_deberta.config.task_head import with_task_head
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USAGE, CheckpointError
+from megatron_deberta.evaluate.models import open_source_model
+from megatron_deberta.evaluate.outputs import finished_validation
 from megatron_deberta.finetune import data as task_data
-from megatron_deberta.finetune.models import open_source_model
-from megatron_deberta.finetune.outputs import finished_validation
 from megatron_deberta.hf.config import SpecialIds, choose_model_type
 from megatron_deberta.hf.export_model import write_hf_model
 from megatron_deberta.observe.metrics import read_metrics

@@ -17,8 +17,8 @@ from megatron_deberta.config.schema import (
     TrainConfig,
 )
 from megatron_deberta.errors import ConfigError
+from megatron_deberta.evaluate.models import open_source_model
 from megatron_deberta.finetune.data import check_warmup
-from megatron_deberta.finetune.models import open_source_model
 from megatron_deberta.finetune.settings import (
     choose_settings,
     describe_settings,

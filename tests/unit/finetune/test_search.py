@@ -20,10 +20,8 @@ from megatron_deberta.checkpoint.layout import checkpoints_dir
 from megatron_deberta.cli.main import main
 from megatron_deberta.config.loader import CONFIG_ROOTS
 from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE, ConfigError
-from megatron_deberta.finetune.models import open_source_model
-from megatron_deberta.finetune.search.cells import Cell, ConfiguredRun, configure_runs, list_cells
-from megatron_deberta.finetune.search.config import SearchConfig, load_search
-from megatron_deberta.finetune.search.local import (
+from megatron_deberta.evaluate.models import open_source_model
+from megatron_deberta.finetune.local_runs import (
     LOG_FILE,
     Outcome,
     StopRequest,
@@ -31,11 +29,17 @@ from megatron_deberta.finetune.search.local import (
     run_all,
     slot_environments,
 )
-from megatron_deberta.finetune.search.results import (
+from megatron_deberta.finetune.search import (
     RESULT_FILE,
+    Cell,
+    ConfiguredRun,
+    SearchConfig,
     best_cell,
     collect,
+    configure_runs,
     format_table,
+    list_cells,
+    load_search,
     prune,
     read_result,
     write_results,

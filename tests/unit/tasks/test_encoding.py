@@ -12,7 +12,7 @@ import pytest
 
 from megatron_deberta.errors import DataError
 from megatron_deberta.tasks import EncodedDataset, Example, encode
-from megatron_deberta.tasks.rows import first_and_second_lengths
+from megatron_deberta.tasks.encoding import first_and_second_lengths
 from megatron_deberta.tasks.task import TaskConfig, task_from_dict
 from megatron_deberta.tokenizer import Tokenizer
 

@@ -20,12 +20,11 @@ from seqeval.scheme import BILOU, IOB2, IOBES
 
 from megatron_deberta.config import config_from_dict, load_config, save_config
 from megatron_deberta.errors import EXIT_USAGE, ConfigError, DataError, MegatronDebertaError
+from megatron_deberta.evaluate.perplexity import read_words
 from megatron_deberta.tasks import Answer, Example, load_task, read_examples
 from megatron_deberta.tasks.metrics import tag_metrics
-from megatron_deberta.tasks.readers.records import read_bytes
-from megatron_deberta.tasks.tags import entities, entity_labels
-from megatron_deberta.tasks.task import TaskConfig, task_from_dict
-from megatron_deberta.tasks.words import read_words
+from megatron_deberta.tasks.records import read_bytes
+from megatron_deberta.tasks.task import TaskConfig, entities, entity_labels, task_from_dict
 
 CLASSES = "base: configs/tasks/custom_classification.yaml\nname: own\nlabels: {labels}\n{more}\n"
 TAGS = (
