@@ -12,18 +12,13 @@ import orjson
 
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.evaluate.outputs import CONFIG_FILE, FinetunedRun, find_runs, read_outputs
-from megatron_deberta.evaluate.significance import (
-    PairedMetric,
-    PairedTest,
-    paired_metric,
-    paired_test,
-    welch_p,
-)
+from megatron_deberta.evaluate.significance import PairedTest, paired_test, welch_p
 from megatron_deberta.parsing import conform, parse_json
 from megatron_deberta.tasks import read_examples
-from megatron_deberta.tasks.examples import Example
+from megatron_deberta.tasks.examples import Example, Prediction
+from megatron_deberta.tasks.metrics import PairedMetric, paired_metric
 from megatron_deberta.tasks.records import read_bytes
-from megatron_deberta.tasks.scoring import Prediction, predict
+from megatron_deberta.tasks.scoring import predict, require_labels
 from megatron_deberta.tasks.task import DEV, TaskConfig, load_task
 
 SUFFIX = ".jsonl"
@@ -186,16 +181,14 @@ def _side_of_runs(runs: Sequence[FinetunedRun], split: str, data: str) -> Side:
     task, examples = runs[0].task, list[Example]()
     metrics: list[PairedMetric] = []
     for run in runs:
-        found = read_outputs(run, split, data)
-        if metrics and _labels(examples) != _labels(found.split.examples):
+        found, outputs = read_outputs(run, split, data)
+        if metrics and _labels(examples) != _labels(found.examples):
             raise DataError(
                 f"{run.folder} and {runs[0].folder} have different examples of task {task.name}; "
                 "give the same files to all runs with --data"
             )
-        examples = list(found.split.examples)
-        predictions = predict(
-            task, examples, found.split.encoded, found.outputs, null_threshold=float("inf")
-        )
+        examples = list(found.examples)
+        predictions = predict(task, examples, found.encoded, outputs, null_threshold=float("inf"))
         metrics.append(_metric(task, examples, predictions, has_best_text=True))
     return Side(task, examples, tuple(metrics))
 
@@ -207,11 +200,7 @@ def _metric(
     *,
     has_best_text: bool,
 ) -> PairedMetric:
-    unlabelled = [e.id for e in examples if e.label is None and not e.tags and e.answers is None]
-    if unlabelled:
-        raise DataError(
-            f"task {task.name}: example {unlabelled[0]} has no label; use another split"
-        )
+    require_labels(task, examples)
     name = task.metrics[0]
     return paired_metric(task, name, examples, predictions, has_best_text=has_best_text)
 

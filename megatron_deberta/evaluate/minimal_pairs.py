@@ -24,7 +24,7 @@ from megatron_deberta.config.schema import (
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import ConfigError, DataError, MissingInputError
-from megatron_deberta.evaluate.likelihood import MaskedRows, Metric, WindowRows, score_sentences
+from megatron_deberta.evaluate.likelihood import Metric, WindowRows, score_rows
 from megatron_deberta.evaluate.models import language_model_config, open_ranks, open_source_model
 from megatron_deberta.evaluate.validation import Evaluation, never
 from megatron_deberta.tasks.records import read_jsonl, string_of
@@ -152,14 +152,14 @@ class MinimalPairTask:
 
     Attributes:
         pairs: the pairs.
-        rows: the distinct sentences: masked, or of an autoregressive model.
+        rows: windows of the distinct sentences: masked, or from left to right.
         sides: int64 ``[pairs, 2]``, the acceptable and the unacceptable sentence of each pair.
         tokens_per_batch: maximum tokens of a forward pass.
         multiple: row lengths are padded to a multiple of this.
     """
 
     pairs: Sequence[MinimalPair]
-    rows: MaskedRows | WindowRows
+    rows: WindowRows
     sides: np.ndarray[tuple[int, int], np.dtype[np.int64]]
     tokens_per_batch: int
     multiple: int
@@ -190,7 +190,7 @@ class MinimalPairTask:
         Raises:
             DataError: a score is infinite or not a number.
         """
-        scores = score_sentences(
+        scores = score_rows(
             module,
             self.rows,
             groups,
@@ -266,9 +266,8 @@ def build_minimal_pairs(
     sides = [numbers.setdefault(part.tobytes(), len(numbers)) for part in parts]
     sentences = [np.frombuffer(key, np.int64) for key in numbers]
     parallel, vocabulary = config.parallel, Vocabulary.of(tokenizer)
-    rows: MaskedRows | WindowRows
     if "masked" in trained_forms(config.objective):
-        rows = MaskedRows.of(sentences, vocabulary, metric)
+        rows = WindowRows.of_masked_sentences(sentences, vocabulary, metric)
     else:
         rows = WindowRows.of_sentences(sentences, vocabulary)
     return MinimalPairTask(

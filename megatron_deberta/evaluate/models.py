@@ -38,7 +38,7 @@ from megatron_deberta.distributed.topology import (
 )
 from megatron_deberta.errors import CheckpointError, ConfigError, DataError, MissingModelError
 from megatron_deberta.hf.config import DTYPES, TOKENIZER_FIELD
-from megatron_deberta.hf.heads import HeadFields, task_head
+from megatron_deberta.hf.heads import task_head
 from megatron_deberta.hf.import_model import CONFIG_FILES, open_release, read_config
 from megatron_deberta.hf.loading import (
     check_folder,
@@ -133,7 +133,11 @@ def open_source_model(
         )
     fields = read_config(path)
     own = task_head(fields)
-    release = open_release(path, None, path, adapt=None if own.head == "mlm" else _with_head(own))
+
+    def adapt(model: ModelConfig) -> ModelConfig:
+        return with_task_head(model, own.head, own.labels, own.dropout)
+
+    release = open_release(path, None, path, adapt=None if own.head == "mlm" else adapt)
     missing = tuple(part for tensor in release.missing for part in tensor.parts)
     location = tokenizer_path or str(path)
     return SourceModel(
@@ -147,10 +151,6 @@ def open_source_model(
         own.is_multi_label,
         fields=fields,
     )
-
-
-def _with_head(own: HeadFields) -> Callable[[ModelConfig], ModelConfig]:
-    return lambda model: with_task_head(model, own.head, own.labels, own.dropout)
 
 
 def with_classes(source: SourceModel, labels: tuple[str, ...]) -> SourceModel:

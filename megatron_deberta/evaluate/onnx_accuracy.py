@@ -11,7 +11,6 @@ from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.evaluate.splits import (
     OutputCollector,
     Split,
-    TaskBatches,
     read_split,
     task_rows,
 )
@@ -80,7 +79,7 @@ def score_logits(
     rows = task_rows(config, split.encoded, tokenizer)
     outputs = num_outputs(config.model)
     collector = OutputCollector(config.model.head, split.encoded, outputs, torch.device("cpu"))
-    for batch in TaskBatches(rows, config.train.micro_batch_size, 0, 1):
+    for batch in rows.batches(config.train.micro_batch_size, 0, 1):
         found = logits(batch.inputs)
         collector.add(batch, objective.outputs(found, batch))
     return score(task, split.examples, split.encoded, collector.outputs.numpy())

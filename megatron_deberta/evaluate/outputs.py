@@ -44,7 +44,7 @@ from megatron_deberta.observe.metrics import FILE_NAME as METRICS_FILE
 from megatron_deberta.observe.metrics import read_metrics
 from megatron_deberta.parsing import read_json
 from megatron_deberta.tasks.encoding import EncodedDataset
-from megatron_deberta.tasks.scoring import Outputs, nonfinite_rows, score
+from megatron_deberta.tasks.scoring import Outputs, nonfinite_rows, score, softmax
 from megatron_deberta.tasks.task import DEV, Head, TaskConfig, load_task, run_task_name
 from megatron_deberta.tokenizer import load_tokenizer
 
@@ -119,14 +119,6 @@ class FinetunedRun:
     config: RunConfig
     task: TaskConfig
     checkpoint: Path
-
-
-@dataclass(frozen=True, slots=True)
-class SplitOutputs:
-    """Outputs of a model for a split; see ``tasks.scoring.predict``."""
-
-    split: Split
-    outputs: Outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,8 +275,8 @@ def _run_folders(folder: Path) -> list[Path]:
     return found
 
 
-def read_outputs(run: FinetunedRun, split: str, data: str = "") -> SplitOutputs:
-    """Return the outputs of a run's best checkpoint; compute them if they are not kept yet.
+def read_outputs(run: FinetunedRun, split: str, data: str = "") -> tuple[Split, Outputs]:
+    """Return a split, and the outputs of a run's best checkpoint; compute those that are not kept.
 
     Args:
         run: the run.
@@ -327,7 +319,7 @@ def read_outputs(run: FinetunedRun, split: str, data: str = "") -> SplitOutputs:
             f"{bad:,} of {found.encoded.num_rows:,} rows; fine-tune again with a lower "
             "optimizer.learning_rate"
         )
-    return SplitOutputs(found, outputs)
+    return found, outputs
 
 
 def _remove_orphans(run_dir: Path) -> None:
@@ -444,9 +436,8 @@ def build_ensemble(
     metric = task.metrics[0]
     scored = []
     for run in runs:
-        found = read_outputs(run, DEV, data)
-        value = score(task, found.split.examples, found.split.encoded, found.outputs)[metric]
-        scored.append((value, run))
+        split, outputs = read_outputs(run, DEV, data)
+        scored.append((score(task, split.examples, split.encoded, outputs)[metric], run))
     scored.sort(key=lambda pair: -pair[0])
     members = tuple(run for _, run in scored[:best])
     split, outputs = combined_outputs(task, members, DEV, data)
@@ -469,14 +460,14 @@ def combined_outputs(
         ConfigError: the runs encode the examples differently.
     """
     found = [read_outputs(run, split, data) for run in members]
-    first = found[0].split
-    for run, other in zip(members, found, strict=True):
-        if other.split.encoded.fingerprint != first.encoded.fingerprint:
+    first = found[0][0]
+    for run, (other, _) in zip(members, found, strict=True):
+        if other.encoded.fingerprint != first.encoded.fingerprint:
             raise ConfigError(
                 f"{run.folder} and {members[0].folder} have different tokenizers, lengths or "
                 "examples; give runs with the same"
             )
-    return first, mean_outputs(task.head, first.encoded, [each.outputs for each in found])
+    return first, mean_outputs(task.head, first.encoded, [outputs for _, outputs in found])
 
 
 def mean_outputs(head: Head, encoded: EncodedDataset, outputs: Sequence[Outputs]) -> Outputs:
@@ -503,11 +494,9 @@ def _probabilities(
     head: Head, encoded: EncodedDataset, outputs: Outputs
 ) -> npt.NDArray[np.float64]:
     """Return probabilities of classes; of an example's choices; of its start and end tokens."""
-    logits = outputs.astype(np.float64)
     if head in ("classification", "tokens"):
-        shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        found: npt.NDArray[np.float64] = shifted / shifted.sum(axis=-1, keepdims=True)
-        return found
+        return softmax(outputs)
+    logits = outputs.astype(np.float64)
     borders = encoded.example_offsets
     if head == "spans":
         borders = encoded.row_offsets[borders]

@@ -35,7 +35,7 @@ from megatron_deberta.model.flops import is_task_head
 from megatron_deberta.tasks.encoding import encode
 from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.scoring import Outputs
-from megatron_deberta.tasks.task import METRICS, Head, Metric, TaskConfig, load_task, run_task_name
+from megatron_deberta.tasks.task import METRICS, Head, TaskConfig, load_task, run_task_name
 from megatron_deberta.tokenizer import Tokenizer
 
 
@@ -65,10 +65,8 @@ class Predictor:
     def run(self, split: str) -> tuple[Split, Outputs, float]:
         """Return a split, the model's outputs for it, and the mean loss. Collective: all ranks."""
         found = read_split(self.config, self.task, split, self.tokenizer, self.run_dir)
-        result = run_split(self.module, self.config, found.encoded, self.tokenizer, self.groups)
-        assert result is not None
-        outputs, evaluation = result
-        return found, outputs, evaluation.metrics["loss"]
+        outputs, loss = self._outputs(found)
+        return found, outputs, loss
 
     def run_texts(self, texts: Sequence[str], pairs: Sequence[str] = ()) -> tuple[Split, Outputs]:
         """Return texts as examples, and the model's outputs for them. Collective: all ranks.
@@ -83,9 +81,13 @@ class Predictor:
         examples = text_examples(self.task, texts, pairs)
         length = self.config.data.sequence_length
         split = Split(examples, encode(self.task, examples, self.tokenizer, length))
+        return split, self._outputs(split)[0]
+
+    def _outputs(self, split: Split) -> tuple[Outputs, float]:
         result = run_split(self.module, self.config, split.encoded, self.tokenizer, self.groups)
         assert result is not None
-        return split, result[0]
+        outputs, evaluation = result
+        return outputs, evaluation.metrics["loss"]
 
 
 @contextmanager
@@ -174,7 +176,7 @@ def model_task(config: ModelConfig) -> TaskConfig:
         reader="jsonl",
         splits={},
         labels=config.labels,
-        metrics=cast("tuple[Metric, ...]", METRICS[config.head][:1]),
+        metrics=METRICS[config.head][:1],
         max_length=min(512, config.max_position_embeddings),
     )
 

@@ -99,6 +99,21 @@ class TaskRows:
         labels = np.where(samples < 0, IGNORED_LABEL, self.encoded.labels[samples])
         return self._collate(rows, indices, labels.astype(np.int64), choice_rows, keys)
 
+    def batches(self, micro_batch_size: int, dp_rank: int, dp_size: int) -> Iterator[TaskBatch]:
+        """Yield a rank's micro batches of all samples, sorted by length.
+
+        All ranks yield the same number of batches, as collectives require.
+
+        Args:
+            micro_batch_size: samples per forward pass.
+            dp_rank: data-parallel rank.
+            dp_size: number of data-parallel ranks.
+        """
+        order = np.argsort(self.lengths, kind="stable")
+        order = np.concatenate([order, np.full(-len(order) % (micro_batch_size * dp_size), -1)])
+        for samples in order.reshape(-1, dp_size, micro_batch_size)[:, dp_rank]:
+            yield self.batch(samples, samples)
+
     def _collate(
         self,
         rows: Integers,
@@ -193,33 +208,6 @@ class TaskBatchBuilder:
         """Return the batch of the given samples, in that order."""
         numbers = self.examples(samples)
         return self.rows.batch(numbers, np.where(numbers < 0, -1, np.asarray(samples, np.int64)))
-
-
-@dataclass(frozen=True, slots=True)
-class TaskBatches:
-    """Iterable over a rank's batches of all examples, sorted by length.
-
-    All ranks yield the same number of batches, as collectives require.
-
-    Attributes:
-        rows: the examples.
-        micro_batch_size: samples per forward pass.
-        dp_rank: data-parallel rank.
-        dp_size: number of data-parallel ranks.
-    """
-
-    rows: TaskRows
-    micro_batch_size: int
-    dp_rank: int
-    dp_size: int
-
-    def __iter__(self) -> Iterator[TaskBatch]:
-        """Yield this rank's micro batches."""
-        order = np.argsort(self.rows.lengths, kind="stable")
-        unit = self.micro_batch_size * self.dp_size
-        order = np.concatenate([order, np.full(-len(order) % unit, -1, np.int64)])
-        for batch in order.reshape(-1, self.dp_size, self.micro_batch_size)[:, self.dp_rank]:
-            yield self.rows.batch(batch, batch)
 
 
 def output_shape(head: Head, encoded: EncodedDataset, num_outputs: int) -> tuple[int, ...]:
@@ -413,7 +401,7 @@ def run_split(
     collector = OutputCollector(
         config.model.head, encoded, num_outputs(config.model), groups.device
     )
-    batches = TaskBatches(rows, config.train.micro_batch_size, groups.dp_rank, groups.dp_size)
+    batches = rows.batches(config.train.micro_batch_size, groups.dp_rank, groups.dp_size)
     objective = build_objective(config)
     evaluation = evaluate(module, batches, groups, objective, must_stop, collector.add)
     if evaluation is None:

@@ -26,7 +26,7 @@ from pydantic import Field
 
 from megatron_deberta.checkpoint.layout import checkpoints_dir
 from megatron_deberta.config import load_config, save_config, validate_for_world
-from megatron_deberta.config.loader import CONFIG_ROOTS, config_to_dict
+from megatron_deberta.config.loader import config_to_dict
 from megatron_deberta.config.merge import (
     OVERRIDES,
     holds_text,
@@ -44,7 +44,7 @@ from megatron_deberta.evaluate.outputs import SEARCH_RESULTS, finished_validatio
 from megatron_deberta.files import write_atomically
 from megatron_deberta.finetune.settings import finetune_config
 from megatron_deberta.parsing import conform, read_json
-from megatron_deberta.tasks.task import DEV, TaskConfig
+from megatron_deberta.tasks.task import DEV, TaskConfig, absolute_task_name, packaged_file
 
 MAX_SEEDS = 10_000
 """Most seeds of a cell that a number may stand for."""
@@ -114,7 +114,8 @@ def load_search(path: str, arguments: Sequence[str] = ()) -> SearchConfig:
     Raises:
         ConfigError: unreadable file, unknown key, wrong type or inconsistent values.
     """
-    data = {k: _typed(k, v, path) for k, v in read_yaml(_find(path), TextLoader).items()}
+    values = read_yaml(packaged_file(Path(path)), TextLoader)
+    data = {key: _typed(key, value, path) for key, value in values.items()}
     grid = data.get("grid") or {}
     if not isinstance(grid, Mapping):
         raise ConfigError(f"{path}: grid={grid!r}: write `section.key: [value, ...]` lines below")
@@ -146,13 +147,6 @@ def _typed(key: str, value: Any, source: str) -> Any:
 
 def _is_text(key: str) -> bool:
     return _TYPES.get(key) == "str"
-
-
-def _find(name: str) -> Path:
-    path = Path(name)
-    if not path.exists() and path.parts[:1] == ("configs",):
-        return next((root / path for root in CONFIG_ROOTS if (root / path).is_file()), path)
-    return path
 
 
 def _build(data: dict[str, Any], source: str) -> SearchConfig:
@@ -208,9 +202,7 @@ def _with_absolute_paths(search: SearchConfig) -> SearchConfig:
     def absolute(path: str) -> str:
         return os.path.abspath(path) if path else ""
 
-    is_file = search.task.endswith((".yaml", ".yml"))
-    is_packaged = search.task.startswith("configs/") and not os.path.exists(search.task)
-    task = absolute(search.task) if is_file and not is_packaged else search.task
+    task = absolute_task_name(search.task)
     values = {item.name: getattr(search, item.name) for item in fields(search)}
     values |= {"task": task, "output": absolute(search.output or f"searches/{Path(task).stem}")}
     values |= {key: absolute(values[key]) for key in ("model", "data", "tokenizer")}
@@ -593,7 +585,9 @@ def format_table(search: SearchConfig, metric: str, results: Sequence[CellResult
     keys = list(results[0].cell.values)
     names = short_names(keys)
     header = [*(names[key] for key in keys), "runs", *STATISTICS]
-    ordered = sorted(results, key=lambda r: (not r.scores, -_rank(r, search.select)))
+    scored = [result for result in results if result.scores]
+    scored.sort(key=lambda result: -result.statistic(search.select))
+    ordered = [*scored, *(result for result in results if not result.scores)]
     rows = [header]
     for result in ordered:
         values = [str(result.cell.values[key]) for key in keys]
@@ -609,10 +603,6 @@ def format_table(search: SearchConfig, metric: str, results: Sequence[CellResult
         _describe_best(search.select, best_cell(results, search.select)),
     ]
     return "\n".join(lines)
-
-
-def _rank(result: CellResult, statistic: Statistic) -> float:
-    return result.statistic(statistic) if result.scores else 0.0
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -190,7 +190,6 @@ class RowBuilder:
         self._types: list[npt.NDArray[np.uint8]] = []
         self._lengths: list[int] = []
         self._examples: list[int] = []
-        self.num_tokens = 0
 
     def add(self, example: int, first: Ids, second: Ids | None = None) -> int:
         """Add a row.
@@ -215,7 +214,6 @@ class RowBuilder:
         self._types.append(types)
         self._lengths.append(length)
         self._examples.append(example)
-        self.num_tokens += length
         return length
 
     def arrays(self) -> dict[str, Any]:

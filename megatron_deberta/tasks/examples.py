@@ -77,6 +77,34 @@ _OPTIONAL = ("label", "tags", "answers", "answer_text", "answer_start")
 """Roles that files may lack where labels are optional."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """The prediction for one example.
+
+    Attributes:
+        id: identifier of the example.
+        index: class index, or index of the choice; -1 for other heads.
+        value: label as written in the files, score, answer text (empty: no answer), or a label
+            per word.
+        probabilities: one per class or choice; empty for other heads.
+        null_score: spans: score of no answer minus that of the best answer.
+        group: the example's group.
+    """
+
+    id: str
+    index: int = -1
+    value: str | float | tuple[str, ...]
+    probabilities: tuple[float, ...] = ()
+    null_score: float = 0.0
+    group: str = ""
+
+
+def sentences(example: Example, values: tuple[str, ...]) -> list[list[str]]:
+    """Split values per word at the sentence breaks of an example."""
+    borders = [0, *example.breaks, len(values)]
+    return [list(values[a:b]) for a, b in zip(borders, borders[1:], strict=False)]
+
+
 class Row:
     """A record with the roles of its columns.
 
@@ -309,22 +337,16 @@ def build_examples(task: TaskConfig, split: str, records: Iterable[Record]) -> I
 
 def _segments(row: Row, identifier: str) -> Example:
     row.require("label")
+    label: float | None = None
+    if row.has("label"):
+        is_score = row.task.head == "regression"
+        label = _score(row) if is_score else row.class_index(row.raw("label"))
     return Example(
         id=identifier,
         text=row.filled_text("text"),
         text_pair=row.filled_text("text_pair") if row.has("text_pair") else None,
-        label=row.class_index(row.raw("label")) if row.has("label") else None,
+        label=label,
         group=row.text("group") if row.has("group") else "",
-    )
-
-
-def _scored_segments(row: Row, identifier: str) -> Example:
-    row.require("label")
-    return Example(
-        id=identifier,
-        text=row.filled_text("text"),
-        text_pair=row.filled_text("text_pair") if row.has("text_pair") else None,
-        label=_score(row) if row.has("label") else None,
     )
 
 
@@ -486,7 +508,7 @@ def _unicode_forms(text: str) -> tuple[str, ...]:
 
 _BUILDERS: Mapping[str, Callable[[Row, str], Example]] = {
     "classification": _segments,
-    "regression": _scored_segments,
+    "regression": _segments,
     "spans": _spans,
     "tokens": _words,
     "choices": _choices,

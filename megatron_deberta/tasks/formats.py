@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any
@@ -51,22 +52,30 @@ def read_conll(path: Path, *, labelled: bool, merge: bool) -> Iterator[Record]:
     Raises:
         DataError: the file is malformed; the message names file and line.
     """
-    collected = _Sentences(path)
-    width = 0
+    words: list[str] = []
+    tags: list[str] = []
+    lines: list[int] = []
+    breaks: list[int] = []
+    count = width = 0
     in_document = False
-    for number, line in numbered_lines(read_text(path)):
+    # The end of the file ends the last record as the beginning of another document would.
+    for number, line in chain(numbered_lines(read_text(path)), [(0, DOCUMENT_START)]):
         columns = _columns(line)
         is_start = columns[:1] == [DOCUMENT_START]
         if columns and not is_start:
             width = width or len(columns)
             _check_columns(Place(path, number), columns, width, labelled)
-            collected.add(number, columns)
-        elif is_start or not (merge and in_document):
-            yield from collected.finish()
-        else:
-            collected.end_sentence()
+            lines.append(number)
+            words.append(columns[0])
+            tags += columns[-1:] if width > 1 else []
+        elif words and not is_start and merge and in_document:
+            breaks += [len(words)] if breaks[-1:] != [len(words)] else []
+        elif words:
+            breaks = [at for at in breaks if at < len(words)]
+            values = {"words": words, "lines": lines, "id": str(count), "breaks": breaks}
+            yield Record(Place(path, lines[0]), {**values, "tags": tags} if tags else values)
+            words, tags, lines, breaks, count = [], [], [], [], count + 1
         in_document |= is_start
-    yield from collected.finish()
 
 
 def _columns(line: str) -> list[str]:
@@ -75,47 +84,6 @@ def _columns(line: str) -> list[str]:
     if "\t" in stripped:
         return [column.strip(" ") for column in line.rstrip(" \t").split("\t")]
     return [column for column in stripped.split(" ") if column]
-
-
-class _Sentences:
-    """The words of the record that is being read."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._count = 0
-        self._reset()
-
-    def _reset(self) -> None:
-        self._words: list[str] = []
-        self._tags: list[str] = []
-        self._lines: list[int] = []
-        self._breaks: list[int] = []
-
-    def add(self, line: int, columns: list[str]) -> None:
-        self._lines.append(line)
-        self._words.append(columns[0])
-        self._tags += columns[-1:] if len(columns) > 1 else []
-
-    def end_sentence(self) -> None:
-        if self._words and self._breaks[-1:] != [len(self._words)]:
-            self._breaks.append(len(self._words))
-
-    def finish(self) -> Iterator[Record]:
-        """Yield the record, if there is one, and begin the next."""
-        if not self._words:
-            return
-        breaks = [at for at in self._breaks if at < len(self._words)]
-        values = {
-            "words": self._words,
-            "lines": self._lines,
-            "id": str(self._count),
-            "breaks": breaks,
-        }
-        if self._tags:
-            values["tags"] = self._tags
-        yield Record(Place(self._path, self._lines[0]), values)
-        self._count += 1
-        self._reset()
 
 
 def _check_columns(place: Place, columns: list[str], width: int, labelled: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -28,16 +29,16 @@ from megatron_deberta.tasks.formats import (
 )
 from megatron_deberta.tasks.records import (
     Record,
-    read_columns_jsonl,
     read_datasets,
     read_delimited,
+    read_jsonl,
     read_parquet,
     require_below,
 )
 from megatron_deberta.tasks.task import TaskConfig, is_labelled, load_task
 
 READERS: Mapping[str, Callable[[Path], Iterator[Record]]] = {
-    "jsonl": read_columns_jsonl,
+    "jsonl": partial(read_jsonl, is_lenient=True),
     "parquet": read_parquet,
     "datasets": read_datasets,
     "squad": read_squad,

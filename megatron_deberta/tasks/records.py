@@ -321,21 +321,13 @@ def _rows(path: Path, delimiter: str, quoting: bool) -> Iterator[tuple[int, list
         logger.warning("%s: %s rows are like this one", path, f"{merged:,}")
 
 
-def read_columns_jsonl(path: Path) -> Iterator[Record]:
-    """Read JSON Lines for a task that names its columns; see `read_jsonl`.
-
-    NaN and unpaired surrogates are faults of the values that hold them, which the task may not
-    read. `Row` refuses those that it reads.
-    """
-    return read_jsonl(path, is_lenient=True)
-
-
 def read_jsonl(path: Path, *, is_lenient: bool = False) -> Iterator[Record]:
     """Read JSON Lines.
 
     Args:
         path: the file.
-        is_lenient: accept NaN and unpaired surrogates.
+        is_lenient: accept NaN and unpaired surrogates, which are faults of the values that hold
+            them: `Row` refuses those that a task reads.
 
     Raises:
         DataError: a line is not a JSON object; the message names file and line.

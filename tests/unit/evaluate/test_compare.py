@@ -13,27 +13,23 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy import stats
+from seqeval import metrics as seqeval_metrics
+from sklearn import metrics
 
 from megatron_deberta.cli.main import main
 from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE, DataError
 from megatron_deberta.evaluate import compare
 from megatron_deberta.evaluate.compare import Comparison, format_comparison, read_predictions
-from megatron_deberta.evaluate.outputs import SplitOutputs
-from megatron_deberta.evaluate.significance import (
+from megatron_deberta.evaluate.significance import PairedTest, paired_test, randomisation_p, welch_p
+from megatron_deberta.evaluate.splits import Split
+from megatron_deberta.tasks import Example, TaskConfig
+from megatron_deberta.tasks.examples import Answer, Prediction
+from megatron_deberta.tasks.metrics import (
     CorrelationMetric,
     CountMetric,
     PairedMetric,
-    PairedTest,
     paired_metric,
-    paired_test,
-    randomisation_p,
-    welch_p,
 )
-from megatron_deberta.evaluate.splits import Split
-from megatron_deberta.tasks import Example, TaskConfig
-from megatron_deberta.tasks.examples import Answer
-from megatron_deberta.tasks.metrics import class_metrics, regression_metrics, tag_metrics
-from megatron_deberta.tasks.scoring import Prediction
 from megatron_deberta.tasks.task import task_from_dict
 from tests.support.tiny_task import write_task
 
@@ -169,7 +165,14 @@ def test_metrics_of_classes(name: str) -> None:
         return paired_metric(task, name, examples, predictions, has_best_text=True)
 
     def expected(chosen: Any, classes: Any) -> float:
-        return class_metrics(task, truth[chosen], classes[chosen], [""] * 30)[name]
+        sides = truth[chosen], classes[chosen]
+        values = {
+            "accuracy": metrics.accuracy_score(*sides),
+            "f1": metrics.f1_score(*(side == 1 for side in sides), zero_division=0),
+            "macro_f1": metrics.f1_score(*sides, labels=range(3), average="macro", zero_division=0),
+            "matthews": metrics.matthews_corrcoef(*sides),
+        }
+        return float(values[name])
 
     first = metric(found)
     assert first.num_units == 30
@@ -188,13 +191,19 @@ def test_correlations(name: str) -> None:
     # With ties.
     truth, found, other = random.integers(0, 6, (3, 25)).astype(np.float64)
     metric = CorrelationMetric(name, truth, found)
-    assert metric.value() == pytest.approx(regression_metrics([name], truth, found)[name])
+
+    def expected(truth: Any, found: Any) -> float:
+        pearson, spearman = stats.pearsonr(truth, found), stats.spearmanr(truth, found)
+        values = {"pearson": pearson.statistic, "spearman": spearman.statistic}
+        return float(values.get(name, sum(values.values()) / 2))
+
+    assert metric.value() == pytest.approx(expected(truth, found))
     weights = random.multinomial(25, [1 / 25] * 25, size=5).astype(np.float64)
     chosen = [explicit(row) for row in weights]
-    values = [regression_metrics([name], truth[c], found[c])[name] for c in chosen]
+    values = [expected(truth[c], found[c]) for c in chosen]
     assert metric.resampled(weights) == pytest.approx(values)
     mask = random.random((5, 25)) < 0.5
-    values = [regression_metrics([name], truth, np.where(m, other, found))[name] for m in mask]
+    values = [expected(truth, np.where(m, other, found)) for m in mask]
     assert metric.swapped(CorrelationMetric(name, truth, other), mask) == pytest.approx(values)
     constant = CorrelationMetric(name, truth, np.full(25, 0.1))
     assert constant.resampled(weights).tolist() == [0] * 5
@@ -222,8 +231,16 @@ def test_metrics_of_tags(name: str) -> None:
         sides: list[list[list[str]]] = []
         for side in (0, 1):
             names = [[labels[t] for t in tags[i, side]] for i in explicit(row)]
-            compare.append([part for each in names for part in (each[:4], each[4:])])
-        assert value == pytest.approx(tag_metrics(task, *sides)[name])
+            sides.append([part for each in names for part in (each[:4], each[4:])])
+        words = [[tag for tags in side for tag in tags] for side in sides]
+        if name == "accuracy":
+            expected = metrics.accuracy_score(*words)
+        elif name.startswith("token_"):
+            compute = getattr(metrics, f"{name.removeprefix('token_')}_score")
+            expected = compute(*words, labels=labels[1:], average="micro", zero_division=0)
+        else:
+            expected = getattr(seqeval_metrics, f"{name}_score")(*sides, zero_division=0)
+        assert value == pytest.approx(expected)
 
 
 def test_metrics_of_groups() -> None:
@@ -374,10 +391,10 @@ def test_runs_of_one_side_have_the_same_examples(monkeypatch: pytest.MonkeyPatch
     encoded: Any = SimpleNamespace(num_rows=2, num_examples=2, input_ids=range(4))
     labels = {"a": (0, 1), "b": (0, 1), "c": (1, 0)}
 
-    def read(run: Any, split: str, data: str) -> SplitOutputs:
+    def read(run: Any, split: str, data: str) -> tuple[Split, Any]:
         pairs = enumerate(labels[run.folder.name])
         examples = [Example(id=str(number), label=label) for number, label in pairs]
-        return SplitOutputs(Split(examples, encoded), outputs)
+        return Split(examples, encoded), outputs
 
     monkeypatch.setattr(compare, "read_outputs", read)
     runs: list[Any] = [SimpleNamespace(folder=Path(name), task=task) for name in labels]

@@ -17,7 +17,7 @@ from megatron_deberta.config.schema import DataConfig, RunConfig, TrainConfig
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.evaluate import minimal_pairs as module
-from megatron_deberta.evaluate.likelihood import Metric, score_sentences
+from megatron_deberta.evaluate.likelihood import Metric, score_rows
 from megatron_deberta.evaluate.minimal_pairs import (
     MinimalPair,
     MinimalPairTask,
@@ -58,7 +58,7 @@ def test_scores_are_those_of_one_sentence_and_one_mask_at_a_time(
     groups = single_process_groups(torch.device("cpu"))
     module = loss_model().train()
     progress: list[tuple[int, int]] = []
-    scores = score_sentences(
+    scores = score_rows(
         module,
         task.rows,
         groups,
@@ -75,7 +75,7 @@ def test_scores_are_those_of_one_sentence_and_one_mask_at_a_time(
     ]
     np.testing.assert_allclose(scores[task.sides], expected, rtol=1e-5)
     # Padding to a multiple, as under sequence parallelism, changes nothing.
-    padded = score_sentences(module, task.rows, groups, 50, multiple=4)
+    padded = score_rows(module, task.rows, groups, 50, multiple=4)
     np.testing.assert_allclose(padded, scores, rtol=1e-5)
 
     result = task.score(module, groups)
@@ -99,11 +99,12 @@ def test_the_metrics_differ_in_words_of_several_pieces(tmp_path: Path) -> None:
     rows = {name: open_pairs(tmp_path, name).rows for name in ("original", "within_word_l2r")}
     mask = tiny_tokenizer().mask_id
     starts = tiny_tokenizer().word_starts()
-    for number in range(len(rows["original"].place)):
+    for number in range(rows["original"].num_rows):
         one = np.array([number])
         ids = {name: found.batch(one).inputs.input_ids[0].numpy() for name, found in rows.items()}
-        text = rows["original"].sentences[rows["original"].sentence[number]]
-        place = int(rows["original"].place[number])
+        begin, end = rows["original"].begins[number], rows["original"].ends[number]
+        text = rows["original"].tokens[begin:end]
+        place = int(rows["original"].firsts[number] - begin)
         assert np.flatnonzero(ids["original"] == mask).tolist() == [place + 1]
         end = place + 1
         while end < len(text) and not starts[text[end]]:
@@ -188,9 +189,9 @@ def test_scores_that_are_no_numbers_are_no_accuracy(
 ) -> None:
     """Every comparison with such a score is false, so that all its pairs would count as wrong."""
     task = open_pairs(tmp_path)
-    scores = np.zeros(task.rows.num_rows)
+    scores = np.zeros(task.rows.num_texts)
     scores[0] = np.nan
-    monkeypatch.setattr(module, "score_sentences", lambda *a, **b: scores)
+    monkeypatch.setattr(module, "score_rows", lambda *a, **b: scores)
     groups = single_process_groups(torch.device("cpu"))
     with pytest.raises(DataError, match=r"scores of 1 of \d+ sentences are infinite or not a n"):
         task.score(loss_model(), groups)

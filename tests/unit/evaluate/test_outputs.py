@@ -75,35 +75,35 @@ def files(run: FinetunedRun) -> list[Path]:
 
 
 def test_outputs_are_kept(run: FinetunedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = read_outputs(run, "dev")
+    _, first = read_outputs(run, "dev")
     assert len(files(run)) == 1
     monkeypatch.setattr(module, "open_predictor", None)
-    again = read_outputs(run, "dev")
-    assert np.array_equal(first.outputs, again.outputs)
-    assert again.outputs.shape == (11, 2)
+    _, again = read_outputs(run, "dev")
+    assert np.array_equal(first, again)
+    assert again.shape == (11, 2)
 
 
 def test_other_weights_of_the_same_step_have_their_own_outputs(
     run: FinetunedRun, trained: Path
 ) -> None:
-    before = read_outputs(run, "dev").outputs
+    before = read_outputs(run, "dev")[1]
     shutil.rmtree(checkpoints_dir(run.folder))
     (run.folder / "metrics.jsonl").unlink()
     finetune(trained / "data", run.folder, "optimizer.learning_rate=5e-2")
     (again,) = find_runs(run.folder)
     assert again.checkpoint == run.checkpoint
-    after = read_outputs(again, "dev").outputs
+    after = read_outputs(again, "dev")[1]
     assert np.abs(after - before).max() > 1e-3
 
 
 def test_other_examples_of_the_same_split_have_their_own_outputs(
     run: FinetunedRun, trained: Path, tmp_path: Path
 ) -> None:
-    before = read_outputs(run, "dev").outputs
+    before = read_outputs(run, "dev")[1]
     shutil.copytree(trained / "data", tmp_path / "data")
     lines = (tmp_path / "data" / "dev.tsv").read_text().splitlines()
     (tmp_path / "data" / "dev.tsv").write_text("\n".join([lines[0], *lines[:0:-1]]) + "\n")
-    after = read_outputs(run, "dev", str(tmp_path / "data")).outputs
+    after = read_outputs(run, "dev", str(tmp_path / "data"))[1]
     assert np.allclose(after, before[::-1], atol=1e-5)
     assert not np.array_equal(after, before)
     assert len(files(run)) == 2
@@ -113,14 +113,14 @@ def test_outputs_under_the_name_of_other_ones_are_not_used(
     run: FinetunedRun, trained: Path, tmp_path: Path
 ) -> None:
     """Of other examples, and of other weights, of the same shape."""
-    expected = read_outputs(run, "dev").outputs
+    expected = read_outputs(run, "dev")[1]
     (path,) = files(run)
     kept = json.loads(path.with_suffix(".json").read_text())
     for key in ("weights", "data"):
         module._keep(
             path, expected + 1, **{"weights": kept["weights"], "data": kept["data"], key: "x"}
         )
-        assert np.array_equal(read_outputs(run, "dev").outputs, expected)
+        assert np.array_equal(read_outputs(run, "dev")[1], expected)
 
 
 def _flip(path: Path) -> None:
@@ -175,15 +175,15 @@ def _recorded_garbage(path: Path) -> None:
 def test_damaged_outputs_are_computed_again(
     run: FinetunedRun, damage: Callable[[Path], object]
 ) -> None:
-    first = read_outputs(run, "dev").outputs
+    first = read_outputs(run, "dev")[1]
     (path,) = files(run)
     if damage is _fifo:
         damage(path)
         # Replaced, not read.
-        assert np.array_equal(read_outputs(run, "dev").outputs, first)
+        assert np.array_equal(read_outputs(run, "dev")[1], first)
         return
     damage(path)
-    assert np.array_equal(read_outputs(run, "dev").outputs, first)
+    assert np.array_equal(read_outputs(run, "dev")[1], first)
     assert np.array_equal(np.load(path, allow_pickle=False), first)
 
 
@@ -191,11 +191,11 @@ def test_damaged_outputs_are_computed_again(
 def test_a_record_does_not_make_another_shape_right(
     run: FinetunedRun, shape: tuple[int, ...]
 ) -> None:
-    first = read_outputs(run, "dev").outputs
+    first = read_outputs(run, "dev")[1]
     (path,) = files(run)
     kept = json.loads(path.with_suffix(".json").read_text())
     module._keep(path, np.zeros(shape, np.float32), kept["weights"], kept["data"])
-    assert np.array_equal(read_outputs(run, "dev").outputs, first)
+    assert np.array_equal(read_outputs(run, "dev")[1], first)
 
 
 def test_outputs_that_are_no_numbers_are_refused(run: FinetunedRun) -> None:
@@ -208,7 +208,7 @@ def test_outputs_that_are_no_numbers_are_refused(run: FinetunedRun) -> None:
 
 
 def test_an_ensemble_takes_the_best_runs(run: FinetunedRun) -> None:
-    right = np.array([e.label for e in read_outputs(run, "dev").split.examples])
+    right = np.array([e.label for e in read_outputs(run, "dev")[0].examples])
     runs = []
     for number, wrong in enumerate((5, 1, 9)):
         folder = run.folder.parent / f"run{number}"
@@ -432,7 +432,7 @@ def test_a_validation_without_numbers_is_no_score(
     run: FinetunedRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The run goes on, and no such step is the best one."""
-    split = read_outputs(run, "dev").split
+    split = read_outputs(run, "dev")[0]
     outputs = np.zeros((11, 2), np.float32)
     outputs[3] = np.nan
     evaluation = Evaluation({"loss": float("nan")}, "")

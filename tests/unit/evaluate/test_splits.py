@@ -12,7 +12,7 @@ import torch
 from megatron_deberta.config.schema import Head
 from megatron_deberta.data.arrays import Integers
 from megatron_deberta.distributed.topology import single_process_groups
-from megatron_deberta.evaluate.splits import OutputCollector, TaskBatchBuilder, TaskBatches
+from megatron_deberta.evaluate.splits import OutputCollector, TaskBatchBuilder
 from megatron_deberta.finetune.data import EpochOrder
 from tests.support.labelled import HEADS, encoded, labelled_rows, labelled_run, labelled_steps
 
@@ -104,7 +104,7 @@ def test_outputs_come_back_in_the_order_of_the_examples(head: Head, dp_size: int
     totals, counts = [], []
     for rank in range(dp_size):
         collector = OutputCollector(head, data, 1, torch.device("cpu"))
-        batches = list(TaskBatches(rows, 2, rank, dp_size))
+        batches = list(rows.batches(2, rank, dp_size))
         for batch in batches:
             # Outputs name their row, or their token.
             value = batch.row_index.float() + 1

@@ -22,7 +22,7 @@ from megatron_deberta.config import config_from_dict, load_config, save_config
 from megatron_deberta.errors import EXIT_USAGE, ConfigError, DataError, MegatronDebertaError
 from megatron_deberta.evaluate.perplexity import read_words
 from megatron_deberta.tasks import Answer, Example, load_task, read_examples
-from megatron_deberta.tasks.metrics import tag_metrics
+from megatron_deberta.tasks.metrics import finish_tag_metric, tag_counts
 from megatron_deberta.tasks.records import read_bytes
 from megatron_deberta.tasks.task import TaskConfig, entities, entity_labels, task_from_dict
 
@@ -179,7 +179,7 @@ def test_labels_of_odd_files(
         ("splits: {dev: [a, b/../../x]}", "splits.dev.files: 'b/../../x' is not below"),
         ("splits: {dev: {files: a, leaderboard_file: ../x}}", "leaderboard_file: '../x' is not"),
         ("splits: {dev: {files: a, leaderboard_file: /x}}", "leaderboard_file: '/x' is not"),
-        ("metrics: [accuracy, no]", "metrics: there is no metric 'no'; there are accuracy, f1"),
+        ("metrics: [accuracy, no]", "metrics: no is none of head classification's: accuracy, f1"),
         ("max_length: 0100", "max_length: '0100' is not a decimal number"),
         ("settings: {default: {train.steps: 1:30}}", "train.steps: '1:30' is not a decimal"),
         ("settings: {default: {train.run_dir: /x}}", "default.train.run_dir='/x': settings"),
@@ -273,6 +273,13 @@ def test_odd_labels_of_a_run_survive_its_config(tmp_path: Path) -> None:
     assert load_config(tmp_path / "run.yaml").model.labels == labels
 
 
+def tag_metric(
+    task: TaskConfig, name: str, truth: list[list[str]], found: list[list[str]]
+) -> float:
+    counts = np.array([tag_counts(task, name, truth, found)], np.float64)
+    return float(finish_tag_metric(name, counts)[0])
+
+
 def tags_task(labels: list[str], *metrics: str) -> TaskConfig:
     return task_from_dict(
         {
@@ -328,7 +335,7 @@ def test_schemes_worked_out_by_hand(
         return
     task = tags_task(labels.split())
     assert task.metrics[0] == name
-    assert tag_metrics(task, [truth.split()], [found.split()])[name] == pytest.approx(value)
+    assert tag_metric(task, name, [truth.split()], [found.split()]) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(
@@ -361,13 +368,13 @@ def test_f1_of_well_formed_labels_is_seqevals_in_strict_mode(labels: str, scheme
             for at in range(10, -1, -1):
                 if labels != "BI" and tags[at][0] in (begin, inside) and tags[at + 1] == "O":
                     tags[at] = "O"
-    values = tag_metrics(task, truth, found)
     for name in ("f1", "precision", "recall"):
         expected = getattr(seqeval_metrics, f"{name}_score")(
             truth, found, mode="strict", scheme=scheme
         )
-        assert values[name] == pytest.approx(expected)
-    assert 0 < values["f1"] < 1
+        value = tag_metric(task, name, truth, found)
+        assert value == pytest.approx(expected)
+        assert 0 < value < 1
 
 
 def test_packaged_labels_have_a_scheme() -> None:

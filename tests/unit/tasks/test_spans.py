@@ -23,7 +23,7 @@ from megatron_deberta.tasks import (
     score,
 )
 from megatron_deberta.tasks.encoding import pieces_of, windows
-from megatron_deberta.tasks.spans import best_threshold, exact_match, normalize_answer, token_f1
+from megatron_deberta.tasks.metrics import best_threshold, exact_match, normalize_answer, token_f1
 from megatron_deberta.tasks.task import task_from_dict
 from megatron_deberta.tokenizer import Tokenizer
 from megatron_deberta.tokenizer.loading import load_tokenizer
