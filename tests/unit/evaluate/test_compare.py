@@ -22,7 +22,7 @@ from megatron_deberta.evaluate import compare
 from megatron_deberta.evaluate.compare import Comparison, format_comparison, read_predictions
 from megatron_deberta.evaluate.significance import PairedTest, paired_test, randomisation_p, welch_p
 from megatron_deberta.evaluate.splits import Split
-from megatron_deberta.tasks import Example, TaskConfig
+from megatron_deberta.tasks import Example
 from megatron_deberta.tasks.examples import Answer, Prediction
 from megatron_deberta.tasks.metrics import (
     CorrelationMetric,
@@ -30,20 +30,11 @@ from megatron_deberta.tasks.metrics import (
     PairedMetric,
     paired_metric,
 )
-from megatron_deberta.tasks.task import task_from_dict
+from tests.support.task_files import make_task
 from tests.support.tiny_task import write_task
 
 RESAMPLES = 20_000
-COLUMNS = {"tokens": {"words": "w"}, "spans": {"question": "q", "context": "c"}}
 FIVE_SEEDS = (0.861, 0.862, 0.863, 0.864, 0.865)
-
-
-def make_task(head: str, *metrics: str, **changes: Any) -> TaskConfig:
-    values = {
-        "name": head, "head": head, "reader": "jsonl", "splits": {"dev": "dev.jsonl"},
-        "columns": COLUMNS.get(head, {"text": "t"}), "metrics": list(metrics), "max_length": 32,
-    }  # fmt: skip
-    return task_from_dict({**values, **changes}, "test")
 
 
 def accuracy(right: Sequence[float]) -> CountMetric:

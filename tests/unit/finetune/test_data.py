@@ -1,11 +1,13 @@
-"""Settings for data of one's own, which is often small."""
+"""Settings of fine-tuning runs, also for small data of one's own, and the order of examples."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_deberta.cli.pretrain import describe_run
@@ -16,9 +18,10 @@ from megatron_deberta.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from megatron_deberta.data.arrays import Integers
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.evaluate.models import open_source_model
-from megatron_deberta.finetune.data import check_warmup
+from megatron_deberta.finetune.data import EpochOrder, check_warmup
 from megatron_deberta.finetune.settings import (
     choose_settings,
     describe_settings,
@@ -146,3 +149,41 @@ def test_dry_run_has_the_steps_of_the_epochs(
     assert "100,000" not in text
     assert not Path(config.train.run_dir).exists()
     assert "; 7 steps\n" in describe_run(published("train.steps=7", "train.device=cpu"))
+
+
+LENGTHS: Integers = np.random.default_rng(0).integers(3, 60, 1003)
+
+
+def order(*, by_length: bool = True, seed: int = 1) -> EpochOrder:
+    return EpochOrder(LENGTHS, 8, seed, by_length=by_length)
+
+
+@pytest.mark.parametrize("by_length", [True, False])
+def test_every_example_once_per_epoch(by_length: bool) -> None:
+    examples = order(by_length=by_length)
+    assert examples.steps_per_epoch == 126
+    epochs = [examples.examples(range(e * 1008, (e + 1) * 1008)) for e in range(2)]
+    for epoch in epochs:
+        assert sorted(epoch) == [-1] * 5 + list(range(1003))
+    assert not np.array_equal(*epochs)
+    # Missing examples are in one batch.
+    assert len({i // 8 for i in np.flatnonzero(epochs[0] < 0)}) == 1
+
+
+def test_order_is_a_function_of_seed_and_index() -> None:
+    whole = order().examples(range(2016))
+    pieces = [order().examples([index])[0] for index in (2015, 3, 1500, 800)]
+    assert pieces == [whole[index] for index in (2015, 3, 1500, 800)]
+    assert not np.array_equal(order(seed=2).examples(range(64)), whole[:64])
+
+
+def test_batches_by_length_have_little_padding_and_random_order() -> None:
+    def padding(found: Integers) -> float:
+        batches = [LENGTHS[batch[batch >= 0]] for batch in found.reshape(-1, 8)]
+        return sum(len(b) * b.max() - b.sum() for b in batches) / LENGTHS.sum()
+
+    grouped = order().examples(range(1008))
+    assert padding(grouped) < 0.05 < 0.4 < padding(order(by_length=False).examples(range(1008)))
+    longest = [LENGTHS[batch].max() for batch in grouped.reshape(-1, 8)]
+    rises = sum(later > earlier for earlier, later in pairwise(longest))
+    assert 40 < rises < 86
