@@ -17,10 +17,7 @@ import numpy.typing as npt
 from torch import nn
 
 from megatron_deberta.config.objective_rules import trained_forms
-from megatron_deberta.config.schema import (
-    ModelConfig,
-    RunConfig,
-)
+from megatron_deberta.config.schema import ModelConfig, RunConfig
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import ConfigError, DataError, MissingInputError

@@ -24,12 +24,7 @@ import numpy.typing as npt
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
-from megatron_deberta.checkpoint.layout import (
-    COMMITTED_FILE,
-    committed_steps,
-    find_best,
-    step_dir,
-)
+from megatron_deberta.checkpoint.layout import COMMITTED_FILE, committed_steps, find_best, step_dir
 from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.config import load_config
 from megatron_deberta.config.phases import last_step

@@ -219,13 +219,11 @@ def open_task_data(config: RunConfig, groups: ProcessGroups) -> tuple[RunConfig,
         # The second pass finds the files of the first.
         with raise_on_all_ranks(groups):
             if is_turn:
-                names = [name for name in (TRAIN, DEV) if name in task.splits]
+                names = [TRAIN, DEV] if DEV in task.splits else [TRAIN]
                 run_dir = Path(config.train.run_dir)
                 splits = {
                     name: read_split(config, task, name, tokenizer, run_dir) for name in names
                 }
-    if TRAIN not in splits:
-        raise ConfigError(f"task {task.name} has no split {TRAIN!r}; name its files")
     train = splits[TRAIN]
     identity = Identity(
         tokenizer_path=str(Path(config.tokenizer.path).resolve()),
@@ -250,8 +248,6 @@ def planned_steps(config: RunConfig) -> RunConfig:
     """
     task = load_task(config.finetune.task)
     tokenizer = load_tokenizer(config.tokenizer.path)
-    if TRAIN not in task.splits:
-        raise ConfigError(f"task {task.name} has no split {TRAIN!r}; name its files")
     examples = read_examples(task, config.finetune.data, TRAIN)
     encoded = encode(task, examples, tokenizer, config.data.sequence_length)
     rows = task_rows(config, encoded, tokenizer)

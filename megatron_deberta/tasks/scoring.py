@@ -280,25 +280,19 @@ def best_spans(
     unplaced = total = 0
     for index, example in enumerate(examples):
         context = example.text_pair or ""
-        null, best, place = np.inf, -np.inf, (0, 0)
-        rows = range(int(offsets[index]), int(offsets[index + 1]))
-        candidates = _Candidates(example, encoded, rows) if example.candidates else None
-        for row in rows:
-            tokens = encoded.row(row)
-            logits, chars = outputs[tokens].astype(np.float64), encoded.char_offsets[tokens]
-            # The first token stands for "no answer in this window"; so does the example's score
-            # for the window where that is least likely.
-            null = min(null, float(logits[0].sum()))
-            if candidates is not None:
-                value, span = candidates.best(logits, chars)
-            else:
-                value, span = _best_pieces(logits, chars, task.max_answer_length)
-            if value > best:
-                best, place = value, span
-        found.append(BestSpan(context[place[0] : place[1]], float(best), float(null - best)))
-        if candidates is not None:
+        rows = [encoded.row(row) for row in range(int(offsets[index]), int(offsets[index + 1]))]
+        windows = [(outputs[row].astype(np.float64), encoded.char_offsets[row]) for row in rows]
+        # The first token stands for "no answer in this window"; so does the example's score for
+        # the window where that is least likely.
+        null = min(float(logits[0].sum()) for logits, _ in windows)
+        if example.candidates:
+            spans = _candidates(example, windows)
             total += len(example.candidates)
-            unplaced += candidates.num_unplaced
+            unplaced += len(example.candidates) - len(spans)
+        else:
+            spans = [_best_pieces(*window, task.max_answer_length) for window in windows]
+        best, place = max(spans, key=lambda span: span[0], default=(-np.inf, (0, 0)))
+        found.append(BestSpan(context[place[0] : place[1]], best, null - best))
     if unplaced:
         logger.warning(
             "task %s: %s of %s candidates are in no window and cannot be predicted; raise "
@@ -328,42 +322,21 @@ def _best_pieces(
     return float(scores[start]), span
 
 
-class _Candidates:
-    """The candidates of one example.
+def _candidates(
+    example: Example, windows: Sequence[tuple[npt.NDArray[np.float64], npt.NDArray[np.int32]]]
+) -> list[tuple[float, tuple[int, int]]]:
+    """Return score and characters of each candidate of an example that lies in a window.
 
     Args:
         example: the example.
-        encoded: encoded examples.
-        rows: rows of the example.
+        windows: logits and characters of the tokens of each of its rows.
     """
-
-    def __init__(self, example: Example, encoded: EncodedDataset, rows: range) -> None:
-        """See the class."""
-        self._candidates = example.candidates
-        chars = encoded.char_offsets[encoded.row_offsets[rows.start] :][
-            : encoded.row_offsets[rows.stop] - encoded.row_offsets[rows.start]
-        ]
-        self._covered = [covered_span(chars, c.start, c.end) for c in example.candidates]
-        self._is_placed = [False] * len(self._covered)
-
-    @property
-    def num_unplaced(self) -> int:
-        """Candidates that were in none of the windows seen."""
-        return self._is_placed.count(False)
-
-    def best(
-        self, logits: npt.NDArray[np.float64], chars: npt.NDArray[np.int32]
-    ) -> tuple[float, tuple[int, int]]:
-        """Return score and characters of the best candidate that lies in a window."""
-        best, place = -np.inf, (0, 0)
-        for index, (candidate, span) in enumerate(
-            zip(self._candidates, self._covered, strict=True)
-        ):
-            pieces = None if span is None else pieces_of(chars, *span)
-            if pieces is None:
-                continue
-            self._is_placed[index] = True
-            value = float(logits[pieces[0], 0] + logits[pieces[1], 1])
-            if value > best:
-                best, place = value, (candidate.start, candidate.end)
-        return best, place
+    chars = np.concatenate([chars for _, chars in windows])
+    found = []
+    for candidate in example.candidates:
+        span = covered_span(chars, candidate.start, candidate.end)
+        places = [(logits, span and pieces_of(chars, *span)) for logits, chars in windows]
+        scores = [float(logits[at[0], 0] + logits[at[1], 1]) for logits, at in places if at]
+        if scores:
+            found.append((max(scores), (candidate.start, candidate.end)))
+    return found

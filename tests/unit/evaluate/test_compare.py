@@ -19,8 +19,15 @@ from sklearn import metrics
 from megatron_deberta.cli.main import main
 from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE, DataError
 from megatron_deberta.evaluate import compare
-from megatron_deberta.evaluate.compare import Comparison, format_comparison, read_predictions
-from megatron_deberta.evaluate.significance import PairedTest, paired_test, randomisation_p, welch_p
+from megatron_deberta.evaluate.compare import (
+    Comparison,
+    PairedTest,
+    format_comparison,
+    paired_test,
+    randomisation_p,
+    read_predictions,
+    welch_p,
+)
 from megatron_deberta.evaluate.splits import Split
 from megatron_deberta.tasks import Example
 from megatron_deberta.tasks.examples import Answer, Prediction

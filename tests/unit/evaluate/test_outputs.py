@@ -18,13 +18,7 @@ import torch
 from megatron_deberta.checkpoint.layout import checkpoints_dir, find_best
 from megatron_deberta.cli.main import main
 from megatron_deberta.distributed.topology import single_process_groups
-from megatron_deberta.errors import (
-    EXIT_DONE,
-    EXIT_USAGE,
-    CheckpointError,
-    ConfigError,
-    DataError,
-)
+from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE, CheckpointError, ConfigError, DataError
 from megatron_deberta.evaluate import outputs as module
 from megatron_deberta.evaluate import predict as predict_module
 from megatron_deberta.evaluate import splits as splits_module

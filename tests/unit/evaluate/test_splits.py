@@ -22,13 +22,7 @@ from megatron_deberta.finetune.data import EpochOrder
 from megatron_deberta.model import DropoutSeeds
 from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.step import TrainStep
-from tests.support.labelled import (
-    HEADS,
-    SMALL,
-    labelled_rows,
-    labelled_run,
-    labelled_steps,
-)
+from tests.support.labelled import HEADS, SMALL, labelled_rows, labelled_run, labelled_steps
 
 
 @pytest.mark.parametrize("head", HEADS)
