@@ -307,12 +307,23 @@ def language_model_config(source: SourceModel, overrides: Sequence[str]) -> RunC
         # A part of the run's model
         objective = replace(run.objective, name=source.config.head)
         run = replace(run, model=source.config, objective=objective)
+    run = replace(run, train=replace(run.train, blimp_every=0))
+    return evaluation_config(run, source, overrides)
+
+
+def evaluation_config(run: RunConfig, source: SourceModel, overrides: Sequence[str]) -> RunConfig:
+    """Return a run with one whole model per rank, without an engine.
+
+    Args:
+        run: the run that trained the model, or defaults.
+        source: the model.
+        overrides: ``section.key=value``.
+    """
     run = replace(
         run,
         parallel=replace(run.parallel, tensor_parallel_size=1, sequence_parallel=False),
         precision=PrecisionConfig(engine="plain"),
         tokenizer=replace(run.tokenizer, path=source.tokenizer_path),
-        train=replace(run.train, blimp_every=0),
     )
     return config_from_layers([(str(source.path), config_to_dict(run))], overrides)
 

@@ -116,24 +116,29 @@ class FinetunedRun:
     checkpoint: Path
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedValidation:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
     """Validation of the checkpoint that a finished run is represented by.
 
     Attributes:
-        step: of the checkpoint.
-        score: of the task's first metric; None: it was infinite or not a number.
-        metrics: all metrics; empty if the record was removed.
-        last_step: last step of the run.
+        split: the split on which the score was computed, always the one for validation.
+        metric: name of the score, the task's first metric.
+        score: of the best checkpoint, or else of the last one; None: it was infinite or not a
+            number, as after a divergence.
+        step: of that checkpoint.
+        steps: number of steps of the run.
+        metrics: all metrics at that step; empty if the record was removed.
     """
 
-    step: int
+    split: str
+    metric: str
     score: float | None
+    step: int
+    steps: int
     metrics: dict[str, float | None]
-    last_step: int
 
 
-def finished_validation(run_dir: Path, metric: str) -> FinishedValidation | None:
+def finished_validation(run_dir: Path, metric: str) -> RunResult | None:
     """Return the validation of a finished run's checkpoint; None: the run has not finished.
 
     A run has finished when the checkpoint of its last step is committed and the validation of this
@@ -160,7 +165,7 @@ def finished_validation(run_dir: Path, metric: str) -> FinishedValidation | None
     known = {k: v for k, v in validation.items() if k not in ("step", "kind", SCORE)}
     numbers = {key: v for key, v in known.items() if isinstance(v, int | float | None)}
     score = numbers.get(metric) if selection.best_step is None else selection.best_score
-    return FinishedValidation(step, score, numbers, last)
+    return RunResult(split=DEV, metric=metric, score=score, step=step, steps=last, metrics=numbers)
 
 
 @dataclass(frozen=True, slots=True)

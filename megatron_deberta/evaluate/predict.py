@@ -13,18 +13,12 @@ import torch
 from torch import nn
 
 from megatron_deberta.checkpoint.layout import checkpoints_dir
-from megatron_deberta.config.loader import config_from_layers, config_to_dict
-from megatron_deberta.config.schema import (
-    DataConfig,
-    ModelConfig,
-    ObjectiveConfig,
-    PrecisionConfig,
-    RunConfig,
-)
+from megatron_deberta.config.schema import DataConfig, ModelConfig, ObjectiveConfig, RunConfig
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.evaluate.models import (
     SourceModel,
+    evaluation_config,
     open_ranks,
     open_source_model,
     with_classes,
@@ -175,12 +169,9 @@ def prediction_config(
     run = replace(
         run,
         finetune=replace(run.finetune, task=task_name or task.name, data=data, epochs=0.0),
-        parallel=replace(run.parallel, tensor_parallel_size=1, sequence_parallel=False),
-        precision=PrecisionConfig(engine="plain"),
-        tokenizer=replace(run.tokenizer, path=source.tokenizer_path),
         optimizer=replace(run.optimizer, warmup_steps=0),
     )
-    return config_from_layers([(str(source.path), config_to_dict(run))], overrides)
+    return evaluation_config(run, source, overrides)
 
 
 def model_task(config: ModelConfig) -> TaskConfig:

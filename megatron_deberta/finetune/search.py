@@ -40,7 +40,7 @@ from megatron_deberta.config.yaml_reader import TextLoader, parse_string, parse_
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.evaluate.models import SourceModel
 from megatron_deberta.evaluate.outputs import FOLDER as OUTPUTS
-from megatron_deberta.evaluate.outputs import SEARCH_RESULTS, finished_validation
+from megatron_deberta.evaluate.outputs import SEARCH_RESULTS, RunResult, finished_validation
 from megatron_deberta.files import write_atomically
 from megatron_deberta.finetune.settings import finetune_config
 from megatron_deberta.parsing import conform, read_json
@@ -450,28 +450,6 @@ STATISTICS: Mapping[Statistic, Callable[[Sequence[float]], float]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunResult:
-    """Score of a finished run.
-
-    Attributes:
-        split: the split on which the score was computed, always the one for validation.
-        metric: name of the score, the task's first metric.
-        score: of the best checkpoint, or else of the last one, see ``finished_validation``; None:
-            it was infinite or not a number, as after a divergence.
-        step: of that checkpoint.
-        steps: number of steps of the run.
-        metrics: all metrics at that step.
-    """
-
-    split: str
-    metric: str
-    score: float | None
-    step: int
-    steps: int
-    metrics: dict[str, float | None]
-
-
 @dataclass(frozen=True, slots=True)
 class CellResult:
     """Scores of a cell.
@@ -516,19 +494,10 @@ def read_result(folder: Path, metric: str) -> RunResult | None:
                 f"metric is {metric} now; restore metrics, or give the search another output"
             )
         return result
-    finished = finished_validation(folder, metric)
-    if finished is None:
-        return None
-    result = RunResult(
-        split=DEV,
-        metric=metric,
-        score=finished.score,
-        step=finished.step,
-        steps=finished.last_step,
-        metrics=finished.metrics,
-    )
-    write_atomically(path, json.dumps(asdict(result), indent=1).encode() + b"\n")
-    return result
+    found = finished_validation(folder, metric)
+    if found is not None:
+        write_atomically(path, json.dumps(asdict(found), indent=1).encode() + b"\n")
+    return found
 
 
 def collect(runs: Sequence[SearchRun], metric: str) -> list[CellResult]:

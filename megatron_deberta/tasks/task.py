@@ -631,10 +631,10 @@ def entity_labels(labels: tuple[str, ...]) -> Mapping[str, str] | None:
     if not named:
         return None
     parsed: dict[str, tuple[str, str]] = {}
-    for form in (_BEFORE, _AFTER):
-        found = {label: match for label in named if (match := form.fullmatch(label))}
+    for pattern in (_BEFORE, _AFTER):
+        found = {label: match for label in named if (match := pattern.fullmatch(label))}
         if len(found) == len(named):
-            position, type_ = (1, 2) if form is _BEFORE else (2, 1)
+            position, type_ = (1, 2) if pattern is _BEFORE else (2, 1)
             parsed = {label: (m[position], m[type_]) for label, m in found.items()}
             break
     else:
@@ -675,8 +675,8 @@ def entities(
 
 def _odd_label(named: Sequence[str]) -> tuple[str, str] | None:
     """Return a label that begins or ends with B or I as in BIO, and one that does not."""
-    for form, group in ((_BEFORE, 1), (_AFTER, 2)):
-        has = {label: match[group] for label in named if (match := form.fullmatch(label))}
+    for pattern, group in ((_BEFORE, 1), (_AFTER, 2)):
+        has = {label: match[group] for label in named if (match := pattern.fullmatch(label))}
         if {"B", "I"} & set(has.values()):
             return next(iter(has)), next(label for label in named if label not in has)
     return None

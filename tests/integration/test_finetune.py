@@ -529,5 +529,5 @@ def test_a_run_stopped_during_its_last_validation_has_not_finished(
     assert finetune(tmp_path, *STEPS) == EXIT_DONE
     finished = finished_validation(tmp_path, "accuracy")
     assert finished is not None
-    assert (finished.step, finished.score, finished.last_step) == (8, 0.9, 8)
+    assert (finished.step, finished.score, finished.steps) == (8, 0.9, 8)
     assert best_of(tmp_path) == {"step": 8, "score": 0.9}

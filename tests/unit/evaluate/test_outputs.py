@@ -322,7 +322,7 @@ def test_a_run_has_finished_when_its_last_validation_is_recorded(run: FinetunedR
     metrics = run.folder / "metrics.jsonl"
     finished = finished_validation(run.folder, "accuracy")
     assert finished is not None
-    assert (finished.step, finished.last_step) == (2, 2)
+    assert (finished.step, finished.steps) == (2, 2)
     assert finished.score == finished.metrics["accuracy"]
     lines = metrics.read_text().splitlines(keepends=True)
     kept = [line for line in lines if '"validation"' not in line]
