@@ -337,17 +337,19 @@ def build_examples(task: TaskConfig, split: str, records: Iterable[Record]) -> I
 
 def _segments(row: Row, identifier: str) -> Example:
     row.require("label")
-    label: float | None = None
-    if row.has("label"):
-        is_score = row.task.head == "regression"
-        label = _score(row) if is_score else row.class_index(row.raw("label"))
     return Example(
         id=identifier,
         text=row.filled_text("text"),
         text_pair=row.filled_text("text_pair") if row.has("text_pair") else None,
-        label=label,
+        label=_label(row) if row.has("label") else None,
         group=row.text("group") if row.has("group") else "",
     )
+
+
+def _label(row: Row) -> float | None:
+    if row.task.head == "regression":
+        return _score(row)
+    return row.class_index(row.raw("label"))
 
 
 def _score(row: Row) -> float | None:
