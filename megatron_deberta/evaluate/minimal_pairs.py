@@ -20,9 +20,8 @@ from megatron_deberta.config.objective_rules import trained_forms
 from megatron_deberta.config.schema import ModelConfig, RunConfig
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.errors import ConfigError, DataError, MissingInputError
+from megatron_deberta.errors import DataError, MissingInputError
 from megatron_deberta.evaluate.likelihood import Metric, WindowRows, score_rows
-from megatron_deberta.evaluate.models import language_model_config, open_ranks, open_source_model
 from megatron_deberta.evaluate.validation import Evaluation, never
 from megatron_deberta.tasks.records import read_jsonl, string_of
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
@@ -298,46 +297,3 @@ def _check_lengths(model: ModelConfig, texts: Sequence[str], parts: Sequence[np.
                 f"sentence {text[:60]!r} has {len(part) + 2} tokens, but the model has "
                 f"{model.max_position_embeddings} positions; remove the pair"
             )
-
-
-def evaluate_minimal_pairs(
-    model: Path,
-    data: str,
-    *,
-    limit: int = 0,
-    metric: Metric = "original",
-    tokenizer: str = "",
-    overrides: Sequence[str] = (),
-    advance: Callable[[int, int], None] = lambda done, total: None,
-) -> tuple[MinimalPairScores, bool]:
-    """Compute the accuracies of a pretrained model. Collective over the ranks of the launcher.
-
-    Args:
-        model: run, checkpoint, export or release with a masked-language-model head; of replaced-
-            token detection, the generator is evaluated.
-        data: folder of BLiMP's JSON Lines.
-        limit: first pairs of each paradigm; 0: all.
-        metric: what is masked with a scored token.
-        tokenizer: the model's tokenizer; empty: its own.
-        overrides: ``section.key=value``, such as ``train.micro_batch_size=64``.
-        advance: called on every rank with the batches done and their number.
-
-    Returns:
-        The accuracies, and whether this is rank 0.
-
-    Raises:
-        CheckpointError: the folder holds no model, or one without a trained head.
-        ConfigError: the model is fine-tuned.
-        DataError: the data or the tokenizer is missing or malformed.
-    """
-    source = open_source_model(model, tokenizer, "generator")
-    config = language_model_config(source, overrides)
-    if "masked" not in trained_forms(config.objective) and metric != "original":
-        raise ConfigError(f"--metric {metric} is for masked language models; remove it")
-    pairs = read_minimal_pairs(data, limit)
-    loaded = source.load_tokenizer(config.tokenizer.path)
-    task = build_minimal_pairs(config, loaded, pairs, metric)
-    with open_ranks(config, source) as (module, groups):
-        scores = task.score(module, groups, advance=advance)
-        assert scores is not None
-        return scores, groups.rank == 0

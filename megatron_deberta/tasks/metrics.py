@@ -123,26 +123,26 @@ class CorrelationMetric:
 
     def resampled(self, weights: Floats) -> Floats:
         """Return the correlation per resample; see ``PairedMetric``."""
-        values = []
-        if self.name != "spearman":
-            values.append(_correlation(self.truth[None], self.found[None], weights))
-        if self.name != "pearson":
-            truth, found = (_weighted_ranks(v, weights) for v in (self.truth, self.found))
-            values.append(_correlation(truth, found, weights))
-        mean: Floats = np.mean(values, axis=0)
-        return mean
+        return self._correlations(
+            self.found[None], weights, lambda scores: _weighted_ranks(scores[0], weights)
+        )
 
     def swapped(self, other: CorrelationMetric, mask: npt.NDArray[np.bool_]) -> Floats:
         """Return the correlation with some predictions replaced; see ``PairedMetric``."""
         from scipy import stats
 
-        found, ones = np.where(mask, other.found, self.found), np.ones(mask.shape)
-        values = []
+        found = np.where(mask, other.found, self.found)
+        return self._correlations(found, np.ones(mask.shape), partial(stats.rankdata, axis=1))
+
+    def _correlations(
+        self, found: Floats, weights: Floats, ranks: Callable[[Floats], Floats]
+    ) -> Floats:
+        """Return the correlation per row of ``found`` or ``weights``, of scores or of ranks."""
+        truth, values = self.truth[None], []
         if self.name != "spearman":
-            values.append(_correlation(self.truth[None], found, ones))
+            values.append(_correlation(truth, found, weights))
         if self.name != "pearson":
-            truth, ranks = stats.rankdata(self.truth)[None], stats.rankdata(found, axis=1)
-            values.append(_correlation(truth, ranks, ones))
+            values.append(_correlation(ranks(truth), ranks(found), weights))
         mean: Floats = np.mean(values, axis=0)
         return mean
 

@@ -13,8 +13,8 @@ import torch
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.errors import DataError
+from megatron_deberta.evaluate.language_models import Form, Perplexity, WordText, read_words
 from megatron_deberta.evaluate.likelihood import WindowRows, score_rows
-from megatron_deberta.evaluate.perplexity import Form, Perplexity, WordText, read_words
 from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.objectives import MaskedLanguageModel
 from tests.support.corpus import corpus_path

@@ -19,7 +19,7 @@ from seqeval.scheme import BILOU, IOB2, IOBES
 
 from megatron_deberta.config import config_from_dict, load_config, save_config
 from megatron_deberta.errors import EXIT_USAGE, ConfigError, DataError, MegatronDebertaError
-from megatron_deberta.evaluate.perplexity import read_words
+from megatron_deberta.evaluate.language_models import read_words
 from megatron_deberta.tasks import Answer, Example, load_task, read_examples
 from megatron_deberta.tasks.metrics import finish_tag_metric, tag_counts
 from megatron_deberta.tasks.records import read_bytes

@@ -1,7 +1,8 @@
-"""Perplexity of a pretrained model on a text file, by word and by piece.
+"""Evaluation of pretrained models on disk: perplexity of a text file, and minimal pairs.
 
-Source: Merity et al. 2016, arXiv:1609.07843: words are separated by white space, and the end of
-each line counts as a word. The validation part of WikiText-103 has 217,646 words.
+Source of perplexity by word: Merity et al. 2016, arXiv:1609.07843: words are separated by white
+space, and the end of each line counts as a word. The validation part of WikiText-103 has 217,646
+words.
 """
 
 from __future__ import annotations
@@ -14,11 +15,16 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_deberta.config.objective_rules import causal_fraction
+from megatron_deberta.config.objective_rules import causal_fraction, trained_forms
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import CheckpointError, ConfigError, DataError, MalformedInputError
-from megatron_deberta.evaluate.likelihood import WindowRows, score_rows
+from megatron_deberta.evaluate.likelihood import Metric, WindowRows, score_rows
+from megatron_deberta.evaluate.minimal_pairs import (
+    MinimalPairScores,
+    build_minimal_pairs,
+    read_minimal_pairs,
+)
 from megatron_deberta.evaluate.models import language_model_config, open_ranks, open_source_model
 from megatron_deberta.hf.loading import NONFINITE
 from megatron_deberta.tasks.records import read_bytes
@@ -216,3 +222,46 @@ def _rows(
 
 def _exp(value: float) -> float:
     return math.exp(value) if value < 700 else math.inf
+
+
+def evaluate_minimal_pairs(
+    model: Path,
+    data: str,
+    *,
+    limit: int = 0,
+    metric: Metric = "original",
+    tokenizer: str = "",
+    overrides: Sequence[str] = (),
+    advance: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[MinimalPairScores, bool]:
+    """Compute the accuracies of a pretrained model. Collective over the ranks of the launcher.
+
+    Args:
+        model: run, checkpoint, export or release with a masked-language-model head; of replaced-
+            token detection, the generator is evaluated.
+        data: folder of BLiMP's JSON Lines.
+        limit: first pairs of each paradigm; 0: all.
+        metric: what is masked with a scored token.
+        tokenizer: the model's tokenizer; empty: its own.
+        overrides: ``section.key=value``, such as ``train.micro_batch_size=64``.
+        advance: called on every rank with the batches done and their number.
+
+    Returns:
+        The accuracies, and whether this is rank 0.
+
+    Raises:
+        CheckpointError: the folder holds no model, or one without a trained head.
+        ConfigError: the model is fine-tuned.
+        DataError: the data or the tokenizer is missing or malformed.
+    """
+    source = open_source_model(model, tokenizer, "generator")
+    config = language_model_config(source, overrides)
+    if "masked" not in trained_forms(config.objective) and metric != "original":
+        raise ConfigError(f"--metric {metric} is for masked language models; remove it")
+    pairs = read_minimal_pairs(data, limit)
+    loaded = source.load_tokenizer(config.tokenizer.path)
+    task = build_minimal_pairs(config, loaded, pairs, metric)
+    with open_ranks(config, source) as (module, groups):
+        scores = task.score(module, groups, advance=advance)
+        assert scores is not None
+        return scores, groups.rank == 0
