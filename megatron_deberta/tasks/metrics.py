@@ -11,7 +11,7 @@ import string
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Protocol
 
 import numpy as np
@@ -391,6 +391,8 @@ def right_answers(task: TaskConfig, example: Example) -> list[str]:
     return [text for text in texts if not task.unanswerable or normalize_answer(text)]
 
 
+# The metrics of a split compare the same answers.
+@lru_cache(maxsize=1 << 16)
 def normalize_answer(text: str) -> str:
     """Lower-case, and remove punctuation, articles and superfluous white space.
 
