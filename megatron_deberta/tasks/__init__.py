@@ -1,4 +1,4 @@
-"""Labelled tasks: their configs, readers, encoding, metrics and prediction files.
+"""Labelled tasks: their configs, reading, encoding, metrics and prediction files.
 
 The package knows no model and no training loop: it turns files into arrays of tokens and labels,
 and arrays of logits into metrics and predictions.
