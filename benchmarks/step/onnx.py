@@ -30,8 +30,8 @@ from torch import Tensor
 from benchmarks.lib.provenance import provenance, version
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.config.task_head import with_task_head
+from megatron_deberta.evaluate.predict import compare_accuracy
 from megatron_deberta.files import write_atomically
-from megatron_deberta.finetune.onnx_accuracy import compare_accuracy
 from megatron_deberta.hf.config import SpecialIds, choose_model_type
 from megatron_deberta.hf.export_model import write_hf_model
 from megatron_deberta.hf.loading import build_model, build_task_model, open_trained_model

@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.errors import ConfigError
-from megatron_deberta.finetune.models import open_source_model
+from megatron_deberta.evaluate.models import open_source_model
 from megatron_deberta.hf.loading import build_encoder
 from megatron_deberta.model import DebertaModel, ModelInputs
 from megatron_deberta.model.attention import DisentangledSelfAttention

@@ -41,8 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare, and print the table."""
-    from megatron_deberta.finetune.compare import sides
-    from megatron_deberta.finetune.compare.table import format_comparison
+    from megatron_deberta.evaluate import compare
     from megatron_deberta.train.start import refusals
 
     a, b = Path(args.a), Path(args.b)
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         if not path.exists():
             raise ConfigError(f"{path}: no such file or folder; give runs or prediction files")
     options = {"split": args.split, "resamples": args.resamples, "seed": args.seed}
-    are_files = [sides.holds_predictions(path) for path in (a, b)]
+    are_files = [compare.holds_predictions(path) for path in (a, b)]
     if are_files[0] != are_files[1]:
         raise ConfigError(f"{a} and {b}: give two folders of runs, or prediction files twice")
     if not are_files[0]:
@@ -60,10 +59,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("prediction files need --task and --data, which have the labels")
     with refusals():
         if are_files[0]:
-            found = sides.compare_files(a, b, task_name=args.task, data=args.data, **options)
+            found = compare.compare_files(a, b, task_name=args.task, data=args.data, **options)
         else:
-            found = sides.compare_runs(a, b, data=args.data, **options)
-    print(format_comparison((args.a, args.b), found))
+            found = compare.compare_runs(a, b, data=args.data, **options)
+    print(compare.format_comparison((args.a, args.b), found))
     if args.output:
-        write_atomically(Path(args.output), sides.to_json(found))
+        write_atomically(Path(args.output), compare.to_json(found))
     return EXIT_DONE

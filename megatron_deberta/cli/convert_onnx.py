@@ -72,7 +72,7 @@ def _accuracy(
     Raises:
         ConfigError: the folder of the task's files does not exist.
     """
-    from megatron_deberta.finetune.onnx_accuracy import compare_accuracy
+    from megatron_deberta.evaluate.predict import compare_accuracy
     from megatron_deberta.hf.loading import build_task_model
 
     run = trained.run

@@ -212,9 +212,11 @@ def check_task_data(config: RunConfig) -> str:
     Raises:
         MegatronDebertaError: no, and which file or key is wrong.
     """
-    from megatron_deberta.finetune.data import DEV, TRAIN, check_task, load_training_task
-    from megatron_deberta.finetune.models import open_source_model
+    from megatron_deberta.evaluate.models import open_source_model
+    from megatron_deberta.evaluate.splits import check_task
+    from megatron_deberta.finetune.data import load_training_task
     from megatron_deberta.tasks.reading import read_examples
+    from megatron_deberta.tasks.task import DEV, TRAIN
 
     task = load_training_task(config)
     check_task(config, task)

@@ -19,7 +19,7 @@ from megatron_deberta.errors import EXIT_DONE, ConfigError
 from megatron_deberta.files import write_atomically
 
 if TYPE_CHECKING:
-    from megatron_deberta.finetune.ensemble import Ensemble
+    from megatron_deberta.evaluate.outputs import Ensemble
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,8 +45,7 @@ def run(args: argparse.Namespace) -> int:
     args.split = args.split or "test"
     prepare_output("--output", args.output)
     prepare_output("--leaderboard", args.leaderboard, is_folder=True)
-    from megatron_deberta.finetune.ensemble import build_ensemble
-    from megatron_deberta.finetune.outputs import check_same_task, find_runs
+    from megatron_deberta.evaluate.outputs import build_ensemble, check_same_task, find_runs
     from megatron_deberta.train.start import refusals
 
     for path in args.runs:

@@ -31,9 +31,9 @@ from megatron_deberta.text.jobs.progress import ProgressDisplay
 
 if TYPE_CHECKING:
     # These import torch, which --help does not need.
-    from megatron_deberta.finetune.perplexity import Perplexity
-    from megatron_deberta.tasks.minimal_pairs import MinimalPairScores
-    from megatron_deberta.train.pseudo_likelihood import Metric
+    from megatron_deberta.evaluate.language_models import Perplexity
+    from megatron_deberta.evaluate.likelihood import Metric
+    from megatron_deberta.evaluate.minimal_pairs import MinimalPairScores
 
 MINIMAL_PAIRS = "blimp"
 PERPLEXITY = "perplexity"
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     if own:
         with refusals():
             return (_run_minimal_pairs if own == MINIMAL_PAIRS else _run_perplexity)(args)
-    from megatron_deberta.finetune.predict import open_predictor
+    from megatron_deberta.evaluate.predict import open_predictor
     from megatron_deberta.tasks.scoring import score
 
     with (
@@ -131,7 +131,7 @@ def describe_metrics(metrics: dict[str, float]) -> str:
 
 
 def _run_minimal_pairs(args: argparse.Namespace) -> int:
-    from megatron_deberta.finetune.minimal_pairs import evaluate_minimal_pairs
+    from megatron_deberta.evaluate.language_models import evaluate_minimal_pairs
 
     metric: Metric = args.metric or "original"
     with _progress(MINIMAL_PAIRS) as advance:
@@ -153,7 +153,7 @@ def _run_minimal_pairs(args: argparse.Namespace) -> int:
 
 
 def _run_perplexity(args: argparse.Namespace) -> int:
-    from megatron_deberta.finetune.perplexity import evaluate_perplexity
+    from megatron_deberta.evaluate.language_models import evaluate_perplexity
 
     with _progress(PERPLEXITY) as advance:
         result, is_first = evaluate_perplexity(

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.ranks:
         refuse_options(args, {"restarts": "--restarts"}, "needs --ranks")
     from megatron_deberta.cli.pretrain import describe_run, train
-    from megatron_deberta.finetune.models import open_source_model
+    from megatron_deberta.evaluate.models import open_source_model
     from megatron_deberta.finetune.settings import describe_settings, finetune_config
     from megatron_deberta.tasks.task import load_task
     from megatron_deberta.train.start import refusals

@@ -65,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run what is missing, and write table and picture after each run."""
     from megatron_deberta.distributed.environment import read_environment
+    from megatron_deberta.evaluate.models import open_source_model
     from megatron_deberta.finetune.checkpoint_curve import (
         CURVE_FILE,
         PICTURE_FILE,
@@ -75,10 +76,8 @@ def run(args: argparse.Namespace) -> int:
         plan_runs,
         write_curve,
     )
-    from megatron_deberta.finetune.data import DEV
     from megatron_deberta.finetune.inputs import fingerprint_inputs
-    from megatron_deberta.finetune.models import open_source_model
-    from megatron_deberta.tasks.task import load_task
+    from megatron_deberta.tasks.task import DEV, load_task
     from megatron_deberta.train.start import refusals
 
     if read_environment().world_size > 1:

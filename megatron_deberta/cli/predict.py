@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Predict and write the predictions."""
-    from megatron_deberta.finetune.predict import open_predictor
+    from megatron_deberta.evaluate.predict import open_predictor
     from megatron_deberta.train.start import refusals
 
     texts = _texts(args)

@@ -109,8 +109,8 @@ def task_functions(config: RunConfig) -> dict[str, Any]:
     """Return the functions that open data and initial weights of a fine-tuning run."""
     if not config.finetune.task:
         return {}
+    from megatron_deberta.evaluate.models import open_release_weights
     from megatron_deberta.finetune.data import open_task_data
-    from megatron_deberta.finetune.models import open_release_weights
 
     return {"open_data": open_task_data, "open_weights": open_release_weights}
 

@@ -27,9 +27,8 @@ from megatron_deberta.cli.submit import add_check_argument
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE, ConfigError, printable
 
 if TYPE_CHECKING:
-    from megatron_deberta.finetune.search.cells import ConfiguredRun, SearchRun
-    from megatron_deberta.finetune.search.config import SearchConfig
-    from megatron_deberta.finetune.search.local import Outcome
+    from megatron_deberta.finetune.local_runs import Outcome
+    from megatron_deberta.finetune.search import ConfiguredRun, SearchConfig, SearchRun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,16 +68,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run, submit, or show the search."""
+    from megatron_deberta.evaluate.models import open_source_model
     from megatron_deberta.finetune.inputs import (
         check_inputs,
         fingerprint_inputs,
         fingerprint_weights,
         record_inputs,
     )
-    from megatron_deberta.finetune.models import open_source_model
-    from megatron_deberta.finetune.search.cells import INPUTS_FILE, configure_runs, list_runs
-    from megatron_deberta.finetune.search.config import load_search
-    from megatron_deberta.finetune.search.results import read_result
+    from megatron_deberta.finetune.search import (
+        INPUTS_FILE,
+        configure_runs,
+        list_runs,
+        load_search,
+        read_result,
+    )
     from megatron_deberta.tasks.task import load_task
     from megatron_deberta.train.start import refusals
 
@@ -113,16 +116,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _show(search: SearchConfig, runs: Sequence[SearchRun], metric: str, *, prunes: bool) -> int:
     """Print and write the table; delete checkpoints if asked to."""
-    from megatron_deberta.finetune.search import results
+    from megatron_deberta.finetune.search import collect, format_table, prune, write_results
 
     if not any(run.folder.exists() for run in runs):
         raise ConfigError(f"{search.output}: no run has begun; start the search without --table")
-    found = results.collect(runs, metric)
-    files = results.write_results(search, metric, found)
-    print(results.format_table(search, metric, found))
+    found = collect(runs, metric)
+    files = write_results(search, metric, found)
+    print(format_table(search, metric, found))
     print(f"written: {', '.join(map(str, files))}")
     if prunes:
-        print(f"--prune: checkpoints of {results.prune(found, search.select)} runs deleted")
+        print(f"--prune: checkpoints of {prune(found, search.select)} runs deleted")
     return EXIT_DONE
 
 
@@ -144,20 +147,20 @@ def _run_locally(
     search: SearchConfig, pending: Sequence[ConfiguredRun], metric: str, jobs: int | None
 ) -> int:
     """Run the pending runs here; return the exit code of the search."""
-    from megatron_deberta.finetune.search import local
+    from megatron_deberta.finetune.local_runs import run_all, run_command, stop_signals
 
     slots = _slots(search, pending[0], jobs)
     with (
         _folder_lock(search),
-        local.stop_signals() as stop,
+        stop_signals() as stop,
         _Report(len(pending), metric) as report,
     ):
-        all_started = local.run_all(
+        all_started = run_all(
             pending,
             slots,
             lambda outcome: report.add(outcome, is_stopping=bool(stop.numbers)),
             stop,
-            lambda run: local.run_command(run, search.ranks),
+            lambda run: run_command(run, search.ranks),
         )
     if stop.numbers:
         return stop.exit_code
@@ -197,8 +200,8 @@ class _Report:
 
     def add(self, outcome: Outcome, *, is_stopping: bool) -> None:
         """Print the end of a run."""
-        from megatron_deberta.finetune.search.local import LOG_FILE
-        from megatron_deberta.finetune.search.results import read_result
+        from megatron_deberta.finetune.local_runs import LOG_FILE
+        from megatron_deberta.finetune.search import read_result
 
         result = read_result(outcome.run.folder, self._metric)
         self._ended += 1
@@ -220,7 +223,7 @@ class _Report:
 
 @contextmanager
 def _folder_lock(search: SearchConfig) -> Iterator[None]:
-    from megatron_deberta.finetune.search.local import lock_folder
+    from megatron_deberta.finetune.local_runs import lock_folder
 
     try:
         descriptor = lock_folder(Path(search.output))
@@ -239,7 +242,7 @@ def _slots(search: SearchConfig, first: ConfiguredRun, jobs: int | None) -> list
     import psutil
 
     from megatron_deberta.cli.pretrain import predict_bytes
-    from megatron_deberta.finetune.search.local import slot_environments, visible_gpus
+    from megatron_deberta.finetune.local_runs import slot_environments, visible_gpus
 
     devices = [] if first.config.train.device == "cpu" else visible_gpus()
     if devices:

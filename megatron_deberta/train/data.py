@@ -26,11 +26,11 @@ from megatron_deberta.data.shards.statistics import PACKINGS
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import ConfigError
+from megatron_deberta.evaluate.validation import Evaluation, evaluate
 from megatron_deberta.model.flops import recomputed_flops
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.observe.throughput import StepWork
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
-from megatron_deberta.train.evaluate import Evaluation, evaluate
 from megatron_deberta.train.fingerprint import run_fingerprint
 from megatron_deberta.train.records import RunRecords
 from megatron_deberta.train.start import Identity

@@ -18,6 +18,7 @@ from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.build import Corpora, validation_loader
 from megatron_deberta.data.dataset.unigram import unigram_cross_entropy, unigram_log_probabilities
 from megatron_deberta.data.vocabulary import Vocabulary
+from megatron_deberta.evaluate.validation import Evaluation
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.observe.console import LiveConsole
 from megatron_deberta.observe.metrics import (
@@ -27,7 +28,6 @@ from megatron_deberta.observe.metrics import (
     plot_loss,
     read_metrics,
 )
-from megatron_deberta.train.evaluate import Evaluation
 from megatron_deberta.train.stability.rollback import Rollback
 from megatron_deberta.train.stability.verdict import Verdict
 

@@ -17,23 +17,10 @@ from megatron_deberta.distributed.environment import RankEnvironment, read_envir
 from megatron_deberta.distributed.parallelize.build import ShardedModel, build_model
 from megatron_deberta.distributed.parallelize.plan import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.errors import ConfigError
 from megatron_deberta.observe.throughput import StepWork, ThroughputMeter, measure_matmul_rate
 
 # Values of ``precision.dtype`` as torch dtypes
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def choose_device(config: RunConfig) -> torch.device:
-    """Resolve ``train.device`` on this machine.
-
-    Raises:
-        ConfigError: ``train.device=cuda`` and CUDA is not available.
-    """
-    available = torch.cuda.is_available()
-    if config.train.device == "cuda" and not available:
-        raise ConfigError("train.device=cuda but CUDA is not available here; use auto or cpu")
-    return torch.device("cuda" if available and config.train.device != "cpu" else "cpu")
 
 
 def set_determinism(device: torch.device, environment: RankEnvironment) -> None:

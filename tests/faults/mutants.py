@@ -212,14 +212,14 @@ MUTANTS = (
         "unit/model/test_dropout.py::test_the_passes_of_sift_have_dropout_bits_of_their_own",
     ),
     Mutant(
-        "an ensemble takes the worst runs", "finetune/ensemble.py",
+        "an ensemble takes the worst runs", "evaluate/outputs.py",
         "key=lambda pair: -pair[0]", "key=lambda pair: pair[0]",
-        "unit/finetune/test_outputs.py::test_an_ensemble_takes_the_best_runs",
+        "unit/evaluate/test_outputs.py::test_an_ensemble_takes_the_best_runs",
     ),
     Mutant(
-        "outputs of another data set are reused", "finetune/outputs.py",
+        "outputs of another data set are reused", "evaluate/outputs.py",
         '!= (weights, data):', '!= (weights, kept["data"]):',
-        "unit/finetune/test_outputs.py::test_outputs_under_the_name_of_other_ones_are_not_used",
+        "unit/evaluate/test_outputs.py::test_outputs_under_the_name_of_other_ones_are_not_used",
     ),
     Mutant(
         "a blend's index range is without its margin", "data/dataset/blend.py",
@@ -228,31 +228,31 @@ MUTANTS = (
         "unit/data/test_blend.py::test_the_rows_of_a_range_are_in_its_parts",
     ),
     Mutant(
-        "outputs of other weights are reused", "finetune/outputs.py",
+        "outputs of other weights are reused", "evaluate/outputs.py",
         '!= (weights, data):', '!= (kept["weights"], data):',
-        "unit/finetune/test_outputs.py::test_outputs_under_the_name_of_other_ones_are_not_used",
+        "unit/evaluate/test_outputs.py::test_outputs_under_the_name_of_other_ones_are_not_used",
     ),
     Mutant(
-        "altered outputs are used", "finetune/outputs.py",
+        "altered outputs are used", "evaluate/outputs.py",
         'if hashlib.sha256(content).hexdigest() != kept["sha256"]:', "if False:",
-        "unit/finetune/test_outputs.py::test_damaged_outputs_are_computed_again",
+        "unit/evaluate/test_outputs.py::test_damaged_outputs_are_computed_again",
     ),
     Mutant(
-        "a run without its last validation has finished", "finetune/outputs.py",
+        "a run without its last validation has finished", "evaluate/outputs.py",
         "if found is None or not found.has_ended or found.last not in found.validations:",
         "if found is None or not found.has_ended:",
-        "unit/finetune/test_outputs.py::test_a_run_has_finished_when_its_last_validation_is_recorded",
+        "unit/evaluate/test_outputs.py::test_a_run_has_finished_when_its_last_validation_is_recorded",
     ),
     Mutant(
-        "a checkpoint that was not saved is the best", "train/selection.py",
+        "a checkpoint that was not saved is the best", "evaluate/selection.py",
         "            self.unsaved[step] = score\n",
         "            self.best_step, self.best_score = step, score\n",
-        "unit/train/test_selection.py::test_only_a_saved_checkpoint_is_the_best",
+        "unit/evaluate/test_selection.py::test_only_a_saved_checkpoint_is_the_best",
     ),
     Mutant(
-        "a deleted checkpoint stays the best", "train/selection.py",
+        "a deleted checkpoint stays the best", "evaluate/selection.py",
         'and _is_committed(run_dir, best["step"]):', "and True:",
-        "unit/train/test_selection.py::test_a_best_validation_without_a_checkpoint_selects_nothing",
+        "unit/evaluate/test_selection.py::test_a_best_validation_without_a_checkpoint_selects_nothing",
     ),
     Mutant(
         "a validation of train.exit_step selects", "train/callbacks.py",
@@ -260,7 +260,7 @@ MUTANTS = (
         "unit/train/test_callbacks.py::test_a_validation_of_exit_step_selects_nothing",
     ),
     Mutant(
-        "encoded examples are not compared with their fingerprint", "tasks/encoded.py",
+        "encoded examples are not compared with their fingerprint", "tasks/encoding.py",
         "if loaded.fingerprint != recorded:", "if False:",
         "unit/tasks/test_encoding.py::test_a_flipped_bit_of_the_cache_is_found",
     ),
@@ -285,9 +285,9 @@ MUTANTS = (
         "unit/checkpoint/test_average.py::test_moving_average_is_saved_and_loaded_on_any_layout",
     ),
     Mutant(
-        "packed rows begin where the one before does", "finetune/batches.py",
+        "packed rows begin where the one before does", "evaluate/splits.py",
         "starts[counts.cumsum() - counts][of]", "starts",
-        "unit/finetune/test_row_packing.py::test_each_row_begins_at_its_place",
+        "unit/evaluate/test_splits.py::test_each_row_begins_at_its_place",
     ),
     Mutant(
         "documents are packed without the separators between them", "data/dataset/packing.py",

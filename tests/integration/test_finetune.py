@@ -29,9 +29,9 @@ from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.cli.main import main
 from megatron_deberta.config.task_head import with_task_head
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USAGE, CheckpointError
+from megatron_deberta.evaluate.models import open_source_model
+from megatron_deberta.evaluate.outputs import finished_validation
 from megatron_deberta.finetune import data as task_data
-from megatron_deberta.finetune.models import open_source_model
-from megatron_deberta.finetune.outputs import finished_validation
 from megatron_deberta.hf.config import SpecialIds, choose_model_type
 from megatron_deberta.hf.export_model import write_hf_model
 from megatron_deberta.observe.metrics import read_metrics
@@ -529,5 +529,5 @@ def test_a_run_stopped_during_its_last_validation_has_not_finished(
     assert finetune(tmp_path, *STEPS) == EXIT_DONE
     finished = finished_validation(tmp_path, "accuracy")
     assert finished is not None
-    assert (finished.step, finished.score, finished.last_step) == (8, 0.9, 8)
+    assert (finished.step, finished.score, finished.steps) == (8, 0.9, 8)
     assert best_of(tmp_path) == {"step": 8, "score": 0.9}

@@ -26,7 +26,7 @@ from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.build import open_corpora, validation_loader
 from megatron_deberta.data.vocabulary import Vocabulary
-from megatron_deberta.finetune.predict import open_predictor
+from megatron_deberta.evaluate.predict import open_predictor
 from megatron_deberta.hf import DebertaForMaskedLM
 from megatron_deberta.hf.loading import (
     build_with_head,

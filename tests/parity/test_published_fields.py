@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor, nn
 
 from megatron_deberta.errors import CheckpointError, ConfigError
-from megatron_deberta.finetune.models import open_source_model
+from megatron_deberta.evaluate.models import open_source_model
 from megatron_deberta.hf import accelerate
 from megatron_deberta.hf.loading import build_encoder, build_with_head, quiet_transformers
 from megatron_deberta.model.inputs import ModelInputs

@@ -90,6 +90,8 @@ def test_table_lists_every_folder() -> None:
     assert table["objectives"] == {"ops", "model", "data"}
     assert "engine" in table["train"]
     assert "cluster" not in table["train"]
+    assert "evaluate" in table["train"]
+    assert not {"train", "finetune"} & table["evaluate"]
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

@@ -32,8 +32,8 @@ from megatron_deberta.config.schema import (
 )
 from megatron_deberta.config.task_head import with_task_head
 from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.evaluate.models import open_release_weights, open_source_model
 from megatron_deberta.files import FileLock, published_folder, sha256_file
-from megatron_deberta.finetune.models import open_release_weights, open_source_model
 from megatron_deberta.hf import export_model as export_module
 from megatron_deberta.hf.export_model import output_folder
 from megatron_deberta.hf.loading import (

@@ -31,10 +31,10 @@ from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.parallelize.build import uses_fusion
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine.factory import build_engine
+from megatron_deberta.evaluate.validation import evaluate
 from megatron_deberta.model import DropoutSeeds, fused
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.ops import triton as triton_kernels
-from megatron_deberta.train.evaluate import evaluate
 from megatron_deberta.train.step import TrainStep
 from tests.support.labelled import labelled_rows, labelled_run
 

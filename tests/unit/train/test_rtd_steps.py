@@ -29,11 +29,11 @@ from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine.base import Engine
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.evaluate.validation import evaluate
 from megatron_deberta.model import DropoutSeeds, RuntimeOptions
 from megatron_deberta.model.replaced_tokens import DELTA, DISCRIMINATOR, GENERATOR, TOKENS
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.objectives.rtd import ReplacedTokenModel, fill
-from megatron_deberta.train.evaluate import evaluate
 from megatron_deberta.train.step import TrainStep
 from tests.unit.train.test_step import CONFIG, part, rows
 

@@ -24,10 +24,10 @@ from megatron_deberta.distributed.topology import ProcessGroups, single_process_
 from megatron_deberta.engine.base import Engine, ReadNorm, StepOutcome
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import NumericsError
+from megatron_deberta.evaluate.validation import evaluate
 from megatron_deberta.model import DropoutSeeds
 from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.objectives import LossSums, ModelLosses, build_objective
-from megatron_deberta.train.evaluate import evaluate
 from megatron_deberta.train.step import TrainStep
 from tests.support.tiny_models import V2
 from tests.support.tolerances import FP32_MODULE
