@@ -11,17 +11,14 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_deberta.checkpoint import store
-from megatron_deberta.checkpoint.layout import COMMITTED_FILE, committed_steps, find_best
-from megatron_deberta.checkpoint.parts import open_part
-from megatron_deberta.checkpoint.positions import ExtendedPositions
-from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.checkpoint.layout import COMMITTED_FILE, committed_steps
+from megatron_deberta.checkpoint.reader import CheckpointReader, StoredRun
 from megatron_deberta.checkpoint.resume import (
     check_continuation,
     check_resume,
     check_same_architecture,
 )
-from megatron_deberta.checkpoint.store import StoredRun
-from megatron_deberta.checkpoint.task_head import TaskHead
+from megatron_deberta.checkpoint.views import ExtendedPositions, TaskHead, open_part
 from megatron_deberta.config import config_from_dict
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.control import broadcast_from_rank_zero, raise_on_all_ranks
@@ -145,8 +142,7 @@ def choose_start(
         return _continue(config, groups, identity)
     if config.finetune.task and config.checkpoint.load_from:
         path = Path(config.checkpoint.load_from)
-        is_checkpoint = (path / COMMITTED_FILE).exists() or store.find_newest(path) is not None
-        if open_weights is None or is_checkpoint:
+        if open_weights is None or store.find_checkpoint(path) is not None:
             reader = _open_weights(config, groups, identity)
             saved = config_from_dict(reader.metadata.config, str(reader.path))
             own, weights = open_part(reader, saved.model, "discriminator")
@@ -220,9 +216,8 @@ def load_start(
 
 def _open_weights(config: RunConfig, groups: ProcessGroups, identity: Identity) -> CheckpointReader:
     """Open ``checkpoint.load_from``: a checkpoint, or the newest one of a run folder."""
-    path = Path(config.checkpoint.load_from)
-    if not (path / COMMITTED_FILE).exists():
-        path = find_best(path) or store.find_newest(path) or path
+    given = Path(config.checkpoint.load_from)
+    path = store.find_checkpoint(given) or given
     reader = store.open_intact(path, groups, hashes=config.checkpoint.verify)
     check_same_architecture(reader, config)
     if reader.metadata.tokenizer_fingerprint != identity.tokenizer_fingerprint:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_deberta.distributed.topology import single_process_groups
-from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine import deepspeed_engine
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.tasks.minimal_pairs import MinimalPair
 from megatron_deberta.train.minimal_pairs import build_minimal_pairs
@@ -23,7 +23,7 @@ from tests.support.tiny_models import tiny_tokenizer
 
 def scores_of(rank: int, layout: Layout | None) -> list[float]:
     """Return the scores of all sentences and the accuracies, on this rank."""
-    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     groups = grid(layout.tp_size) if layout else single_process_groups(torch.device("cpu"))
     config = run_config(layout, micro_batch=2)
     config = replace(

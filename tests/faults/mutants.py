@@ -66,7 +66,7 @@ MUTANTS = (
         "unit/checkpoint/test_store.py::test_every_file_is_in_the_share_of_one_rank",
     ),
     Mutant(
-        "tensor files are not flushed", "checkpoint/tensor_writer.py",
+        "tensor files are not flushed", "checkpoint/writer.py",
         "        os.fsync(stream.fileno())\n", "", _ORDER,
     ),
     Mutant(
@@ -176,7 +176,7 @@ MUTANTS = (
         "peak * (step + 1) / warmup", "peak * step / warmup", "unit/engine/test_schedule.py",
     ),
     Mutant(
-        "an overflow does not lower the loss scale", "engine/loss_scale.py",
+        "an overflow does not lower the loss scale", "engine/schedule.py",
         "            self._shrink()\n", "", "unit/engine/test_loss_scale.py",
     ),
     Mutant(
@@ -270,7 +270,7 @@ MUTANTS = (
         "unit/checkpoint/test_local_parts.py::test_part_is_held_once_committed",
     ),
     Mutant(
-        "a local checkpoint outlives a rollback", "checkpoint/local/history.py",
+        "a local checkpoint outlives a rollback", "checkpoint/local/recovery.py",
         "return save.step <= min(later, default=save.step)", "return True",
         "unit/checkpoint/test_local_history.py::test_rollback_voids_all_saves",
     ),
@@ -280,7 +280,7 @@ MUTANTS = (
         "distributed/test_engine_average.py",
     ),
     Mutant(
-        "an export of the moving average has the weights", "checkpoint/average.py",
+        "an export of the moving average has the weights", "checkpoint/views.py",
         "EMA if kind == WEIGHT else kind", "kind",
         "unit/checkpoint/test_average.py::test_moving_average_is_saved_and_loaded_on_any_layout",
     ),

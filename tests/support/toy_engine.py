@@ -6,10 +6,14 @@ weights and data of every layout are slices of the same logical ones.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -169,7 +173,24 @@ def train(
 
 
 def states(engine: Engine) -> dict[str, ParameterState]:
-    return dict(engine.gather_states())
+    """Return copies of the whole states of all parameters. Collective: data-parallel ranks."""
+    shapes = {n: getattr(p, "ds_shape", p.shape) for n, p in engine.module.named_parameters()}
+    group = engine.parts[0]._groups.dp_group
+    held = [(shard.name, shard.start, shard.tensors) for shard in engine.local_shards()]
+    ranks: list[Any] = [held]
+    if group is not None:
+        ranks = [None] * group.size()
+        dist.all_gather_object(ranks, held, group)
+    wholes: dict[str, list[Tensor]] = {}
+    for name, start, tensors in itertools.chain(*ranks):
+        size = math.prod(shapes[name])
+        whole = wholes.setdefault(name, [torch.full((size,), math.nan) for _ in tensors])
+        for target, tensor in zip(whole, tensors, strict=True):
+            target[start : start + len(tensor)] = tensor.cpu()
+    return {
+        name: ParameterState(*(tensor.view(shapes[name]) for tensor in whole))
+        for name, whole in wholes.items()
+    }
 
 
 def assert_same_states(

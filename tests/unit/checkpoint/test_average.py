@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from megatron_deberta.checkpoint import store
-from megatron_deberta.checkpoint.average import MovingAverage, average_checkpoints
 from megatron_deberta.checkpoint.layout import EMA, KINDS, step_dir
-from megatron_deberta.checkpoint.positions import ExtendedPositions, extend_table
 from megatron_deberta.checkpoint.reader import CheckpointReader, Slice
 from megatron_deberta.checkpoint.resume import (
     check_continuation,
@@ -20,6 +18,12 @@ from megatron_deberta.checkpoint.resume import (
     check_same_architecture,
 )
 from megatron_deberta.checkpoint.store import save_weights
+from megatron_deberta.checkpoint.views import (
+    ExtendedPositions,
+    MovingAverage,
+    average_checkpoints,
+    extend_table,
+)
 from megatron_deberta.config import RunConfig, load_config
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import CheckpointError, ConfigError
@@ -30,6 +34,7 @@ from tests.support.checkpoints import (
     metadata,
     on_threads,
     save_alone,
+    save_state,
     specs_of,
 )
 
@@ -54,7 +59,7 @@ def test_mean_of_the_last_checkpoints(run_dir: Path) -> None:
     averaged = average_checkpoints(run_dir, 2, 1.0)
     assert (averaged.steps, averaged.metadata.step) == ([2, 3], 3)
     assert averaged.tensor("head.bias").tolist() == [6.0] * 3
-    assert averaged.tensor("head.bias", part=Slice(0, 1, 2)).tolist() == [6.0]
+    assert averaged.tensor("head.bias", indices=Slice(0, 1, 2)).tolist() == [6.0]
 
 
 def test_exponential_average_of_all(run_dir: Path) -> None:
@@ -86,7 +91,7 @@ def test_moving_average_is_saved_and_loaded_on_any_layout(
         engine: Any = FakeEngine(specs, logical)
         # Other values than those of the weights
         engine.states = {n: replace(s, ema=s.weight + 1) for n, s in engine.states.items()}
-        return store.save(tmp_path, engine, specs, groups, saved)
+        return save_state(tmp_path, engine, specs, groups, saved)
 
     def load_rank(groups: ProcessGroups) -> FakeEngine:
         engine: Any = FakeEngine(specs_of(groups))
@@ -104,7 +109,7 @@ def test_moving_average_is_saved_and_loaded_on_any_layout(
     weights = MovingAverage(reader)
     for name, kinds in logical.items():
         assert weights.tensor(name).equal(kinds["weight"] + 1)
-        assert weights.tensor(name, part=Slice(0, 0, 1)).equal(kinds["weight"][:1] + 1)
+        assert weights.tensor(name, indices=Slice(0, 0, 1)).equal(kinds["weight"][:1] + 1)
 
 
 def test_checkpoint_without_a_moving_average(tmp_path: Path) -> None:
@@ -152,7 +157,7 @@ def test_extension_needs_a_named_rule(run_dir: Path) -> None:
         check_same_architecture(longer, load_config(None, fewer))
     extended = ExtendedPositions(reader, 10, "repeat")
     assert extended.shapes[TABLE] == (10, 2)
-    assert extended.tensor(TABLE, part=Slice(0, 4, 6)).equal(reader.tensor(TABLE)[:2])
+    assert extended.tensor(TABLE, indices=Slice(0, 4, 6)).equal(reader.tensor(TABLE)[:2])
     assert extended.tensor("head.bias").equal(reader.tensor("head.bias"))
 
 

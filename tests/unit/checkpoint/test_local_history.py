@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_deberta.checkpoint.local.history import FILE_NAME, History
 from megatron_deberta.checkpoint.local.parts import SaveId
+from megatron_deberta.checkpoint.local.recovery import FILE_NAME, History
 from megatron_deberta.errors import CheckpointError
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, MANIFEST_FILE, commit_mark
-from megatron_deberta.checkpoint.local.limits import within
-from megatron_deberta.checkpoint.local.nodes import Nodes, node_name
 from megatron_deberta.checkpoint.local.parts import (
     PartManifest,
     PartWriter,
@@ -20,7 +18,9 @@ from megatron_deberta.checkpoint.local.parts import (
     make_private,
     part_dir,
     part_folders,
+    within,
 )
+from megatron_deberta.checkpoint.local.saver import Nodes, node_name
 from megatron_deberta.errors import CheckpointError
 from tests.support.checkpoints import metadata
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_deberta.checkpoint.local.schedule import SaveSchedule
+from megatron_deberta.checkpoint.local.saver import SaveSchedule
 
 
 def lost_steps(every: int, durations: list[int], steps: int = 60) -> tuple[int, int]:

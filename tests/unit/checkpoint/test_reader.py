@@ -12,7 +12,6 @@ import torch
 
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, KINDS, MANIFEST_FILE, commit_mark
 from megatron_deberta.checkpoint.reader import CheckpointReader, Slice
-from megatron_deberta.checkpoint.store import save
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import CheckpointError
 from tests.support.checkpoints import (
@@ -22,6 +21,7 @@ from tests.support.checkpoints import (
     metadata,
     on_threads,
     save_alone,
+    save_state,
     specs_of,
 )
 
@@ -33,7 +33,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def work(groups: ProcessGroups) -> Path:
         engine: Any = FakeEngine(specs_of(groups), logical_states())
-        return save(run_dir, engine, specs_of(groups), groups, metadata(1))
+        return save_state(run_dir, engine, specs_of(groups), groups, metadata(1))
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         path: Path = on_threads(monkeypatch, 4, 1, work)[0]
@@ -71,7 +71,7 @@ def test_what_is_not_there_is_named(saved: Path) -> None:
     with pytest.raises(CheckpointError, match="no momentum of head.bias"):
         reader.tensor("head.bias", "momentum")
     with pytest.raises(CheckpointError, match="70 indices along dimension 0, not 60 to 71"):
-        reader.tensor("head.bias", part=Slice(0, 60, 71))
+        reader.tensor("head.bias", indices=Slice(0, 60, 71))
 
 
 def test_verification_can_be_divided(copied: Path) -> None:

@@ -36,6 +36,7 @@ from tests.support.checkpoints import (
     metadata,
     on_threads,
     save_alone,
+    save_state,
     specs_of,
 )
 
@@ -46,7 +47,7 @@ def save_on(run_dir: Path, step: int = 3) -> Callable[[ProcessGroups], Path]:
     def work(groups: ProcessGroups) -> Path:
         specs = specs_of(groups)
         engine: Any = FakeEngine(specs, logical_states())
-        return store.save(run_dir, engine, specs, groups, metadata(step))
+        return save_state(run_dir, engine, specs, groups, metadata(step))
 
     return work
 

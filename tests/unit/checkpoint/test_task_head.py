@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_deberta.checkpoint.reader import Slice
-from megatron_deberta.checkpoint.task_head import TaskHead, class_order
+from megatron_deberta.checkpoint.views import TaskHead, class_order
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.config.task_head import with_task_head
 
@@ -50,7 +50,7 @@ def test_class_order(own: str, wanted: str, order: list[int] | None) -> None:
 def test_rows_are_permuted_by_name() -> None:
     head = TaskHead(Weights(), MODEL, replace(MODEL, labels=("no", "maybe", "yes")))
     assert head.tensor("classifier.bias").tolist() == [1, 2, 0]
-    assert head.tensor("classifier.weight", part=Slice(0, 1, 3))[:, 0].tolist() == [2, 0]
+    assert head.tensor("classifier.weight", indices=Slice(0, 1, 3))[:, 0].tolist() == [2, 0]
     assert "rows permuted to the order of the task's classes: no, maybe, yes" in head.describe([])
     same = TaskHead(Weights(), MODEL, MODEL)
     assert same.tensor("classifier.bias").tolist() == [0, 1, 2]

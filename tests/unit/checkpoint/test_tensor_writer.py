@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_deberta.checkpoint.reader import CheckpointReader
-from megatron_deberta.checkpoint.tensor_writer import write_tensors
+from megatron_deberta.checkpoint.writer import write_tensors
 from megatron_deberta.errors import CheckpointError
 from tests.support.checkpoints import save_alone
 

@@ -9,7 +9,7 @@ import torch
 
 from megatron_deberta.config.schema import PrecisionConfig, RunConfig, TrainConfig
 from megatron_deberta.distributed.topology import single_process_groups
-from megatron_deberta.engine.deepspeed_config import deepspeed_config
+from megatron_deberta.engine.deepspeed_engine import deepspeed_config
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import ConfigError
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron_deberta.config.schema import PrecisionConfig
-from megatron_deberta.engine.deepspeed_runtime import import_deepspeed
-from megatron_deberta.engine.loss_scale import HYSTERESIS, DynamicLossScale
+from megatron_deberta.engine.deepspeed_patches import import_deepspeed
+from megatron_deberta.engine.schedule import HYSTERESIS, DynamicLossScale
 from megatron_deberta.errors import NumericsError
 
 FP16 = PrecisionConfig(dtype="fp16", initial_loss_scale_power=10, loss_scale_window=3)

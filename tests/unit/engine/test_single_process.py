@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.distributed.topology import ProcessGroups, single_process_groups
-from megatron_deberta.engine import deepspeed_config, deepspeed_engine, deepspeed_step
-from megatron_deberta.engine.deepspeed_runtime import (
+from megatron_deberta.engine import deepspeed_engine, deepspeed_patches
+from megatron_deberta.engine.deepspeed_patches import (
     end_single_process,
     model_parallel_unit,
     overlapped_reduction,
@@ -103,7 +103,7 @@ def test_clipping_inside_adam_gives_the_same_updates(
     """As on a GPU; every gradient is clipped, and unscaled in fp16."""
     config, found = toy_config("deepspeed", dtype, stage, clip=0.05), []
     for folds in (False, True):
-        monkeypatch.setattr(deepspeed_step, "can_fold", lambda *_, folds=folds: folds)
+        monkeypatch.setattr(deepspeed_patches, "can_fold", lambda *_, folds=folds: folds)
         engine = start(config, GROUPS)
         history = train(engine, config, GROUPS, range(3))
         assert all(outcome.grad_norm > 0.05 for outcome, _ in history)
@@ -119,7 +119,7 @@ def test_norms_are_deepspeeds_in_one_call_per_group(
     config, compared = toy_config("deepspeed", "fp16", stage), []
     engine: Any = start(config, GROUPS)
     optimizer = engine._engine.optimizer
-    make, calls = deepspeed_step._group_norm_function, []
+    make, calls = deepspeed_patches._group_norm_function, []
     foreach_norm = torch._foreach_norm
 
     def compare(*args: Any, **options: Any) -> Any:
@@ -135,7 +135,7 @@ def test_norms_are_deepspeeds_in_one_call_per_group(
 
         return both
 
-    monkeypatch.setattr(deepspeed_step, "_group_norm_function", compare)
+    monkeypatch.setattr(deepspeed_patches, "_group_norm_function", compare)
     monkeypatch.setattr(
         torch, "_foreach_norm", lambda *x, **y: (calls.append(1), foreach_norm(*x, **y))[1]
     )
@@ -245,7 +245,7 @@ def test_offload_gives_the_same_updates(stage: int) -> None:
 def test_validation_between_steps_changes_nothing(
     stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deepspeed_config, "PERSISTENCE_THRESHOLD", 0)
+    monkeypatch.setattr(deepspeed_engine, "PERSISTENCE_THRESHOLD", 0)
     results = []
     for validate in (False, True):
         config = toy_config("deepspeed", "fp32", stage)
@@ -332,7 +332,7 @@ def test_an_engine_leaves_no_rank_for_the_next_run(
 
 
 def test_local_rank_is_the_gpus_not_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_deberta.engine.deepspeed_runtime import deepspeed_environment
+    from megatron_deberta.engine.deepspeed_patches import deepspeed_environment
 
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "3")
