@@ -313,7 +313,7 @@ class ExternalLossScaler:
     loss_scale = cur_scale
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the scaled loss."""
+        """Return the scaled loss, a scalar like ``loss``."""
         scale = self._loss_scale.scale
         if scale != self._copied:
             self._on_device.fill_(scale)

@@ -6,11 +6,9 @@ weights and data of every layout are slices of the same logical ones.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -176,21 +174,15 @@ def states(engine: Engine) -> dict[str, ParameterState]:
     """Return copies of the whole states of all parameters. Collective: data-parallel ranks."""
     shapes = {n: getattr(p, "ds_shape", p.shape) for n, p in engine.module.named_parameters()}
     group = engine.parts[0]._groups.dp_group
-    held = [(shard.name, shard.start, shard.tensors) for shard in engine.local_shards()]
-    ranks: list[Any] = [held]
-    if group is not None:
-        ranks = [None] * group.size()
-        dist.all_gather_object(ranks, held, group)
-    wholes: dict[str, list[Tensor]] = {}
-    for name, start, tensors in itertools.chain(*ranks):
-        size = math.prod(shapes[name])
-        whole = wholes.setdefault(name, [torch.full((size,), math.nan) for _ in tensors])
-        for target, tensor in zip(whole, tensors, strict=True):
-            target[start : start + len(tensor)] = tensor.cpu()
-    return {
-        name: ParameterState(*(tensor.view(shapes[name]) for tensor in whole))
-        for name, whole in wholes.items()
-    }
+    found = {}
+    for name, start, tensors in engine.local_shards():
+        wholes = torch.full((len(tensors), math.prod(shapes[name])), -math.inf)
+        for whole, tensor in zip(wholes, tensors, strict=True):
+            whole[start : start + len(tensor)] = tensor.cpu()
+        if group is not None:
+            dist.all_reduce(wholes, dist.ReduceOp.MAX, group)
+        found[name] = ParameterState(*(whole.view(shapes[name]) for whole in wholes))
+    return found
 
 
 def assert_same_states(
