@@ -78,26 +78,18 @@ def with_engine_state(
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
-    """Part of a parameter that a data-parallel rank holds: ``[start, start + length)``."""
-
-    dp_rank: int
-    start: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Assembly:
-    """A parameter that a rank writes, and where its state comes from."""
+    """A parameter that is written, and where its state comes from.
+
+    Attributes:
+        spec: the parameter.
+        writer: data-parallel rank that writes it.
+        sources: start and length of the shards that are needed, by data-parallel rank.
+    """
 
     spec: ParameterSpec
     writer: int
-    """Data-parallel rank."""
-    sources: tuple[_Source, ...]
-
-    def needs(self, dp_rank: int) -> bool:
-        """Return whether the shard of a data-parallel rank is written."""
-        return any(source.dp_rank == dp_rank for source in self.sources)
+    sources: Mapping[int, tuple[int, int]]
 
 
 # Flat fp32 tensors of one shard of a parameter, in the order of KINDS and EMA.
@@ -136,9 +128,14 @@ class StateCollector:
         shards = list(engine.local_shards())
         # With the average, if the run keeps one
         self._num_kinds = len(shards[0].tensors) if shards else len(KINDS)
-        own = json.dumps([[shard.start, shard.tensors[0].numel()] for shard in shards]).encode()
-        ranges = [json.loads(content) for content in gather_bytes(own, group)]
-        column = ranges[groups.tp_rank :: groups.tp_size]
+        own = [(shard.start, shard.tensors[0].numel()) for shard in shards]
+        # Start and length by data-parallel rank and parameter
+        ranges: list[list[tuple[int, int]]] = [
+            json.loads(content)
+            for content in gather_bytes(json.dumps(own).encode(), group)[
+                groups.tp_rank :: groups.tp_size
+            ]
+        ]
         self._batches: list[dict[str, _Assembly]] = [{}]
         num_bytes = 0
         for number, (name, _, _) in enumerate(shards):
@@ -148,8 +145,7 @@ class StateCollector:
             if num_bytes >= batch_bytes:
                 self._batches.append({})
                 num_bytes = 0
-            sources = [_Source(dp, *column[dp][number]) for dp in range(groups.dp_size)]
-            self._batches[-1][name] = _assembly(spec, number, sources)
+            self._batches[-1][name] = _assembly(spec, number, [held[number] for held in ranges])
             num_bytes += 4 * self._num_kinds * math.prod(spec.local_shape)
 
     def copy(self) -> Copies:
@@ -182,19 +178,17 @@ class StateCollector:
         assemblies = {name: one for batch in self._batches for name, one in batch.items()}
         for shard in self._engine.local_shards():
             assembly = assemblies.get(shard.name)
-            if assembly is not None and assembly.needs(self._groups.dp_rank):
+            if assembly is not None and self._groups.dp_rank in assembly.sources:
                 yield shard
 
     def _assemble(
         self, batch: Mapping[str, _Assembly], shards: Iterator[tuple[str, _Tensors]]
     ) -> Iterator[OwnedState]:
-        own = self._groups.dp_rank
-        received = self._exchange(batch, shards)
+        found = self._exchange(batch, shards)
         for name, assembly in batch.items():
-            if assembly.writer != own:
+            if assembly.writer != self._groups.dp_rank:
                 continue
-            found = {source: received.pop((name, source.dp_rank)) for source in assembly.sources}
-            wholes = _joined(found, math.prod(assembly.spec.local_shape))
+            wholes = _joined(assembly, found.pop(name))
             states = (whole.view(assembly.spec.local_shape) for whole in wholes)
             yield (
                 assembly.spec,
@@ -206,48 +200,37 @@ class StateCollector:
 
     def _exchange(
         self, batch: Mapping[str, _Assembly], shards: Iterator[tuple[str, _Tensors]]
-    ) -> dict[tuple[str, int], _Tensors]:
+    ) -> dict[str, dict[int, _Tensors]]:
         """Send shards to their writers; return those of this rank by name and holder."""
         own = self._groups.dp_rank
-        num_own = sum(assembly.needs(own) for assembly in batch.values())
+        num_own = sum(own in assembly.sources for assembly in batch.values())
         copies = {
             name: tuple(t.detach().to("cpu", torch.float32) for t in tensors)
             for name, tensors in islice(shards, num_own)
         }
-        kept: dict[tuple[str, int], _Tensors] = {}
-        outgoing: dict[int, list[Tensor]] = {}
-        incoming: dict[int, list[tuple[str, int]]] = {}
+        found: dict[str, dict[int, _Tensors]] = {name: {} for name in batch}
+        messages = []
         for name, assembly in batch.items():
-            for source in assembly.sources:
-                if source.dp_rank == own == assembly.writer:
-                    kept[name, own] = copies.pop(name)
-                elif source.dp_rank == own:
-                    outgoing.setdefault(assembly.writer, []).extend(copies.pop(name))
+            for dp_rank, (_, length) in assembly.sources.items():
+                if dp_rank == own == assembly.writer:
+                    found[name][own] = copies.pop(name)
+                elif dp_rank == own:
+                    content = torch.stack(copies.pop(name))
+                    partner = self._rank_of(assembly.writer)
+                    messages.append((dist.isend(content, partner, self._group, _TAG), content))
                 elif assembly.writer == own:
-                    incoming.setdefault(source.dp_rank, []).append((name, source.length))
-        sent = {dp_rank: torch.cat(tensors) for dp_rank, tensors in outgoing.items()}
-        received = {
-            dp_rank: torch.empty(self._num_kinds * sum(length for _, length in names))
-            for dp_rank, names in incoming.items()
-        }
-        self._transfer(sent, received)
-        for dp_rank, names in incoming.items():
-            lengths = [length for _, length in names for _ in range(self._num_kinds)]
-            parts = iter(received[dp_rank].split(lengths))
-            for name, _ in names:
-                kept[name, dp_rank] = tuple(next(parts) for _ in range(self._num_kinds))
-        return kept
-
-    def _transfer(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
-        """Send and receive one message per data-parallel rank."""
-        works = []
-        for exchange, messages in ((dist.isend, sent), (dist.irecv, received)):
-            for dp_rank, content in messages.items():
-                partner = dp_rank * self._groups.tp_size + self._groups.tp_rank
-                works.append(exchange(content, partner, self._group, _TAG))
-        for work in works:
+                    content = torch.empty(self._num_kinds, length)
+                    partner = self._rank_of(dp_rank)
+                    messages.append((dist.irecv(content, partner, self._group, _TAG), content))
+                    found[name][dp_rank] = content.unbind()
+        for work, _ in messages:
             assert work is not None
             work.wait()
+        return found
+
+    def _rank_of(self, dp_rank: int) -> int:
+        """Return the rank of the same tensor-parallel rank and this data-parallel rank."""
+        return dp_rank * self._groups.tp_size + self._groups.tp_rank
 
 
 def _drained(copies: Copies) -> Iterator[tuple[str, _Tensors]]:
@@ -268,25 +251,27 @@ def _writes(spec: ParameterSpec, number: int, groups: ProcessGroups) -> bool:
     return is_own_turn and spec.length > 0
 
 
-def _assembly(spec: ParameterSpec, number: int, held: list[_Source]) -> _Assembly:
-    longest = max(item.length for item in held)
-    candidates = [item for item in held if item.length == longest]
-    chosen = candidates[number % len(candidates)]
+def _assembly(spec: ParameterSpec, number: int, held: list[tuple[int, int]]) -> _Assembly:
+    """Choose who writes a parameter; ``held``: start and length by data-parallel rank."""
+    longest = max(length for _, length in held)
+    candidates = [dp_rank for dp_rank, (_, length) in enumerate(held) if length == longest]
+    writer = candidates[number % len(candidates)]
     if longest == math.prod(spec.local_shape):
-        return _Assembly(spec, chosen.dp_rank, (chosen,))
-    return _Assembly(spec, chosen.dp_rank, tuple(item for item in held if item.length))
+        return _Assembly(spec, writer, {writer: held[writer]})
+    return _Assembly(spec, writer, {rank: shard for rank, shard in enumerate(held) if shard[1]})
 
 
-def _joined(shards: Mapping[_Source, _Tensors], size: int) -> _Tensors:
-    """Return the flat state of a parameter from its shards."""
+def _joined(assembly: _Assembly, shards: Mapping[int, _Tensors]) -> _Tensors:
+    """Return the flat state of a parameter from its shards by data-parallel rank."""
     if len(shards) == 1:
         return next(iter(shards.values()))
     num_kinds = len(next(iter(shards.values())))
-    wholes = tuple(torch.empty(size) for _ in range(num_kinds))
-    for source, tensors in shards.items():
+    wholes = torch.empty(num_kinds, math.prod(assembly.spec.local_shape))
+    for dp_rank, tensors in shards.items():
+        start, length = assembly.sources[dp_rank]
         for whole, tensor in zip(wholes, tensors, strict=True):
-            whole[source.start : source.start + source.length] = tensor
-    return wholes
+            whole[start : start + length] = tensor
+    return wholes.unbind()
 
 
 class Work:

@@ -33,6 +33,8 @@ class Run:
 
     def __init__(self, layout: Layout, run_dir: str, ema_decay: float = 0.0) -> None:
         deepspeed_engine.PERSISTENCE_THRESHOLD = 0
+        # So that the ranks exchange and write in several batches
+        writer.FILE_BYTES = 20_000
         config = run_config(layout)
         config = replace(config, optimizer=replace(config.optimizer, ema_decay=ema_decay))
         self.config = config

@@ -87,7 +87,6 @@ def test_work_is_shared_and_each_true_row_is_stored_once(
 
 
 def test_every_file_follows_the_umask(tmp_path: Path) -> None:
-    """Tensor files too, which safetensors makes readable for their owner only."""
     before = os.umask(0o027)
     try:
         path = save_alone(tmp_path, 1)
@@ -119,14 +118,6 @@ def test_newest_is_found_by_looking(tmp_path: Path) -> None:
     assert store.find_newest(tmp_path) == step_dir(tmp_path, 100)
     (step_dir(tmp_path, 100) / COMMITTED_FILE).unlink()
     assert store.find_newest(tmp_path) == step_dir(tmp_path, 20)
-
-
-@pytest.mark.parametrize(("keep_last", "kept"), [(0, [1, 2, 3, 4]), (1, [4]), (3, [2, 3, 4])])
-def test_oldest_go_after_the_commit(tmp_path: Path, keep_last: int, kept: list[int]) -> None:
-    for step in (1, 2, 3, 4):
-        save_alone(tmp_path, step, keep_last=keep_last)
-    assert committed_steps(tmp_path) == kept
-    assert len(list(checkpoints_dir(tmp_path).iterdir())) == len(kept)
 
 
 def test_after_a_fallback_the_abandoned_future_is_not_counted(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Averages of checkpoints and of steps, and context extension."""
+"""Views of weights: averages of checkpoints and of steps, longer tables, other classes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_deberta.checkpoint import store
 from megatron_deberta.checkpoint.layout import EMA, KINDS, step_dir
@@ -21,10 +22,14 @@ from megatron_deberta.checkpoint.store import save_weights
 from megatron_deberta.checkpoint.views import (
     ExtendedPositions,
     MovingAverage,
+    TaskHead,
     average_checkpoints,
+    class_order,
     extend_table,
 )
 from megatron_deberta.config import RunConfig, load_config
+from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.config.task_head import with_task_head
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import CheckpointError, ConfigError
 from tests.support.checkpoints import (
@@ -180,3 +185,60 @@ def test_what_may_differ_in_a_run_that_continues_another(tmp_path: Path) -> None
             check_continuation(reader, changed, **same)
     with pytest.raises(CheckpointError, match="another tokenizer"):
         check_continuation(reader, base, tokenizer_fingerprint="u")
+
+
+class Weights:
+    """A head with three rows."""
+
+    path = Path("model")
+    shapes = {"classifier.weight": (3, 4), "classifier.bias": (3,), "pooler.dense.weight": (4, 4)}
+
+    def tensor(self, name: str, *args: Any) -> Tensor:
+        assert not args or args == ("weight", None) or args == ("weight",)
+        rows = torch.arange(3.0)
+        return rows if name.endswith("bias") else rows[:, None].expand(3, 4)
+
+
+MODEL = with_task_head(ModelConfig(), "classification", ("yes", "no", "maybe"))
+
+
+@pytest.mark.parametrize(
+    ("own", "wanted", "order"),
+    [
+        ("a b c", "a b c", [0, 1, 2]),
+        ("a b c", "c a b", [2, 0, 1]),
+        ("A B C", "c a b", [2, 0, 1]),
+        ("a A", "A a", [1, 0]),
+        ("a A", "b a", None),
+        ("a b c", "a b", None),
+        ("a b", "a b c", None),
+        ("a a", "a a", None),
+        ("LABEL_0 LABEL_1", "no yes", None),
+    ],
+)
+def test_class_order(own: str, wanted: str, order: list[int] | None) -> None:
+    assert class_order(own.split(), wanted.split()) == order
+
+
+def test_rows_are_permuted_by_name() -> None:
+    head = TaskHead(Weights(), MODEL, replace(MODEL, labels=("no", "maybe", "yes")))
+    assert head.tensor("classifier.bias").tolist() == [1, 2, 0]
+    assert head.tensor("classifier.weight", indices=Slice(0, 1, 3))[:, 0].tolist() == [2, 0]
+    assert "rows permuted to the order of the task's classes: no, maybe, yes" in head.describe([])
+    same = TaskHead(Weights(), MODEL, MODEL)
+    assert same.tensor("classifier.bias").tolist() == [0, 1, 2]
+    assert same.describe([]) == "the head is taken over unchanged"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why"),
+    [
+        (replace(MODEL, labels=("a", "b", "c")), "has the classes yes, no, maybe, not a, b, c"),
+        (replace(MODEL, head="tokens"), "has the head classification, not tokens"),
+    ],
+)
+def test_rows_of_another_meaning_start_anew(wanted: ModelConfig, why: str) -> None:
+    """Also where their number is the same."""
+    head = TaskHead(Weights(), MODEL, wanted)
+    assert head.shapes.keys() == {"pooler.dense.weight"}
+    assert why in head.describe(["classifier.weight"])
