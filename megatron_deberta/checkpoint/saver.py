@@ -390,7 +390,7 @@ class Saver:
             CheckpointError: the disk is full or cannot be written on any rank; the staged files are
                 deleted and older checkpoints are intact.
         """
-        self._begin(metadata, retention, began, in_background=False)
+        self.start(metadata, retention, began, in_background=False)
         saved = self.finish()
         assert saved is not None
         return saved
@@ -400,6 +400,8 @@ class Saver:
         metadata: CheckpointMetadata,
         retention: Retention | None = None,
         began: float | None = None,
+        *,
+        in_background: bool = True,
     ) -> None:
         """Copy the state to host memory and start writing it. Collective: all ranks.
 
@@ -409,20 +411,11 @@ class Saver:
             metadata: of the checkpoint; engine scalars and layout are filled in here.
             retention: which older checkpoints are kept after the commit; None: all.
             began: ``time.monotonic()`` when training began to wait for the save; None: now.
+            in_background: False: write before returning, without a copy of the whole state.
 
         Raises:
             CheckpointError: there is too little disk space.
         """
-        self._begin(metadata, retention, began, in_background=True)
-
-    def _begin(
-        self,
-        metadata: CheckpointMetadata,
-        retention: Retention | None,
-        began: float | None,
-        *,
-        in_background: bool,
-    ) -> None:
         assert self._save is None, "call finish() first"
         began = time.monotonic() if began is None else began
         collector = self._collector = self._collector or self._new_collector()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,11 +128,7 @@ def choose_start(
             allow_change=allow_config_change,
         )
         logger.info("resuming from %s", reader.path)
-        for change in changed:
-            logger.info("changed since then: %s", change)
-        state, guard = resumed_position(config, groups, reader)
-        dtype = reader.metadata.config["precision"]["dtype"]
-        return Start(state, guard, reader, other_dtype=dtype != config.precision.dtype)
+        return _continued(config, reader, changed, *resumed_position(config, groups, reader))
     if resume == "must":
         raise CheckpointError(
             f"checkpoint.resume=must but train.run_dir={run_dir} has no committed checkpoint; "
@@ -175,12 +171,22 @@ def _continue(config: RunConfig, groups: ProcessGroups, identity: Identity) -> S
         reader, config, tokenizer_fingerprint=identity.tokenizer_fingerprint
     )
     logger.info("continuing %s", path)
+    state = TrainState(reader.metadata.step, reader.metadata.consumed_samples)
+    return _continued(config, reader, changed, state, guard_state(reader))
+
+
+def _continued(
+    config: RunConfig,
+    reader: CheckpointReader,
+    changed: Iterable[str],
+    state: TrainState,
+    guard: GuardState,
+) -> Start:
+    """Return the start from a checkpoint with its optimizer state, and log what has changed."""
     for change in changed:
         logger.info("changed since then: %s", change)
-    saved = reader.metadata
-    state = TrainState(saved.step, saved.consumed_samples)
-    dtype = saved.config["precision"]["dtype"]
-    return Start(state, guard_state(reader), reader, other_dtype=dtype != config.precision.dtype)
+    dtype = reader.metadata.config["precision"]["dtype"]
+    return Start(state, guard, reader, other_dtype=dtype != config.precision.dtype)
 
 
 def load_start(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_deberta.checkpoint import saver
+from megatron_deberta.checkpoint import saver, store
 from megatron_deberta.checkpoint.layout import KINDS, CheckpointMetadata
+from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.retention import Retention
 from megatron_deberta.checkpoint.saver import Saver
 from megatron_deberta.checkpoint.writer import UNLOCKED, Fence
@@ -207,6 +208,49 @@ def save_alone(
     saved = saver.finish()
     assert saved is not None
     return saved.path
+
+
+def save_on_grid(
+    monkeypatch: pytest.MonkeyPatch,
+    tp_size: int,
+    dp_size: int,
+    run_dir: str | Path,
+    saved: CheckpointMetadata,
+    average: float | None = None,
+) -> list[Any]:
+    """Save a random state from every rank of a grid.
+
+    Args:
+        monkeypatch: the test's.
+        tp_size: tensor-parallel ranks.
+        dp_size: data-parallel ranks.
+        run_dir: folder of the run.
+        saved: metadata of the checkpoint.
+        average: difference of the moving average to the weights; None: there is none.
+
+    Returns:
+        The folder or the error of each rank.
+    """
+
+    def work(groups: ProcessGroups) -> Path:
+        specs = specs_of(groups)
+        engine: Any = FakeEngine(specs, logical_states())
+        if average is not None:
+            engine.states = {
+                name: replace(state, ema=state.weight + average)
+                for name, state in engine.states.items()
+            }
+        return save_state(run_dir, engine, specs, groups, saved)
+
+    return on_threads(monkeypatch, tp_size, dp_size, work)
+
+
+def load_on(groups: ProcessGroups, path: Path) -> FakeEngine:
+    """Return a fake engine of a rank with the state of a checkpoint."""
+    specs = specs_of(groups)
+    engine: Any = FakeEngine(specs)
+    store.load(CheckpointReader(path), engine, specs)
+    return engine  # type: ignore[no-any-return]
 
 
 def save_state(

@@ -12,31 +12,22 @@ import torch
 
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, KINDS, MANIFEST_FILE, commit_mark
 from megatron_deberta.checkpoint.reader import CheckpointReader, Slice
-from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import CheckpointError
 from tests.support.checkpoints import (
     SHAPES,
-    FakeEngine,
     logical_states,
     metadata,
-    on_threads,
     save_alone,
-    save_state,
-    specs_of,
+    save_on_grid,
 )
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint written by four tensor-parallel ranks."""
-    run_dir = tmp_path_factory.mktemp("run")
-
-    def work(groups: ProcessGroups) -> Path:
-        engine: Any = FakeEngine(specs_of(groups), logical_states())
-        return save_state(run_dir, engine, specs_of(groups), groups, metadata(1))
-
     with pytest.MonkeyPatch.context() as monkeypatch:
-        path: Path = on_threads(monkeypatch, 4, 1, work)[0]
+        run_dir = tmp_path_factory.mktemp("run")
+        path: Path = save_on_grid(monkeypatch, 4, 1, run_dir, metadata(1))[0]
     return path
 
 

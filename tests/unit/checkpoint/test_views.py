@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_deberta.checkpoint import store
 from megatron_deberta.checkpoint.layout import EMA, KINDS, step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader, Slice
 from megatron_deberta.checkpoint.resume import (
@@ -30,17 +30,15 @@ from megatron_deberta.checkpoint.views import (
 from megatron_deberta.config import RunConfig, load_config
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.config.task_head import with_task_head
-from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import CheckpointError, ConfigError
 from tests.support.checkpoints import (
-    FakeEngine,
     assert_holds,
+    load_on,
     logical_states,
     metadata,
     on_threads,
     save_alone,
-    save_state,
-    specs_of,
+    save_on_grid,
 )
 
 TABLE = "mask_decoder.position.weight"
@@ -90,21 +88,8 @@ def test_moving_average_is_saved_and_loaded_on_any_layout(
 ) -> None:
     logical = logical_states()
     saved = metadata(3, average_config())
-
-    def save_rank(groups: ProcessGroups) -> Path:
-        specs = specs_of(groups)
-        engine: Any = FakeEngine(specs, logical)
-        # Other values than those of the weights
-        engine.states = {n: replace(s, ema=s.weight + 1) for n, s in engine.states.items()}
-        return save_state(tmp_path, engine, specs, groups, saved)
-
-    def load_rank(groups: ProcessGroups) -> FakeEngine:
-        engine: Any = FakeEngine(specs_of(groups))
-        store.load(CheckpointReader(path), engine, specs_of(groups))
-        return engine  # type: ignore[no-any-return]
-
-    path = on_threads(monkeypatch, *saved_on, save_rank)[0]
-    for engine in on_threads(monkeypatch, loaded_on, 1, load_rank):
+    path = save_on_grid(monkeypatch, *saved_on, tmp_path, saved, average=1.0)[0]
+    for engine in on_threads(monkeypatch, loaded_on, 1, partial(load_on, path=path)):
         assert_holds(engine, logical)
         for name, spec in engine._specs.items():
             state = engine.states[name]
