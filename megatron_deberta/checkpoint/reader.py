@@ -48,7 +48,7 @@ class WeightSource(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Logical shape by canonical name."""
 
-    def tensor(self, name: str, kind: str = WEIGHT, indices: Slice | None = None) -> Tensor:
+    def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
         """Read a parameter in fp32; arguments as in `CheckpointReader.tensor`."""
 
 
@@ -76,9 +76,9 @@ class WeightView:
         self.path = source.path
         self.shapes = source.shapes
 
-    def tensor(self, name: str, kind: str = WEIGHT, indices: Slice | None = None) -> Tensor:
+    def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
         """Read a parameter in fp32; arguments as in `CheckpointReader.tensor`."""
-        return self._source.tensor(name, kind, indices)
+        return self._source.tensor(name, kind, part)
 
 
 class RunView(WeightView):
@@ -149,13 +149,13 @@ class CheckpointReader:
             if digest != entry.sha256:
                 raise CheckpointError(f"{file}: SHA-256 differs from the manifest's; it is damaged")
 
-    def tensor(self, name: str, kind: str = WEIGHT, indices: Slice | None = None) -> Tensor:
+    def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
         """Read a parameter, or a slice of it.
 
         Args:
             name: canonical name.
             kind: one of ``kinds``.
-            indices: what to read of it; None: all.
+            part: indices to read; None: all.
 
         Returns:
             fp32 CPU tensor.
@@ -167,8 +167,8 @@ class CheckpointReader:
         if shape is None or kind not in self.kinds:
             raise CheckpointError(f"{self.path} holds no {kind} of {name}; it is of another model")
         requested = [range(extent) for extent in shape]
-        if indices is not None:
-            dim, start, stop = indices
+        if part is not None:
+            dim, start, stop = part
             if not 0 <= start <= stop <= shape[dim]:
                 raise CheckpointError(
                     f"{self.path}: {name} has {shape[dim]} indices along dimension {dim}, "

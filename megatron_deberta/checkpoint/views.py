@@ -66,10 +66,10 @@ class AveragedWeights(RunView):
             if reader.shapes != self.shapes:
                 raise CheckpointError(f"{reader.path} and {self.path}: different models")
 
-    def tensor(self, name: str, kind: str = WEIGHT, indices: Slice | None = None) -> Tensor:
+    def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
         """Return the mean of a parameter in fp32; arguments as in `CheckpointReader.tensor`."""
         first, *others = (
-            reader.tensor(name, kind, indices).to(torch.float64) * share
+            reader.tensor(name, kind, part).to(torch.float64) * share
             for reader, share in self._averaged
         )
         for other in others:
@@ -95,12 +95,12 @@ class MovingAverage(RunView):
                 "average checkpoints by --average or --ema"
             )
 
-    def tensor(self, name: str, kind: str = WEIGHT, indices: Slice | None = None) -> Tensor:
+    def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
         """Read a parameter or its average, if ``kind`` is that of weights.
 
         Arguments as in `CheckpointReader.tensor`.
         """
-        return super().tensor(name, EMA if kind == WEIGHT else kind, indices)
+        return super().tensor(name, EMA if kind == WEIGHT else kind, part)
 
 
 def average_checkpoints(run_dir: Path, count: int, decay: float) -> AveragedWeights:
@@ -154,7 +154,7 @@ class ModelPart(WeightView):
         self.config = (generator_config if self._is_generator else discriminator_config)(model)
         self.shapes = parameter_shapes(self.config)
 
-    def tensor(self, name: str, kind: str = WEIGHT, indices: Slice | None = None) -> Tensor:
+    def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
         """Read a weight; arguments as in `CheckpointReader.tensor`.
 
         Raises:
@@ -164,10 +164,10 @@ class ModelPart(WeightView):
             raise CheckpointError(f"{self.path}: a part of it has weights only, no {kind}")
         prefix, stored = GENERATOR if self._is_generator else DISCRIMINATOR, self._source.shapes
         if self._is_generator or name != TOKENS or DISCRIMINATOR + TOKENS in stored:
-            return super().tensor(prefix + name, kind, indices)
-        table = super().tensor(GENERATOR + TOKENS, kind, indices)
+            return super().tensor(prefix + name, kind, part)
+        table = super().tensor(GENERATOR + TOKENS, kind, part)
         if DISCRIMINATOR + DELTA in stored:
-            table += super().tensor(DISCRIMINATOR + DELTA, kind, indices)
+            table += super().tensor(DISCRIMINATOR + DELTA, kind, part)
         return table
 
 
@@ -205,12 +205,12 @@ class ExtendedPositions(RunView):
             for name, shape in reader.shapes.items()
         }
 
-    def tensor(self, name: str, kind: str = WEIGHT, indices: Slice | None = None) -> Tensor:
+    def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
         """Read a parameter in fp32; arguments as in `CheckpointReader.tensor`."""
         if not name.endswith(POSITION_TABLES):
-            return super().tensor(name, kind, indices)
+            return super().tensor(name, kind, part)
         table = extend_table(super().tensor(name, kind), self._rows, self._rule)
-        return table if indices is None else indices.of(table)
+        return table if part is None else part.of(table)
 
 
 def extend_table(table: Tensor, rows: int, rule: Rule) -> Tensor:
@@ -276,12 +276,12 @@ class TaskHead(WeightView):
             )
         return "the head is taken over unchanged"
 
-    def tensor(self, name: str, kind: str = WEIGHT, indices: Slice | None = None) -> Tensor:
+    def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
         """Read a parameter; arguments as in `CheckpointReader.tensor`."""
         if self.order is None or name not in _CLASSIFIER:
-            return super().tensor(name, kind, indices)
+            return super().tensor(name, kind, part)
         tensor = super().tensor(name, kind)[self.order]
-        return tensor if indices is None else indices.of(tensor)
+        return tensor if part is None else part.of(tensor)
 
 
 def class_order(own: Sequence[str], wanted: Sequence[str]) -> list[int] | None:

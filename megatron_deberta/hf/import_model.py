@@ -219,13 +219,13 @@ class Release:
         shapes = parameter_shapes(self.config)
         return {name: shape for name, shape in shapes.items() if name not in missing}
 
-    def tensor(self, name: str, kind: str = WEIGHT, indices: Slice | None = None) -> Tensor:
+    def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
         """Read a parameter in fp32; arguments as in `CheckpointReader.tensor`."""
         entry, stored = next(pair for pair in self._tensors if name in pair[0].parts)
         tensor = entry.unpack(stored.load().float())[name]
         if name == "embeddings.position.weight":
             tensor = self._add_token_type(tensor)
-        return tensor if indices is None else indices.of(tensor)
+        return tensor if part is None else part.of(tensor)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield canonical name and fp32 tensor of every parameter."""

@@ -62,7 +62,7 @@ def test_what_is_not_there_is_named(saved: Path) -> None:
     with pytest.raises(CheckpointError, match="no momentum of head.bias"):
         reader.tensor("head.bias", "momentum")
     with pytest.raises(CheckpointError, match="70 indices along dimension 0, not 60 to 71"):
-        reader.tensor("head.bias", indices=Slice(0, 60, 71))
+        reader.tensor("head.bias", part=Slice(0, 60, 71))
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:

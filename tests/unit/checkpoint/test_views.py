@@ -62,7 +62,7 @@ def test_mean_of_the_last_checkpoints(run_dir: Path) -> None:
     averaged = average_checkpoints(run_dir, 2, 1.0)
     assert (averaged.steps, averaged.metadata.step) == ([2, 3], 3)
     assert averaged.tensor("head.bias").tolist() == [6.0] * 3
-    assert averaged.tensor("head.bias", indices=Slice(0, 1, 2)).tolist() == [6.0]
+    assert averaged.tensor("head.bias", part=Slice(0, 1, 2)).tolist() == [6.0]
 
 
 def test_exponential_average_of_all(run_dir: Path) -> None:
@@ -99,7 +99,7 @@ def test_moving_average_is_saved_and_loaded_on_any_layout(
     weights = MovingAverage(reader)
     for name, kinds in logical.items():
         assert weights.tensor(name).equal(kinds["weight"] + 1)
-        assert weights.tensor(name, indices=Slice(0, 0, 1)).equal(kinds["weight"][:1] + 1)
+        assert weights.tensor(name, part=Slice(0, 0, 1)).equal(kinds["weight"][:1] + 1)
 
 
 def test_checkpoint_without_a_moving_average(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_extension_needs_a_named_rule(run_dir: Path) -> None:
         check_same_architecture(longer, load_config(None, fewer))
     extended = ExtendedPositions(reader, 10, "repeat")
     assert extended.shapes[TABLE] == (10, 2)
-    assert extended.tensor(TABLE, indices=Slice(0, 4, 6)).equal(reader.tensor(TABLE)[:2])
+    assert extended.tensor(TABLE, part=Slice(0, 4, 6)).equal(reader.tensor(TABLE)[:2])
     assert extended.tensor("head.bias").equal(reader.tensor("head.bias"))
 
 
@@ -208,7 +208,7 @@ def test_class_order(own: str, wanted: str, order: list[int] | None) -> None:
 def test_rows_are_permuted_by_name() -> None:
     head = TaskHead(Weights(), MODEL, replace(MODEL, labels=("no", "maybe", "yes")))
     assert head.tensor("classifier.bias").tolist() == [1, 2, 0]
-    assert head.tensor("classifier.weight", indices=Slice(0, 1, 3))[:, 0].tolist() == [2, 0]
+    assert head.tensor("classifier.weight", part=Slice(0, 1, 3))[:, 0].tolist() == [2, 0]
     assert "rows permuted to the order of the task's classes: no, maybe, yes" in head.describe([])
     same = TaskHead(Weights(), MODEL, MODEL)
     assert same.tensor("classifier.bias").tolist() == [0, 1, 2]

@@ -237,7 +237,7 @@ def test_checkpoint_holds_both_models(tmp_path: Path) -> None:
     assert (config.head, config.num_layers) == ("discriminator", RTD.model.num_layers)
     table = (weights[GENERATOR + TOKENS] + delta)[: config.vocab_size]
     assert torch.equal(discriminator.tensor(TOKENS), table)
-    assert torch.equal(discriminator.tensor(TOKENS, indices=Slice(0, 3, 9)), table[3:9])
+    assert torch.equal(discriminator.tensor(TOKENS, part=Slice(0, 3, 9)), table[3:9])
     assert TOKENS in discriminator.shapes
     assert DELTA not in discriminator.shapes
 
