@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -60,22 +60,6 @@ SPACE_MARGIN = 1.2
 # State of a parameter that this rank writes, without padding.
 OwnedState: TypeAlias = tuple[ParameterSpec, Mapping[str, Tensor]]
 
-_DTYPES: Final[Mapping[torch.dtype, str]] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_ALIGNMENT = 8
-
-
-def _unlocked() -> None:
-    """Check nothing: there is no lock."""
-
 
 @dataclass(frozen=True, slots=True)
 class Fence:
@@ -87,7 +71,7 @@ class Fence:
     """
 
     number: int = 0
-    check: Callable[[], None] = _unlocked
+    check: Callable[[], None] = lambda: None
 
 
 UNLOCKED = Fence()
@@ -189,14 +173,14 @@ def tensor_files(
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
-    """Write and flush a new safetensors file, with the bytes of ``safetensors.torch.save_file``.
+    """Write and flush a new file in fp32, with the bytes of ``safetensors.torch.save_file``.
 
     A file that is read back for its hash would verify although it was corrupted on the way to the
     disk; this hash is of the tensors.
 
     Args:
         path: the file; must not exist.
-        tensors: by name; any shape and device, dtypes of ``_DTYPES``.
+        tensors: by name; any shape and device.
 
     Returns:
         Size of the file and its hexadecimal SHA-256.
@@ -204,33 +188,29 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
     Raises:
         OSError: the disk is full or the folder not writable.
     """
-    # Largest dtypes first, so that all tensors are aligned.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {}
-    offset = 0
-    for name in names:
-        tensor = tensors[name]
-        header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + tensor.nbytes],
-        }
-        offset += tensor.nbytes
+    header = {}
+    start = 0
+    for name, tensor in sorted(tensors.items()):
+        end = start + 4 * tensor.numel()
+        shape = list(tensor.shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+        start = end
     content = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    content += b" " * (-len(content) % _ALIGNMENT)
+    # The tensors begin at a multiple of 8.
+    content += b" " * (-len(content) % 8)
     digest = hashlib.sha256()
     with path.open("xb") as stream:
         for piece in (len(content).to_bytes(8, "little"), content):
             digest.update(piece)
             stream.write(piece)
-        for name in names:
-            flat = tensors[name].detach().cpu().contiguous().reshape(-1)
+        for name in header:
+            flat = tensors[name].detach().to("cpu", torch.float32).contiguous().reshape(-1)
             data = flat.view(torch.uint8).numpy().data
             digest.update(data)
             stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
-    return 8 + len(content) + offset, digest.hexdigest()
+    return 8 + len(content) + start, digest.hexdigest()
 
 
 def commit(staged: StagedCheckpoint, error: Exception | None) -> Path:

@@ -195,16 +195,16 @@ class DeepSpeedZeroEngine(Engine):
             return 0, tuple(tensor.detach().view(-1) for tensor in whole)
         if self._stage == 3:
             read = self._engine.optimizer._get_fp32_opt_state_partition
-            parts = [read(parameter, True, key)[0] for key in keys]
+            padded = [read(parameter, True, key)[0] for key in keys]
             start = dist.get_rank(parameter.ds_process_group) * parameter.ds_tensor.numel()
             # The last partitions are padded.
-            length = max(0, min(len(parts[0]), parameter.ds_numel - start))
-            return start, tuple(part.detach()[:length] for part in parts)
+            length = max(0, min(len(padded[0]), parameter.ds_numel - start))
+            return start, tuple(tensor.detach()[:length] for tensor in padded)
         mapping = parameter._hp_mapping
         if mapping is None:
             return 0, (torch.empty(0),) * len(keys)
-        pieces = tuple(mapping.get_hp_fragment(key).detach().view(-1) for key in keys)
-        return mapping.lp_fragment_address.start, pieces
+        tensors = tuple(mapping.get_hp_fragment(key).detach().view(-1) for key in keys)
+        return mapping.lp_fragment_address.start, tensors
 
     def _publish_weights(self) -> None:
         if not self._stage:

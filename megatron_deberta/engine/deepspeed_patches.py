@@ -102,12 +102,8 @@ def _import_muon() -> None:
     """
     from deepspeed.runtime import compiler
 
-    compile_decorator = compiler.compile
-    compiler.compile = lambda: compiler.dummy_decorator
-    try:
+    with patched(compiler, "compile", lambda: compiler.dummy_decorator):
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
-    finally:
-        compiler.compile = compile_decorator
 
 
 @contextmanager

@@ -64,11 +64,10 @@ def test_old_checkpoint_is_deleted_after_the_commit(
 
 TENSORS = {
     "b": torch.arange(6, dtype=torch.float32).reshape(2, 3).t(),
-    "a/é": torch.randn(5).to(torch.bfloat16),
-    "scalar": torch.tensor(3.5, dtype=torch.float64),
+    "a/é": torch.randn(5),
+    "scalar": torch.tensor(3.5),
     "empty": torch.empty(0, 4),
-    "c": torch.arange(7),
-    "flags": torch.tensor([True, False, True]),
+    "c": torch.randn(7),
 }
 
 
