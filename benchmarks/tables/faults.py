@@ -20,7 +20,7 @@ _TRAINING = (
 )  # fmt: skip
 _CHECKPOINT = ("checkpoint", "distributed")
 _STARTS = (
-    _RUN, "cluster/run_lock.py", "checkpoint/fence.py", "checkpoint/writer.py", "train/run.py",
+    _RUN, "cluster/run_lock.py", "checkpoint/writer.py", "train/run.py",
 )  # fmt: skip
 _SLURM = (
     _RUN, "cli/launch.py", "cli/submit.py", "checkpoint", "cluster", "data", "engine", "train",

@@ -370,8 +370,8 @@ def _averaged(trained: TrainedModel, args: argparse.Namespace) -> tuple[TrainedM
             average.
         CheckpointError: a checkpoint is damaged.
     """
-    from megatron_deberta.checkpoint.average import MovingAverage, average_checkpoints
     from megatron_deberta.checkpoint.reader import CheckpointReader
+    from megatron_deberta.checkpoint.views import MovingAverage, average_checkpoints
 
     averages_checkpoints = args.average is not None or args.ema is not None
     if args.moving_average:

@@ -14,7 +14,7 @@ so if two jobs find a dead holder, one of them gets the lock. A holder is alive 
 A requeued job takes the lock from its own former attempt at once and waits until that is silent: a
 holder that finds a higher number than its own ends its process. It looks before each commit
 (``check``), and the new holder deletes what a former one has staged, so that of two processes only
-the one with the higher number can commit (``checkpoint.fence``).
+the one with the higher number can commit (``checkpoint.writer.Fence``).
 """
 
 from __future__ import annotations

@@ -13,11 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_deberta.checkpoint.layout import COMMITTED_FILE, find_best
-from megatron_deberta.checkpoint.parts import Part, open_part
 from megatron_deberta.checkpoint.reader import CheckpointReader
-from megatron_deberta.checkpoint.store import find_newest, local_part
-from megatron_deberta.checkpoint.task_head import TaskHead, are_placeholders, class_order
+from megatron_deberta.checkpoint.store import find_checkpoint, local_part
+from megatron_deberta.checkpoint.views import (
+    Part,
+    TaskHead,
+    are_placeholders,
+    class_order,
+    open_part,
+)
 from megatron_deberta.config import config_from_dict, validate_for_world
 from megatron_deberta.config.loader import config_from_layers, config_to_dict
 from megatron_deberta.config.schema import (
@@ -186,15 +190,12 @@ def with_classes(source: SourceModel, labels: tuple[str, ...]) -> SourceModel:
 
 
 def _open_checkpoint(path: Path, tokenizer_path: str, part: Part) -> SourceModel:
-    step = path
-    if not (path / COMMITTED_FILE).exists():
-        found = find_best(path) or find_newest(path)
-        if found is None:
-            raise MissingModelError(
-                f"{path} holds neither config.json nor a committed checkpoint; give an export, a "
-                "downloaded model, a run or a checkpoint"
-            )
-        step = found
+    step = find_checkpoint(path)
+    if step is None:
+        raise MissingModelError(
+            f"{path} holds neither config.json nor a committed checkpoint; give an export, a "
+            "downloaded model, a run or a checkpoint"
+        )
     reader = CheckpointReader(step)
     run = config_from_dict(reader.metadata.config, str(step))
     location = tokenizer_path or reader.metadata.tokenizer_path

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_deberta.checkpoint.held_state import copy_bytes, state_bytes
+from megatron_deberta.checkpoint.saver import copy_bytes, state_bytes
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.model import count_parameters
 from megatron_deberta.planning.machine import Machine

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from megatron_deberta.config.schema import ModelConfig, RunConfig
 from megatron_deberta.distributed.parallelize.plan import shard_spec, vocabulary_rows
-from megatron_deberta.engine.deepspeed_config import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS
+from megatron_deberta.engine.deepspeed_engine import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS
 from megatron_deberta.model import parameter_shapes
 from megatron_deberta.model.flops import (
     is_task_head,

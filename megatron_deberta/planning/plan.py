@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megatron_deberta.checkpoint.held_state import FREE_SHARE, copy_bytes, state_bytes
+from megatron_deberta.checkpoint.saver import FREE_SHARE, copy_bytes, state_bytes
 from megatron_deberta.cluster.profile import check_dtype
 from megatron_deberta.config.divisibility import check_tensor_parallel_divides
 from megatron_deberta.config.phases import describe_phases, segments

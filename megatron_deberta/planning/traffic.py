@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from megatron_deberta.config.rules import batch_arithmetic
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.parallelize.plan import vocabulary_rows
-from megatron_deberta.engine.deepspeed_config import LIVE_ELEMENTS, PERSISTENCE_THRESHOLD
+from megatron_deberta.engine.deepspeed_engine import LIVE_ELEMENTS, PERSISTENCE_THRESHOLD
 from megatron_deberta.engine.optimizer import decays
 from megatron_deberta.model.flops import is_task_head, num_used_slots, reads_first_token
 from megatron_deberta.model.replaced_tokens import single_models

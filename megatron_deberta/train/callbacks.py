@@ -10,8 +10,8 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import ClassVar
 
-from megatron_deberta.checkpoint.background import Saved
 from megatron_deberta.checkpoint.retention import Retention
+from megatron_deberta.checkpoint.saver import Saved
 from megatron_deberta.config.phases import last_step, segment_at, segments
 from megatron_deberta.config.schema import CheckpointConfig
 from megatron_deberta.distributed.control import all_reduce_any

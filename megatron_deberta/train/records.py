@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_deberta.checkpoint.background import Saved
-from megatron_deberta.checkpoint.fence import UNLOCKED, Fence
+from megatron_deberta.checkpoint.saver import Saved
+from megatron_deberta.checkpoint.writer import UNLOCKED, Fence
 from megatron_deberta.config import config_to_dict, save_config
 from megatron_deberta.config.objective_rules import causal_fraction
 from megatron_deberta.config.schema import RunConfig

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from megatron_deberta.checkpoint.background import Saver
-from megatron_deberta.checkpoint.fence import Fence
 from megatron_deberta.checkpoint.retention import delete_leftovers
+from megatron_deberta.checkpoint.saver import Saver
+from megatron_deberta.checkpoint.writer import Fence
 from megatron_deberta.config import validate_for_world
 from megatron_deberta.config.phases import last_step, segment_at
 from megatron_deberta.config.schema import RunConfig

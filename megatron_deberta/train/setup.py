@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import psutil
 import torch
 
-from megatron_deberta.checkpoint.held_state import FREE_SHARE, copy_bytes, state_bytes
+from megatron_deberta.checkpoint.saver import FREE_SHARE, copy_bytes, state_bytes
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.control import all_reduce_any
 from megatron_deberta.distributed.environment import RankEnvironment, read_environment
@@ -58,7 +58,7 @@ def build_rank_model(config: RunConfig, groups: ProcessGroups) -> ShardedModel:
     partition = None
     if config.precision.engine == "deepspeed" and config.precision.zero_stage == 3:
         # Imported here because importing DeepSpeed is slow and reads the environment.
-        from megatron_deberta.engine.deepspeed_runtime import zero3_partition
+        from megatron_deberta.engine.deepspeed_engine import zero3_partition
 
         partition = functools.partial(zero3_partition, groups=groups, config=config)
     return build_model(config, groups, DTYPES[config.precision.dtype], partition=partition)

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 from rich.console import Console
 
-from megatron_deberta.checkpoint.background import Saved, Saver
 from megatron_deberta.checkpoint.layout import CheckpointMetadata
+from megatron_deberta.checkpoint.saver import Saved, Saver
 from megatron_deberta.config import batch_arithmetic, config_to_dict
 from megatron_deberta.config.phases import Segment, last_step, segment_at, segments
 from megatron_deberta.config.schema import RunConfig

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_deberta.distributed.topology import single_process_groups
-from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine import deepspeed_engine
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.evaluate.likelihood import score_rows
 from megatron_deberta.evaluate.minimal_pairs import MinimalPair, build_minimal_pairs
@@ -22,7 +22,7 @@ from tests.support.tiny_models import tiny_tokenizer
 
 def scores_of(rank: int, layout: Layout | None) -> list[float]:
     """Return the scores of all sentences and the accuracies, on this rank."""
-    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     groups = grid(layout.tp_size) if layout else single_process_groups(torch.device("cpu"))
     config = run_config(layout, micro_batch=2)
     config = replace(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_deberta.config.schema import GuardConfig
-from megatron_deberta.engine import deepspeed_config, loss_scale
+from megatron_deberta.engine import deepspeed_engine, schedule
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import EXIT_FAILURE, ReplicaError
 from megatron_deberta.objectives import ModelLosses
@@ -79,7 +79,7 @@ def train(
     rank: int, layout: Layout, kind: str, precision: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Train with a fault; return losses, skips, verdicts, the error and the last moments."""
-    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     config, groups, fault = run_config(layout), grid(layout.tp_size), Fault(kind, rank)
     changed = replace(config.precision, **precision or {})
     config = replace(config, guard=GuardConfig(rerun=True), precision=changed)
@@ -87,7 +87,7 @@ def train(
     # Before the engine's and the record's hooks, like a fault of the device.
     dict(model.module.named_parameters())[LAYER].register_hook(fault.gradient)
     # The first overflow at the smallest loss scale counts.
-    with mock.patch.object(loss_scale, "HYSTERESIS", 1):
+    with mock.patch.object(schedule, "HYSTERESIS", 1):
         engine = build_engine(config, model.module, model.specs, groups)
     engine.module.register_forward_hook(fault.loss)
     verdicts: list[Verdict] = []

@@ -56,8 +56,8 @@ class Mutant:
         path.write_text(text.replace(self.old, self.new), encoding="utf-8")
 
 
-_ORDER = "unit/checkpoint/test_durable_order.py::test_save_flushes_before_each_rename"
-_FIRST = "unit/checkpoint/test_durable_order.py::test_first_save_flushes_the_name_of_its_folder"
+_ORDER = "unit/checkpoint/test_writer.py::test_save_flushes_before_each_rename"
+_FIRST = "unit/checkpoint/test_writer.py::test_first_save_flushes_the_name_of_its_folder"
 _STEP = "unit/train/test_step.py"
 MUTANTS = (
     Mutant(
@@ -66,7 +66,7 @@ MUTANTS = (
         "unit/checkpoint/test_store.py::test_every_file_is_in_the_share_of_one_rank",
     ),
     Mutant(
-        "tensor files are not flushed", "checkpoint/tensor_writer.py",
+        "tensor files are not flushed", "checkpoint/writer.py",
         "        os.fsync(stream.fileno())\n", "", _ORDER,
     ),
     Mutant(
@@ -131,7 +131,7 @@ MUTANTS = (
     Mutant(
         "SHA-256 of tensor files is not compared", "checkpoint/reader.py",
         "if digest != entry.sha256:", "if False:",
-        "unit/checkpoint/test_reader.py::test_verification_can_be_divided",
+        "unit/checkpoint/test_store.py::test_every_file_is_in_the_share_of_one_rank",
     ),
     Mutant(
         "biases and norms are decayed", "engine/optimizer.py",
@@ -176,8 +176,8 @@ MUTANTS = (
         "peak * (step + 1) / warmup", "peak * step / warmup", "unit/engine/test_schedule.py",
     ),
     Mutant(
-        "an overflow does not lower the loss scale", "engine/loss_scale.py",
-        "            self._shrink()\n", "", "unit/engine/test_loss_scale.py",
+        "an overflow does not lower the loss scale", "engine/schedule.py",
+        "            self._shrink()\n", "", "unit/engine/test_schedule.py",
     ),
     Mutant(
         "retention deletes the target of a rollback", "checkpoint/retention.py",
@@ -267,12 +267,12 @@ MUTANTS = (
     Mutant(
         "a damaged local checkpoint is used", "checkpoint/local/parts.py",
         "sha256_file(path / entry.name) == entry.sha256 for", "(path / entry.name).exists() for",
-        "unit/checkpoint/test_local_parts.py::test_part_is_held_once_committed",
+        "unit/checkpoint/test_local.py::test_part_is_held_once_committed",
     ),
     Mutant(
-        "a local checkpoint outlives a rollback", "checkpoint/local/history.py",
+        "a local checkpoint outlives a rollback", "checkpoint/local/recovery.py",
         "return save.step <= min(later, default=save.step)", "return True",
-        "unit/checkpoint/test_local_history.py::test_rollback_voids_all_saves",
+        "unit/checkpoint/test_local.py::test_rollback_voids_all_saves",
     ),
     Mutant(
         "a moving average is that of the last weights", "engine/base.py",
@@ -280,9 +280,9 @@ MUTANTS = (
         "distributed/test_engine_average.py",
     ),
     Mutant(
-        "an export of the moving average has the weights", "checkpoint/average.py",
+        "an export of the moving average has the weights", "checkpoint/views.py",
         "EMA if kind == WEIGHT else kind", "kind",
-        "unit/checkpoint/test_average.py::test_moving_average_is_saved_and_loaded_on_any_layout",
+        "unit/checkpoint/test_views.py::test_moving_average_is_saved_and_loaded_on_any_layout",
     ),
     Mutant(
         "packed rows begin where the one before does", "evaluate/splits.py",

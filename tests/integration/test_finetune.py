@@ -17,15 +17,16 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_deberta.checkpoint import store
 from megatron_deberta.checkpoint.layout import (
     BEST_FILE,
     KINDS,
+    CheckpointMetadata,
     committed_steps,
     find_best,
     step_dir,
 )
 from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.checkpoint.saver import Saved, Saver
 from megatron_deberta.cli.main import main
 from megatron_deberta.config.task_head import with_task_head
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USAGE, CheckpointError
@@ -465,15 +466,14 @@ def test_a_step_whose_checkpoint_cannot_be_saved_is_not_the_best(
     tmp_path: Path, finetune: Finetune, scripted: Scores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripted([0.6, 0.9, 0.5])
-    save = store.save
+    save = Saver.save
 
-    def fail_at_six(*args: Any, **named: Any) -> Path:
-        metadata = args[4]
+    def fail_at_six(saver: Saver, metadata: CheckpointMetadata, *args: Any) -> Saved:
         if metadata.step == 6:
             raise CheckpointError("the disk is full")
-        return save(*args, **named)
+        return save(saver, metadata, *args)
 
-    monkeypatch.setattr(store, "save", fail_at_six)
+    monkeypatch.setattr(Saver, "save", fail_at_six)
     options = ("checkpoint.on_failure=continue", "checkpoint.asynchronous=false")
     assert finetune(tmp_path, *STEPS, *options) == EXIT_DONE
     assert best_of(tmp_path) == {"step": 3, "score": 0.6}

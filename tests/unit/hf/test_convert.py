@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
-from megatron_deberta.checkpoint.parts import open_part
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.store import find_newest
+from megatron_deberta.checkpoint.views import open_part
 from megatron_deberta.cli.main import main
 from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import (

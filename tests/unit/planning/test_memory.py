@@ -34,7 +34,7 @@ from megatron_deberta.config.task_head import with_task_head
 from megatron_deberta.data.batch import Batch, TaskBatch
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
-from megatron_deberta.engine.deepspeed_config import REDUCE_BUCKET_ELEMENTS
+from megatron_deberta.engine.deepspeed_engine import REDUCE_BUCKET_ELEMENTS
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model import DropoutSeeds
 from megatron_deberta.model.flops import is_task_head

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from megatron_deberta.checkpoint.background import Saved
+from megatron_deberta.checkpoint.saver import Saved
 from megatron_deberta.config.schema import (
     CheckpointConfig,
     GuardConfig,

@@ -31,6 +31,7 @@ from megatron_deberta.objectives import LossSums, ModelLosses, build_objective
 from megatron_deberta.train.step import TrainStep
 from tests.support.tiny_models import V2
 from tests.support.tolerances import FP32_MODULE
+from tests.support.toy_engine import states
 
 GROUPS = single_process_groups(torch.device("cpu"))
 CONFIG = RunConfig(
@@ -80,7 +81,7 @@ def trained(split: Sequence[tuple[int, int]]) -> tuple[list[float], dict[str, Te
     for number in range(3):
         batch = rows(4 * number)
         losses.append(step(number, [part(batch, *bounds) for bounds in split]).loss)
-    return losses, {name: state.weight for name, state in engine.gather_states()}
+    return losses, {name: state.weight for name, state in states(engine).items()}
 
 
 @pytest.mark.parametrize("split", [[(0, 2), (2, 4)], [(0, 1), (1, 4)], [(3, 4), (0, 3)]])

@@ -1,18 +1,17 @@
-"""Averages of checkpoints and of steps, and context extension."""
+"""Views of weights: averages of checkpoints and of steps, longer tables, other classes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from megatron_deberta.checkpoint import store
-from megatron_deberta.checkpoint.average import MovingAverage, average_checkpoints
 from megatron_deberta.checkpoint.layout import EMA, KINDS, step_dir
-from megatron_deberta.checkpoint.positions import ExtendedPositions, extend_table
 from megatron_deberta.checkpoint.reader import CheckpointReader, Slice
 from megatron_deberta.checkpoint.resume import (
     check_continuation,
@@ -20,17 +19,26 @@ from megatron_deberta.checkpoint.resume import (
     check_same_architecture,
 )
 from megatron_deberta.checkpoint.store import save_weights
+from megatron_deberta.checkpoint.views import (
+    ExtendedPositions,
+    MovingAverage,
+    TaskHead,
+    average_checkpoints,
+    class_order,
+    extend_table,
+)
 from megatron_deberta.config import RunConfig, load_config
-from megatron_deberta.distributed.topology import ProcessGroups
+from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.config.task_head import with_task_head
 from megatron_deberta.errors import CheckpointError, ConfigError
 from tests.support.checkpoints import (
-    FakeEngine,
     assert_holds,
+    load_on,
     logical_states,
     metadata,
     on_threads,
     save_alone,
-    specs_of,
+    save_on_grid,
 )
 
 TABLE = "mask_decoder.position.weight"
@@ -80,21 +88,8 @@ def test_moving_average_is_saved_and_loaded_on_any_layout(
 ) -> None:
     logical = logical_states()
     saved = metadata(3, average_config())
-
-    def save_rank(groups: ProcessGroups) -> Path:
-        specs = specs_of(groups)
-        engine: Any = FakeEngine(specs, logical)
-        # Other values than those of the weights
-        engine.states = {n: replace(s, ema=s.weight + 1) for n, s in engine.states.items()}
-        return store.save(tmp_path, engine, specs, groups, saved)
-
-    def load_rank(groups: ProcessGroups) -> FakeEngine:
-        engine: Any = FakeEngine(specs_of(groups))
-        store.load(CheckpointReader(path), engine, specs_of(groups))
-        return engine  # type: ignore[no-any-return]
-
-    path = on_threads(monkeypatch, *saved_on, save_rank)[0]
-    for engine in on_threads(monkeypatch, loaded_on, 1, load_rank):
+    path = save_on_grid(monkeypatch, *saved_on, tmp_path, saved, average=1.0)[0]
+    for engine in on_threads(monkeypatch, loaded_on, 1, partial(load_on, path=path)):
         assert_holds(engine, logical)
         for name, spec in engine._specs.items():
             state = engine.states[name]
@@ -175,3 +170,60 @@ def test_what_may_differ_in_a_run_that_continues_another(tmp_path: Path) -> None
             check_continuation(reader, changed, **same)
     with pytest.raises(CheckpointError, match="another tokenizer"):
         check_continuation(reader, base, tokenizer_fingerprint="u")
+
+
+class Weights:
+    """A head with three rows."""
+
+    path = Path("model")
+    shapes = {"classifier.weight": (3, 4), "classifier.bias": (3,), "pooler.dense.weight": (4, 4)}
+
+    def tensor(self, name: str, *args: Any) -> Tensor:
+        assert not args or args == ("weight", None) or args == ("weight",)
+        rows = torch.arange(3.0)
+        return rows if name.endswith("bias") else rows[:, None].expand(3, 4)
+
+
+MODEL = with_task_head(ModelConfig(), "classification", ("yes", "no", "maybe"))
+
+
+@pytest.mark.parametrize(
+    ("own", "wanted", "order"),
+    [
+        ("a b c", "a b c", [0, 1, 2]),
+        ("a b c", "c a b", [2, 0, 1]),
+        ("A B C", "c a b", [2, 0, 1]),
+        ("a A", "A a", [1, 0]),
+        ("a A", "b a", None),
+        ("a b c", "a b", None),
+        ("a b", "a b c", None),
+        ("a a", "a a", None),
+        ("LABEL_0 LABEL_1", "no yes", None),
+    ],
+)
+def test_class_order(own: str, wanted: str, order: list[int] | None) -> None:
+    assert class_order(own.split(), wanted.split()) == order
+
+
+def test_rows_are_permuted_by_name() -> None:
+    head = TaskHead(Weights(), MODEL, replace(MODEL, labels=("no", "maybe", "yes")))
+    assert head.tensor("classifier.bias").tolist() == [1, 2, 0]
+    assert head.tensor("classifier.weight", part=Slice(0, 1, 3))[:, 0].tolist() == [2, 0]
+    assert "rows permuted to the order of the task's classes: no, maybe, yes" in head.describe([])
+    same = TaskHead(Weights(), MODEL, MODEL)
+    assert same.tensor("classifier.bias").tolist() == [0, 1, 2]
+    assert same.describe([]) == "the head is taken over unchanged"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why"),
+    [
+        (replace(MODEL, labels=("a", "b", "c")), "has the classes yes, no, maybe, not a, b, c"),
+        (replace(MODEL, head="tokens"), "has the head classification, not tokens"),
+    ],
+)
+def test_rows_of_another_meaning_start_anew(wanted: ModelConfig, why: str) -> None:
+    """Also where their number is the same."""
+    head = TaskHead(Weights(), MODEL, wanted)
+    assert head.shapes.keys() == {"pooler.dense.weight"}
+    assert why in head.describe(["classifier.weight"])

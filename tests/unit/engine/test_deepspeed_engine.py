@@ -1,4 +1,4 @@
-"""Engines in one process without a launcher, compiler or ninja."""
+"""DeepSpeed's configuration, and engines in one process without a launcher, compiler or ninja."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_deberta.config.schema import PrecisionConfig, RunConfig, TrainConfig
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.distributed.topology import ProcessGroups, single_process_groups
-from megatron_deberta.engine import deepspeed_config, deepspeed_engine, deepspeed_step
-from megatron_deberta.engine.deepspeed_runtime import (
+from megatron_deberta.engine import deepspeed_engine, deepspeed_patches
+from megatron_deberta.engine.deepspeed_engine import deepspeed_config
+from megatron_deberta.engine.deepspeed_patches import (
     end_single_process,
     model_parallel_unit,
     overlapped_reduction,
     start_single_process,
 )
 from megatron_deberta.engine.factory import build_engine
+from megatron_deberta.errors import ConfigError
 from tests.support.toy_engine import (
     assert_same_states,
     build_toy,
@@ -69,19 +72,6 @@ def test_it_runs_with_nothing_in_its_environment_and_says_nothing(tmp_path: Path
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_an_engine_leaves_no_process_group_and_others_follow(stage: int) -> None:
-    histories = []
-    for _ in range(2):
-        config = toy_config("deepspeed", "fp32", stage)
-        engine = start(config, GROUPS)
-        assert dist.is_initialized()
-        histories.append(train(engine, config, GROUPS, range(2)))
-        engine.destroy()
-        assert not dist.is_initialized()
-    assert histories[0] == histories[1]
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_deepspeed_never_synchronizes(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its timers would, from the third step on."""
     config = toy_config("deepspeed", "fp32", stage)
@@ -103,7 +93,7 @@ def test_clipping_inside_adam_gives_the_same_updates(
     """As on a GPU; every gradient is clipped, and unscaled in fp16."""
     config, found = toy_config("deepspeed", dtype, stage, clip=0.05), []
     for folds in (False, True):
-        monkeypatch.setattr(deepspeed_step, "can_fold", lambda *_, folds=folds: folds)
+        monkeypatch.setattr(deepspeed_patches, "can_fold", lambda *_, folds=folds: folds)
         engine = start(config, GROUPS)
         history = train(engine, config, GROUPS, range(3))
         assert all(outcome.grad_norm > 0.05 for outcome, _ in history)
@@ -119,7 +109,7 @@ def test_norms_are_deepspeeds_in_one_call_per_group(
     config, compared = toy_config("deepspeed", "fp16", stage), []
     engine: Any = start(config, GROUPS)
     optimizer = engine._engine.optimizer
-    make, calls = deepspeed_step._group_norm_function, []
+    make, calls = deepspeed_patches._group_norm_function, []
     foreach_norm = torch._foreach_norm
 
     def compare(*args: Any, **options: Any) -> Any:
@@ -135,7 +125,7 @@ def test_norms_are_deepspeeds_in_one_call_per_group(
 
         return both
 
-    monkeypatch.setattr(deepspeed_step, "_group_norm_function", compare)
+    monkeypatch.setattr(deepspeed_patches, "_group_norm_function", compare)
     monkeypatch.setattr(
         torch, "_foreach_norm", lambda *x, **y: (calls.append(1), foreach_norm(*x, **y))[1]
     )
@@ -146,15 +136,6 @@ def test_norms_are_deepspeeds_in_one_call_per_group(
     for found, expected in compared:
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
-
-
-def test_bf16_gradients_are_summed_in_backward() -> None:
-    config = toy_config("deepspeed", "bf16", 1)
-    engine = start(config, GROUPS)
-    micro_batches = train(engine, config, GROUPS, range(1))
-    assert micro_batches
-    assert engine._engine.optimizer.immediate_grad_update  # type: ignore[attr-defined]
-    engine.destroy()
 
 
 class Conversions(TorchDispatchMode):
@@ -245,7 +226,7 @@ def test_offload_gives_the_same_updates(stage: int) -> None:
 def test_validation_between_steps_changes_nothing(
     stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deepspeed_config, "PERSISTENCE_THRESHOLD", 0)
+    monkeypatch.setattr(deepspeed_engine, "PERSISTENCE_THRESHOLD", 0)
     results = []
     for validate in (False, True):
         config = toy_config("deepspeed", "fp32", stage)
@@ -288,14 +269,6 @@ def test_the_wrong_number_of_micro_batches_is_an_error() -> None:
     engine.destroy()
 
 
-def test_fp16_on_cpu_is_allowed_only_while_deepspeed_starts() -> None:
-    engine = start(toy_config("deepspeed", "fp16"), GROUPS)
-    from deepspeed.accelerator import get_accelerator
-
-    assert "is_fp16_supported" not in vars(get_accelerator())
-    engine.destroy()
-
-
 def test_deepspeed_is_not_told_of_a_sequence_parallelism_of_its_own() -> None:
     # With this method it would ignore the tensor- and data-parallel groups.
     start_single_process(GROUPS)
@@ -305,26 +278,29 @@ def test_deepspeed_is_not_told_of_a_sequence_parallelism_of_its_own() -> None:
     assert unit.get_data_parallel_world_size() == unit.get_model_parallel_world_size() == 1
 
 
-def test_hooks_go_with_the_engine() -> None:
-    config = toy_config("deepspeed")
-    module = build_toy(GROUPS, "fp32")
-    build_engine(config, module, toy_specs(module), GROUPS).destroy()
-    assert not module._forward_pre_hooks
-    assert not module._forward_hooks
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_an_engine_leaves_no_rank_for_the_next_run(
-    stage: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("dtype", "stage"), [("fp32", 0), ("fp16", 1), ("fp16", 2), ("fp32", 3)])
+def test_an_engine_leaves_nothing_behind_and_others_follow(
+    dtype: str, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    before = read_environment()
-    variables = dict(os.environ)
-    engine = start(toy_config("deepspeed", "fp32", stage), GROUPS)
-    engine.destroy()
-    assert dict(os.environ) == variables
-    assert read_environment() == before
+    environment, variables, histories = read_environment(), dict(os.environ), []
+    for _ in range(2):
+        config, module = toy_config("deepspeed", dtype, stage), build_toy(GROUPS, dtype)
+        engine = build_engine(config, module, toy_specs(module), GROUPS)
+        assert dist.is_initialized()
+        # Only while DeepSpeed starts is fp16 allowed on CPU.
+        from deepspeed.accelerator import get_accelerator
+
+        assert "is_fp16_supported" not in vars(get_accelerator())
+        histories.append(train(engine, config, GROUPS, range(2)))
+        engine.destroy()
+        assert not dist.is_initialized()
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks
+        assert dict(os.environ) == variables
+        assert read_environment() == environment
+    assert histories[0] == histories[1]
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
     start(toy_config("deepspeed", "fp32", stage), GROUPS).destroy()
@@ -332,7 +308,7 @@ def test_an_engine_leaves_no_rank_for_the_next_run(
 
 
 def test_local_rank_is_the_gpus_not_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_deberta.engine.deepspeed_runtime import deepspeed_environment
+    from megatron_deberta.engine.deepspeed_patches import deepspeed_environment
 
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "3")
@@ -342,3 +318,50 @@ def test_local_rank_is_the_gpus_not_the_launchers(monkeypatch: pytest.MonkeyPatc
         assert "OMPI_COMM_WORLD_LOCAL_RANK" not in os.environ
     assert os.environ["LOCAL_RANK"] == "3"
     assert os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] == "3"
+
+
+TRAIN = TrainConfig(global_batch_size=48, micro_batch_size=4)
+
+
+def _settings(**precision: Any) -> dict[str, Any]:
+    return deepspeed_config(RunConfig(precision=PrecisionConfig(**precision), train=TRAIN), 3)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_stage_0_in_16_bits_is_refused_by_name(dtype: Any) -> None:
+    config = RunConfig(precision=PrecisionConfig(dtype=dtype, zero_stage=0), train=TRAIN)
+    match = f"precision.zero_stage=0.*precision.dtype={dtype}.*precision.zero_stage=1"
+    with pytest.raises(ConfigError, match=match):
+        deepspeed_config(config, 1)
+    groups = single_process_groups(torch.device("cpu"))
+    with pytest.raises(ConfigError, match=match):
+        build_engine(config, torch.nn.Linear(1, 1), {}, groups)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_gradients_are_accumulated_and_reduced_in_fp32(dtype: str, stage: int) -> None:
+    settings = _settings(dtype=dtype, zero_stage=stage)
+    assert settings["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert settings["communication_data_type"] == "fp32"
+    assert settings["zero_optimization"]["stage"] == stage
+    assert settings["gradient_accumulation_steps"] == 4
+    assert ("bf16" in settings, "fp16" in settings) == (dtype == "bf16", dtype == "fp16")
+
+
+def test_stage_3_leaves_torch_alone() -> None:
+    zero = _settings(zero_stage=3)["zero_optimization"]
+    assert zero["memory_efficient_linear"] is False
+    assert zero["override_module_apply"] is False
+
+
+def test_offload_is_passed_on() -> None:
+    zero = _settings(zero_stage=2, offload_optimizer=True)["zero_optimization"]
+    assert zero["offload_optimizer"]["device"] == "cpu"
+    assert "offload_optimizer" not in _settings(zero_stage=2)["zero_optimization"]
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    config = RunConfig(train=TrainConfig(global_batch_size=10, micro_batch_size=4))
+    with pytest.raises(ConfigError, match="train.global_batch_size=10"):
+        deepspeed_config(config, 3)
