@@ -148,6 +148,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: on ``--help``, ``--version`` (0) and an unknown command (2), as argparse does.
     """
+    if "_ARGCOMPLETE" in os.environ:
+        from megatron_deberta.cli.completion import complete
+
+        complete()
     if argv is None:
         _use_utf8()
     if isinstance(sys.stdout, io.TextIOWrapper):
