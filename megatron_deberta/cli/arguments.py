@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -70,21 +70,21 @@ def number(
     return parse
 
 
-def refuse_options(args: argparse.Namespace, options: Mapping[str, str], why: str) -> None:
+def refuse_options(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
     """Reject options that would be passed over in silence.
 
     Args:
         args: the arguments; an option that is not given is None, False or empty.
-        options: the options by attribute of ``args``.
+        names: the options as attributes of ``args``, such as ``save_config``.
         why: end of the message, such as "is for exports".
 
     Raises:
         ConfigError: one is given.
     """
-    for name, option in options.items():
+    for name in names:
         value = getattr(args, name)
-        if value is not None and value is not False and value != "" and value != []:
-            raise ConfigError(f"{option} {why}; remove it")
+        if value is not None and value is not False and value not in ("", []):
+            raise ConfigError(f"--{name.replace('_', '-')} {why}; remove it")
 
 
 def prepare_output(option: str, path: str, *, is_folder: bool = False) -> None:
@@ -159,3 +159,30 @@ def with_current_names(arguments: Sequence[str], program: str) -> list[str]:
             print(f"{program}: warning: {option} is now {name}", file=sys.stderr)
         current.append(f"{name or option}{equals}{value}")
     return current
+
+
+def add_shard_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare shards as positional arguments and as ``--prefix``."""
+    parser.add_argument(
+        "shards", nargs="*", default=[], metavar="SHARD",
+        help="path without .bin/.idx, any file of a shard, or a folder of shards",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prefix", action="append", default=[], metavar="SHARD", help="the same, as an option"
+    )
+
+
+def add_jobs_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--jobs``."""
+    parser.add_argument(
+        "--jobs", type=number(int, 1), default=len(os.sched_getaffinity(0)), metavar="N",
+        help="number of threads (default: the CPU cores, %(default)s here)",
+    )  # fmt: skip
+
+
+def shard_names(args: argparse.Namespace, *, each_once: bool = True) -> list[str]:
+    """Return the prefixes of the shards named on the command line."""
+    # Imported here because it imports NumPy.
+    from megatron_deberta.data.shards.prefixes import shard_prefixes
+
+    return shard_prefixes([*args.prefix, *args.shards], each_once=each_once)

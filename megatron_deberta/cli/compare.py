@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if are_files[0] != are_files[1]:
         raise ConfigError(f"{a} and {b}: give two folders of runs, or prediction files twice")
     if not are_files[0]:
-        refuse_options(args, {"task": "--task"}, "is for prediction files; runs have their own")
+        refuse_options(args, ["task"], "is for prediction files; runs have their own")
     prepare_output("--output", args.output)
     if are_files[0] and (not args.task or not args.data):
         raise ConfigError("prediction files need --task and --data, which have the labels")

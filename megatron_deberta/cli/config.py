@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if bool(args.config) == bool(args.section):
         raise ConfigError("give either RUN.yaml, to print what it resolves to, or --list [SECTION]")
     if args.config:
-        refuse_options(args, {"markdown": "--markdown"}, "is for --list")
+        refuse_options(args, ["markdown"], "is for --list")
         config = load_config(args.config, args.overrides)
         values = config_to_dict(config)
         if config.model.vocab_size == schema.AUTO:

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Select and average the runs; write the predictions."""
     if not args.output and not args.leaderboard:
-        refuse_options(args, {"split": "--split"}, "needs --output or --leaderboard")
+        refuse_options(args, ["split"], "needs --output or --leaderboard")
     args.split = args.split or "test"
     prepare_output("--output", args.output)
     prepare_output("--leaderboard", args.leaderboard, is_folder=True)

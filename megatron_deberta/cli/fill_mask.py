@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print a table of predictions for every [MASK]."""
     if not args.prior_weight:
-        refuse_options(args, {"prior_shards": "--prior-shards"}, "needs --prior-weight above 0")
+        refuse_options(args, ["prior_shards"], "needs --prior-weight above 0")
     from megatron_deberta.hf.fill_mask import open_filler
     from megatron_deberta.train.start import refusals
 

@@ -82,13 +82,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Fine-tune, start ranks, or describe the run."""
     if args.dry_run or args.save_config:
-        starting = {"ranks": "--ranks", "allow_config_change": FLAG}
         option = "--dry-run" if args.dry_run else "--save-config"
-        refuse_options(args, starting, f"starts training, which {option} does not")
+        why = f"starts training, which {option} does not"
+        refuse_options(args, ["ranks", "allow_config_change"], why)
     if args.dry_run:
-        refuse_options(args, {"save_config": "--save-config"}, "writes a file, unlike --dry-run")
+        refuse_options(args, ["save_config"], "writes a file, unlike --dry-run")
     if not args.ranks:
-        refuse_options(args, {"restarts": "--restarts"}, "needs --ranks")
+        refuse_options(args, ["restarts"], "needs --ranks")
     from megatron_deberta.cli.pretrain import describe_run, train
     from megatron_deberta.finetune.models import open_source_model
     from megatron_deberta.finetune.settings import describe_settings, finetune_config

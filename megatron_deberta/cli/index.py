@@ -19,8 +19,11 @@ import contextlib
 import itertools
 
 from megatron_deberta.cli.arguments import add_run_arguments
-from megatron_deberta.cli.executor_arguments import add_executor_arguments, executor_options
-from megatron_deberta.cli.text_job import estimated_workers
+from megatron_deberta.cli.text_job import (
+    add_executor_arguments,
+    estimated_workers,
+    executor_options,
+)
 from megatron_deberta.config import load_config
 from megatron_deberta.observe.console import format_duration
 from megatron_deberta.text.jobs.executors import local_engine, remote_engine, run_calls
@@ -37,10 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run_arguments(parser)
     add_executor_arguments(parser, array=False)
-    parser.add_argument(
-        "--estimate", action="store_true",
-        help="only print how much time, disk and memory it would take",
-    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_deberta.cli.executor_arguments import add_executor_arguments
-from megatron_deberta.cli.shard_arguments import add_shard_arguments, shard_names
-from megatron_deberta.cli.text_input import add_rerun_arguments
-from megatron_deberta.cli.text_job import add_estimate_arguments, estimated_workers, open_engine
+from megatron_deberta.cli.arguments import add_shard_arguments, shard_names
+from megatron_deberta.cli.text_job import add_job_arguments, estimated_workers, open_engine
 from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.merge import merge_shards
 
@@ -29,9 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", required=True, metavar="PREFIX", help="prefix of the merged shard"
     )
-    add_executor_arguments(parser, array=False)
-    add_rerun_arguments(parser, "an existing shard")
-    add_estimate_arguments(parser)
+    add_job_arguments(parser, "an existing shard", array=False)
 
 
 def run(args: argparse.Namespace) -> int:

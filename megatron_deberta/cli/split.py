@@ -20,9 +20,8 @@ import argparse
 from pathlib import Path
 
 from megatron_deberta.cli.deduplicate import add_work_arguments
-from megatron_deberta.cli.text_input import add_input_arguments
 from megatron_deberta.cli.text_job import (
-    add_estimate_arguments,
+    add_input_arguments,
     estimated_input,
     not_published,
     open_work,
@@ -44,22 +43,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--clusters", type=Path, metavar="DIR", help="output of deduplicate for the same documents"
     )
     add_work_arguments(parser)
-    add_estimate_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Split and print a summary."""
-    output = Path(args.output)
     if args.estimate:
         from megatron_deberta.planning.text_jobs import estimate_split
 
-        with estimated_input(args, output) as (sources, options, workers):
-            print(estimate_split(sources, options, args.nodes or 1, workers))
+        with estimated_input(args) as (sources, options, nodes, workers):
+            print(estimate_split(sources, options, nodes, workers))
         return EXIT_DONE
-    with open_work(args, output, "split") as (sources, options, run_options):
+    with open_work(args, "split") as (sources, options, run_options):
         summary = split(
             sources,
-            output,
+            Path(args.output),
             options,
             fraction=args.fraction,
             seed=args.seed,

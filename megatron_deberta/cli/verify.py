@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megatron_deberta.cli.shard_arguments import add_jobs_argument, add_shard_arguments, shard_names
+from megatron_deberta.cli.arguments import add_jobs_argument, add_shard_arguments, shard_names
 from megatron_deberta.data.shards.verify import ShardReport, verify_shards
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE
 from megatron_deberta.tokenizer import load_tokenizer
