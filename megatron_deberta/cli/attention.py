@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_deberta.cli.arguments import add_shared
 from megatron_deberta.errors import EXIT_DONE, ConfigError
 from megatron_deberta.files import write_atomically
 
@@ -46,9 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", action="append", metavar="FILE",
         help=".html or .png; may be repeated (default: attention.html)",
     )  # fmt: skip
-    parser.add_argument(
-        "--tokenizer", default="", metavar="DIR", help="tokenizer (default: the models' own)"
-    )
+    add_shared(parser, "--tokenizer", help="tokenizer (default: the models' own)")
 
 
 def run(args: argparse.Namespace) -> int:

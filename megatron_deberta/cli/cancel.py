@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_deberta.cli.arguments import add_run_dir_argument, run_folder
+from megatron_deberta.cli.arguments import add_shared, run_folder
 from megatron_deberta.cluster.slurm import commands as slurm
 from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.slurm.submit import SUBMISSIONS, JobSpec, stop_signal
@@ -21,7 +21,7 @@ from megatron_deberta.errors import EXIT_DONE, ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_run_dir_argument(parser)
+    add_shared(parser, "run_dir")
     parser.add_argument("--now", action="store_true", help="end at once, without a checkpoint")
 
 

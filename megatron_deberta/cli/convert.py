@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_deberta.cli.arguments import number, prepare_output, refuse_options
+from megatron_deberta.cli.arguments import add_shared, number, prepare_output, refuse_options
 from megatron_deberta.config.objective_rules import trained_forms
 from megatron_deberta.errors import ConfigError, MissingModelError
 from megatron_deberta.files import FileLock, write_atomically
@@ -50,9 +50,7 @@ REVISIONS = "revisions.json"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to create")
-    parser.add_argument(
-        "--tokenizer", default="", metavar="DIR", help="tokenizer (default: the model's own)"
-    )
+    add_shared(parser, "--tokenizer")
     export = parser.add_argument_group("export")
     export.add_argument(
         "--checkpoint", metavar="DIR", help="run folder (newest checkpoint) or checkpoint folder"
@@ -89,12 +87,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--moving-average", action="store_true",
         help="the average of the weights over updates that optimizer.ema_decay keeps",
     )  # fmt: skip
-    export.add_argument(
-        "--data", default="", metavar="DIR",
+    add_shared(
+        export, "--data",
         help="onnx: the task's files, to measure accuracy on dev (default with int8: the run's)",
     )  # fmt: skip
-    export.add_argument(
-        "--every", type=number(int, 1), metavar="N",
+    add_shared(
+        export, "--every",
         help="export every n-th kept checkpoint of a run, and the last one, to folders below "
         "--output that can be pushed as revisions of one repository",
     )  # fmt: skip
@@ -133,10 +131,7 @@ def _add_import_arguments(imported: argparse._ArgumentGroup) -> None:
         "--sha256", default="", metavar="HEX",
         help="SHA-256 of the weight file; required for pickles",
     )  # fmt: skip
-    imported.add_argument(
-        "--seed", type=int, metavar="N",
-        help="seed of new parameters, which the file lacks (default: 0)",
-    )  # fmt: skip
+    add_shared(imported, "--seed", help="seed of new parameters, which the file lacks (default: 0)")
 
 
 def run(args: argparse.Namespace) -> int:

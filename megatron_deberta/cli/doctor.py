@@ -23,9 +23,9 @@ from pathlib import Path
 
 from megatron_deberta.checkpoint.layout import state_kinds
 from megatron_deberta.checkpoint.reader import CheckpointReader
-from megatron_deberta.checkpoint.resume import FLAG, check_resume
+from megatron_deberta.checkpoint.resume import check_resume
 from megatron_deberta.checkpoint.store import find_newest
-from megatron_deberta.cli.arguments import CONFIG_CHANGE_HELP, add_run_arguments
+from megatron_deberta.cli.arguments import add_run_arguments, add_shared
 from megatron_deberta.cli.submit import check_fit
 from megatron_deberta.cluster import installation, preflight
 from megatron_deberta.cluster.profile import ClusterProfile, load_profile
@@ -47,13 +47,8 @@ from megatron_deberta.train.vocab_size import with_vocab_size
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run_arguments(parser, required=False)
-    parser.add_argument(
-        "--cluster", metavar="PROFILE", help="cluster profile, such as dgx2, or a YAML file"
-    )
-    parser.add_argument(
-        "--nodes", type=int, metavar="N", help="number of nodes (default: cluster.nodes)"
-    )
-    parser.add_argument(FLAG, action="store_true", help=CONFIG_CHANGE_HELP)
+    add_shared(parser, "--cluster", help="cluster profile, such as dgx2, or a YAML file")
+    add_shared(parser, "--nodes", "--allow-config-change")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -23,8 +23,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_deberta.cli.arguments import number, prepare_output
-from megatron_deberta.cli.finetune import add_task_arguments
+from megatron_deberta.cli.arguments import (
+    add_shared,
+    add_task_arguments,
+    number,
+    prepare_output,
+)
 from megatron_deberta.errors import EXIT_DONE, ConfigError
 from megatron_deberta.files import write_atomically
 from megatron_deberta.text.jobs.progress import ProgressDisplay
@@ -54,8 +58,8 @@ _OPTIONS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_task_arguments(parser)
-    parser.add_argument("--split", metavar="NAME", help="labelled split (default: dev)")
-    parser.add_argument("--output", default="", metavar="FILE", help="write the metrics as JSON")
+    add_shared(parser, "--split", help="labelled split (default: dev)")
+    add_shared(parser, "--output", help="write the metrics as JSON")
     parser.add_argument(
         "--limit", type=number(int, 1), metavar="N",
         help="blimp: first N pairs of each paradigm (default: all)",

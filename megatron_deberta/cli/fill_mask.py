@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_deberta.cli.arguments import number, refuse_options
+from megatron_deberta.cli.arguments import add_shared, number, refuse_options
 from megatron_deberta.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,9 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top-k", type=number(int, 1), default=5, metavar="K", help="predictions per mask"
     )
-    parser.add_argument(
-        "--tokenizer", default="", metavar="DIR", help="tokenizer (default: the model's own)"
-    )
+    add_shared(parser, "--tokenizer")
     parser.add_argument(
         "--prior-weight", type=number(float, 0), default=0.0, metavar="W",
         help="subtract W times the log-frequency of each token from its score (default: 0)",

@@ -19,7 +19,12 @@ import sys
 from pathlib import Path
 
 from megatron_deberta.checkpoint.resume import FLAG
-from megatron_deberta.cli.arguments import CONFIG_CHANGE_HELP, number, refuse_options
+from megatron_deberta.cli.arguments import (
+    add_shared,
+    add_task_arguments,
+    number,
+    refuse_options,
+)
 from megatron_deberta.config import save_config, validate_for_world
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.environment import read_environment
@@ -29,44 +34,15 @@ RUN_FILE = "finetune.yaml"
 """In the run folder: the resolved run, which ranks started by ``--ranks`` read."""
 
 
-def add_task_arguments(parser: argparse.ArgumentParser, *, is_required: bool = True) -> None:
-    """Declare the arguments that name task, model and data.
-
-    Args:
-        parser: of the command.
-        is_required: task and data have to be given; otherwise they are empty by default.
-    """
-    parser.add_argument(
-        "task", metavar="TASK", help="task file, or name such as sst2",
-        nargs=None if is_required else "?", default="",
-    )  # fmt: skip
-    parser.add_argument(
-        "--model", required=True, metavar="MODEL", help="run, checkpoint, export or release"
-    )
-    parser.add_argument(
-        "--data", required=is_required, default="", metavar="DIR", help="folder of the task's files"
-    )
-    parser.add_argument(
-        "--tokenizer", default="", metavar="DIR", help="tokenizer (default: the model's own)"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="section.key=value",
-        help="replaces a value of the configuration, such as train.steps=1000",
-    )  # fmt: skip
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_task_arguments(parser)
-    parser.add_argument(
-        "--settings", default="", metavar="NAME",
+    add_shared(
+        parser, "--settings",
         help="the task's settings to use, or none (default: the release's for this size of model, "
         "else the task's default_settings)",
     )  # fmt: skip
-    parser.add_argument(
-        "--ranks", type=number(int, 1), metavar="N",
-        help="start and supervise this many ranks here, as launch does",
-    )  # fmt: skip
+    add_shared(parser, "--ranks", help="start and supervise this many ranks here, as launch does")
     parser.add_argument(
         "--restarts", type=number(int, 0), metavar="N",
         help="with --ranks: restarts after failures (default: 10)",
@@ -75,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--save-config", default="", metavar="RUN.yaml",
         help="write the run for launch, submit and pretrain, and exit",
     )  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="print the run, and exit")
-    parser.add_argument(FLAG, action="store_true", help=CONFIG_CHANGE_HELP)
+    add_shared(parser, "--dry-run", help="print the run, and exit")
+    add_shared(parser, "--allow-config-change")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from megatron_deberta.cli.arguments import refuse_options
+from megatron_deberta.cli.arguments import add_shared, refuse_options
 from megatron_deberta.cli.inspect_shards import (
     SHARD_OPTIONS,
     add_shard_statistics_arguments,
@@ -71,12 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN.yaml|SHARD",
         help="data: run file or shards, then section.key=value overrides; shards: the shards",
     )
-    parser.add_argument(
-        "--prefix", action="append", default=[], metavar="SHARD", help="shard instead of a run"
-    )
-    parser.add_argument(
-        "--tokenizer", default="", metavar="DIR", help="tokenizer (default: the shards' own)"
-    )
+    add_shared(parser, "--prefix", help="shard instead of a run")
+    add_shared(parser, "--tokenizer", help="tokenizer (default: the shards' own)")
     parser.add_argument("--num-samples", type=int, default=3, help="samples printed (default 3)")
     parser.add_argument("--first-sample", type=int, help="data: index of the first sample")
     parser.add_argument("--statistics", type=int, help="data: samples averaged over (default 1000)")

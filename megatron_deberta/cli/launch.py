@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 
 from megatron_deberta.checkpoint.resume import FLAG
-from megatron_deberta.cli.arguments import CONFIG_CHANGE_HELP, add_run_arguments, number
+from megatron_deberta.cli.arguments import add_run_arguments, add_shared, number
 from megatron_deberta.cluster.entry_point import log_times
 from megatron_deberta.cluster.run_lock import raise_if_locked
 from megatron_deberta.cluster.watchdog.local_job import run_local_job
@@ -24,18 +24,14 @@ from megatron_deberta.errors import EXIT_DONE
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run_arguments(parser)
-    parser.add_argument(
-        "--ranks", type=number(int, 1), required=True, metavar="N",
+    add_shared(
+        parser, "--ranks", required=True,
         help="number of ranks (training processes), one per GPU",
     )  # fmt: skip
     parser.add_argument(
         "--restarts", type=number(int, 0), default=10, metavar="N", help="restarts after failures"
     )
-    parser.add_argument(
-        "--dry-run", action="store_true",
-        help="print the resolved configuration, ranks, batch and parameters, and exit",
-    )  # fmt: skip
-    parser.add_argument(FLAG, action="store_true", help=CONFIG_CHANGE_HELP)
+    add_shared(parser, "--dry-run", "--allow-config-change")
 
 
 def run(args: argparse.Namespace) -> int:

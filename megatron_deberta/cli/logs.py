@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_deberta.cli.arguments import add_run_dir_argument, run_folder
+from megatron_deberta.cli.arguments import add_shared, run_folder
 from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.slurm.submit import LOGS
 from megatron_deberta.errors import EXIT_DONE, ConfigError
@@ -24,7 +24,7 @@ from megatron_deberta.errors import EXIT_DONE, ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_run_dir_argument(parser)
+    add_shared(parser, "run_dir")
     parser.add_argument(
         "--rank", type=int, default=0, metavar="N", help="rank whose log is printed"
     )

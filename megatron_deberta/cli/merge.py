@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_deberta.cli.arguments import add_shard_arguments, shard_names
+from megatron_deberta.cli.arguments import add_shared, shard_names
 from megatron_deberta.cli.text_job import add_job_arguments, estimated_workers, open_engine
 from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.merge import merge_shards
@@ -23,7 +23,7 @@ from megatron_deberta.text.merge import merge_shards
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_shard_arguments(parser)
+    add_shared(parser, "shards", "--prefix")
     parser.add_argument(
         "--output", required=True, metavar="PREFIX", help="prefix of the merged shard"
     )

@@ -28,7 +28,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from megatron_deberta.cli.arguments import add_run_arguments, number, refuse_options
+from megatron_deberta.cli.arguments import add_run_arguments, add_shared, number, refuse_options
 from megatron_deberta.cli.plan_cpu import NAME as CPU
 from megatron_deberta.cli.plan_cpu import report_cpu_plan
 from megatron_deberta.cluster.installation import query_gpus
@@ -54,8 +54,8 @@ _LAYOUTS = 10
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run_arguments(parser, required=False)
-    parser.add_argument(
-        "--cluster", metavar="PROFILE",
+    add_shared(
+        parser, "--cluster",
         help="cluster profile: dgx2, dgx_h100, or a YAML file of the same form; cpu: this "
         "machine's CPU, without times (default: cpu with train.device=cpu, else this machine's "
         f"GPUs, or {DEFAULT_PROFILE})",
@@ -64,10 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--world-size", type=number(int, 1), metavar="N",
         help="number of ranks (default: those of cluster.nodes full nodes, at least one)",
     )  # fmt: skip
-    parser.add_argument(
-        "--nodes", type=number(int, 1), metavar="N",
-        help="number of full nodes, instead of --world-size",
-    )  # fmt: skip
+    add_shared(
+        parser, "--nodes", type=number(int, 1), help="number of full nodes, instead of --world-size"
+    )
     parser.add_argument(
         "--device", default="", metavar="NAME", help="GPU, such as A100 (default: the profile's)"
     )
@@ -80,8 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layouts", type=number(int, 0), metavar="N",
         help=f"parallel layouts to print; 0: no search (default: {_LAYOUTS})",
     )  # fmt: skip
-    parser.add_argument(
-        "--task", default="", metavar="TASK",
+    add_shared(
+        parser, "--task",
         help="plan fine-tuning the run's model on this task: a file, or a name such as mnli",
     )  # fmt: skip
     parser.add_argument(
@@ -93,15 +92,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --task: mean length of a micro batch's longest row, for the time of the run "
         "(default: full rows); memory is always that of full rows",
     )  # fmt: skip
-    parser.add_argument(
-        "--settings", default="", metavar="NAME", help="with --task: the task's settings, or none"
-    )
+    add_shared(parser, "--settings", help="with --task: the task's settings, or none")
     parser.add_argument(
         "--failure-days", type=float, metavar="DAYS",
         help="with checkpoint.local_every: mean days between failures of one node (default: "
         f"{FAILURE_DAYS:g}, an assumption)",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_shared(parser, "--json")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -111,17 +108,10 @@ def run(args: argparse.Namespace) -> int:
     if is_override:
         path, overrides = None, [args.config, *overrides]
     if not args.task:
-        of_tasks = {
-            "examples": "--examples",
-            "row_tokens": "--row-tokens",
-            "settings": "--settings",
-        }
-        refuse_options(args, of_tasks, "needs --task NAME")
+        refuse_options(args, ["examples", "row_tokens", "settings"], "needs --task NAME")
     config = with_vocab_size(_without_auto(load_config(path, [] if args.task else overrides)))
     if not config.checkpoint.local_every:
-        refuse_options(
-            args, {"failure_days": "--failure-days"}, "needs checkpoint.local_every above 0"
-        )
+        refuse_options(args, ["failure_days"], "needs checkpoint.local_every above 0")
     if not args.task and config.finetune.task and config.finetune.epochs:
         config = planned_steps(config)
     if args.cluster == CPU or (not args.cluster and config.train.device == CPU):

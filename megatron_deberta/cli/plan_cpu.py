@@ -20,10 +20,7 @@ def report_cpu_plan(config: RunConfig, args: argparse.Namespace) -> str:
         ConfigError: an option of ``plan`` is about GPUs, or see ``make_cpu_plan``.
         TopologyError: see ``make_cpu_plan``.
     """
-    of_gpus = {
-        "device": "--device", "achieved": "--achieved", "layouts": "--layouts",
-        "failure_days": "--failure-days",
-    }  # fmt: skip
+    of_gpus = ["device", "achieved", "layouts", "failure_days"]
     refuse_options(args, of_gpus, f"is about GPUs, not for --cluster {NAME}")
     if (args.nodes or 1) > 1:
         raise ConfigError(f"--cluster {NAME} is this machine alone; omit --nodes {args.nodes}")

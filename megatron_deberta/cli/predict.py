@@ -25,8 +25,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_deberta.cli.arguments import number, prepare_output
-from megatron_deberta.cli.finetune import add_task_arguments
+from megatron_deberta.cli.arguments import (
+    add_shared,
+    add_task_arguments,
+    number,
+    prepare_output,
+)
 from megatron_deberta.errors import EXIT_DONE, ConfigError, MissingInputError
 from megatron_deberta.files import write_atomically
 
@@ -49,13 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--text-pair", action="append", default=[], metavar="TEXT",
         help="second segment of --text: of spans the passage",
     )  # fmt: skip
-    parser.add_argument("--split", metavar="NAME", help=f"split to predict (default: {_TEST})")
-    parser.add_argument(
-        "--output", default="", metavar="FILE", help="file to write (default: standard output)"
-    )
-    parser.add_argument(
-        "--leaderboard", default="", metavar="DIR", help="folder for the leaderboard's files"
-    )
+    add_shared(parser, "--split", help=f"split to predict (default: {_TEST})")
+    add_shared(parser, "--output", help="file to write (default: standard output)")
+    add_shared(parser, "--leaderboard")
     parser.add_argument(
         "--null-threshold", type=number(float, -math.inf, math.inf), metavar="X",
         help="SQuAD 2.0: predict no answer above this score, which evaluate finds as "

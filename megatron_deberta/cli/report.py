@@ -16,7 +16,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_deberta.cli.arguments import prepare_output
+from megatron_deberta.cli.arguments import add_shared, prepare_output
 from megatron_deberta.errors import EXIT_DONE, printable
 from megatron_deberta.files import write_atomically
 
@@ -24,9 +24,10 @@ from megatron_deberta.files import write_atomically
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder (train.run_dir)")
-    parser.add_argument(
-        "--output", default="report.html", metavar="FILE.html", help="the page; it is replaced"
-    )
+    add_shared(
+        parser, "--output", default="report.html", metavar="FILE.html",
+        help="the page; it is replaced",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,8 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_deberta.cli.arguments import number
-from megatron_deberta.cli.submit import add_check_argument
+from megatron_deberta.cli.arguments import add_shared
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE, ConfigError, printable
 
 if TYPE_CHECKING:
@@ -38,29 +37,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "search", metavar="SEARCH.yaml",
         help="search; packaged ones are called configs/searches/NAME.yaml",
     )  # fmt: skip
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value",
+    add_shared(
+        parser, "overrides", metavar="key=value",
         help="replaces a key of the search (seeds=3), or of its grid "
         "(optimizer.learning_rate=[1e-5,2e-5], finetune.epochs=3)",
     )  # fmt: skip
-    parser.add_argument(
-        "--jobs", type=number(int, 1), metavar="N",
+    add_shared(
+        parser, "--jobs", default=None,
         help="runs at a time (default: as many as the GPUs, or the cores and the memory, allow; "
         "with --cluster: no limit)",
     )  # fmt: skip
-    parser.add_argument(
-        "--cluster", default="", metavar="PROFILE",
+    add_shared(
+        parser, "--cluster", default="",
         help="submit the runs as a SLURM job array: dgx2, dgx_h100, local, or a YAML file",
     )  # fmt: skip
-    parser.add_argument(
-        "--trust-profile", action="store_true",
-        help="allow the profile to run code, as for submit",
-    )  # fmt: skip
-    add_check_argument(parser)
+    add_shared(parser, "--trust-profile", "--no-check")
     parser.add_argument("--table", action="store_true", help="print the table, and exit")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the cells, and the command of --cluster"
-    )
+    add_shared(parser, "--dry-run", help="print the cells, and the command of --cluster")
     parser.add_argument(
         "--prune", action="store_true",
         help="delete the checkpoints of complete cells other than the best; results remain",

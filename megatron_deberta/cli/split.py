@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megatron_deberta.cli.arguments import add_shared
 from megatron_deberta.cli.deduplicate import add_work_arguments
 from megatron_deberta.cli.text_job import (
     add_input_arguments,
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fraction", type=float, default=0.05, metavar="F",
         help="expected fraction of validation documents (default: %(default)s, as in the paper)",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="seed of the hash")
+    add_shared(parser, "--seed", default=0, help="seed of the hash")
     parser.add_argument(
         "--clusters", type=Path, metavar="DIR", help="output of deduplicate for the same documents"
     )

@@ -20,8 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_deberta.checkpoint.resume import FLAG
-from megatron_deberta.cli.arguments import CONFIG_CHANGE_HELP, add_run_arguments, number
+from megatron_deberta.cli.arguments import add_run_arguments, add_shared, number
 from megatron_deberta.cluster import preflight
 from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.profile import ClusterProfile, check_dtype, load_profile
@@ -51,13 +50,11 @@ from megatron_deberta.files import FileLock, write_atomically
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run_arguments(parser)
-    parser.add_argument(
-        "--cluster", required=True, metavar="PROFILE",
+    add_shared(
+        parser, "--cluster", required=True,
         help="cluster profile: dgx2, dgx_h100, local, or a YAML file of the same form",
     )  # fmt: skip
-    parser.add_argument(
-        "--nodes", type=int, metavar="N", help="number of nodes (default: cluster.nodes)"
-    )
+    add_shared(parser, "--nodes", "--trust-profile", "--allow-config-change", "--no-check")
     parser.add_argument(
         "--min-nodes", type=int, metavar="N",
         help="start with as few as this many nodes if no more are available (default: --nodes)",
@@ -88,16 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--time-limit-minutes", type=int, metavar="MINUTES",
         help="time limit of a job (default: the profile's)",
     )  # fmt: skip
-    parser.add_argument(
-        "--trust-profile", action="store_true",
-        help="allow the profile to run code: an interpreter, a container, or environment variables "
-        "besides the usual ones for tuning",
-    )  # fmt: skip
-    parser.add_argument(FLAG, action="store_true", help=CONFIG_CHANGE_HELP)
-    add_check_argument(parser)
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print all commands and files, and submit nothing"
-    )
+    add_shared(parser, "--dry-run", help="print all commands and files, and submit nothing")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -154,15 +142,6 @@ def submission_problem(config: RunConfig, profile: ClusterProfile, args: argpars
     if profile.container == "none":
         problem = preflight.torch_problem(profile.gpu_architecture, profile.torch_builds)
     return problem or file_problem(config, getattr(args, "allow_config_change", False))
-
-
-def add_check_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--no-check``."""
-    parser.add_argument(
-        "--no-check", action="store_true",
-        help="do not check torch, tokenizer, data, checkpoint and run folder first, for a cluster "
-        "whose files are not visible from here",
-    )  # fmt: skip
 
 
 def exported_variables(options: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
