@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -194,7 +195,8 @@ def add_shared(parser: argparse._ActionsContainer, *names: str, **changes: Any) 
         changes: replace keywords of ``add_argument``, such as ``help``.
     """
     for name in names:
-        parser.add_argument(name, **SHARED[name] | changes)
+        # A copy, because a command may change a list that is a default.
+        parser.add_argument(name, **copy.deepcopy(SHARED[name]) | changes)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:

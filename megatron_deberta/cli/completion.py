@@ -16,6 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 import argcomplete
+from argcomplete.completers import FilesCompleter
+from argcomplete.shell_integration import shellcode
 
 from megatron_deberta.cli import main
 from megatron_deberta.cli.config import choices, list_keys
@@ -32,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the script."""
-    print(argcomplete.shellcode(["megatron-deberta"], shell=args.shell), end="")
+    print(shellcode(["megatron-deberta"], shell=args.shell), end="")
     return EXIT_DONE
 
 
@@ -68,13 +70,13 @@ def packaged_files(folder: str) -> list[str]:
 
 def with_files(names: Callable[[], list[str]]) -> Callable[..., list[str]]:
     """Return a completer of these names and of the files that are there."""
-    files = argcomplete.FilesCompleter()
+    files = FilesCompleter()
     return lambda prefix, **_: [*names(), *files(prefix)]
 
 
 def override_names(prefix: str, **_: object) -> list[str]:
     """Return the keys of the configuration, or the values of the one that is typed."""
-    key, is_assigned, _ = prefix.partition("=")
+    key, is_assigned, _value = prefix.partition("=")
     if is_assigned:
         return [f"{key}={value}" for value in choices().get(key, ())]
     return [f"{each.name}=" for each in list_keys()]

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from megatron_deberta.cli.arguments import add_shared, number, prepare_output, refuse_options
@@ -30,19 +31,19 @@ from megatron_deberta.files import FileLock, write_atomically
 
 if TYPE_CHECKING:
     from megatron_deberta.config.schema import ModelConfig, RunConfig
+    from megatron_deberta.hf.heads import GraphKind
     from megatron_deberta.hf.loading import TrainedModel
 
-_EXPORT_OPTIONS = {
-    "to": "--to", "dtype": "--dtype", "form": "--form", "encoder": "--encoder",
-    "no_timing": "--no-timing", "average": "--average", "ema": "--ema",
-    "moving_average": "--moving-average", "data": "--data", "every": "--every",
-}  # fmt: skip
-_IMPORT_OPTIONS = {
-    "generator": "--generator", "new_generator": "--new-generator",
-    "generator_sha256": "--generator-sha256", "generator_only": "--generator-only",
-    "allow_pickle_weights_only": "--allow-pickle-weights-only", "sha256": "--sha256",
-    "seed": "--seed",
-}  # fmt: skip
+_EXPORT_OPTIONS = (
+    "to", "dtype", "form", "encoder", "no_timing", "average", "ema", "moving_average", "data",
+    "every",
+)  # fmt: skip
+_IMPORT_OPTIONS = (
+    "generator", "new_generator", "generator_sha256", "generator_only",
+    "allow_pickle_weights_only", "sha256", "seed",
+)  # fmt: skip
+_MAX_LOSS = 0.005
+"""Loss of the task's first metric by an ONNX graph that is reported as large."""
 REVISIONS = "revisions.json"
 """In the output of ``--every``: the exported checkpoints."""
 
@@ -161,11 +162,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _export_revisions(args: argparse.Namespace) -> int:
     """Export several checkpoints of a run; those that are exported already are skipped."""
-    from megatron_deberta.checkpoint.layout import committed_steps
+    from megatron_deberta.checkpoint.layout import committed_steps, step_dir
+    from megatron_deberta.hf.export_model import refuse_existing
 
-    refuse_options(
-        args, {"average": "--average", "ema": "--ema"}, "excludes --every, of single checkpoints"
-    )
+    refuse_options(args, ["average", "ema"], "excludes --every, of single checkpoints")
     run, output = Path(args.checkpoint), Path(args.output)
     steps = committed_steps(run)
     if not steps:
@@ -173,12 +173,38 @@ def _export_revisions(args: argparse.Namespace) -> int:
             f"{run} has no committed checkpoint; --every needs the run's folder"
         )
     chosen = sorted({*steps[args.every - 1 :: args.every], steps[-1]})
+    checkpoints = [step_dir(run, step) for step in chosen]
+    folders = [output / checkpoint.name for checkpoint in checkpoints]
     with _revisions_lock(output):
-        revisions = _export_steps(args, run, output, chosen)
+        before = _read_revisions(output)
+        entries = [
+            _revision(args, checkpoint, step)
+            for checkpoint, step in zip(checkpoints, chosen, strict=True)
+        ]
+        exported = [
+            _is_exported(folder, before.get(folder.name), entry)
+            for folder, entry in zip(folders, entries, strict=True)
+        ]
+        for folder, is_exported in zip(folders, exported, strict=True):
+            if not is_exported:
+                refuse_existing(folder)
+        known = {name: entry for name, entry in before.items() if (output / name).exists()}
+        for checkpoint, folder, entry, is_exported in zip(
+            checkpoints, folders, entries, exported, strict=True
+        ):
+            if is_exported:
+                print(f"{folder}: exported before")
+                continue
+            # Before the export: what a killed command has exported is known to the next one.
+            known[folder.name] = entry
+            content = json.dumps(list(known.values()), indent=2) + "\n"
+            write_atomically(output / REVISIONS, content.encode())
+            one = {"checkpoint": str(checkpoint), "output": str(folder), "every": None}
+            _export(argparse.Namespace(**vars(args) | one))
     print("Push the revisions, the last one also as main, with:")
-    for name in [revision["revision"] for revision in revisions]:
-        print(f"  hf upload USER/NAME {output / str(name)} . --revision {name}")
-    print(f"  hf upload USER/NAME {output / str(revisions[-1]['folder'])} .")
+    for folder in folders:
+        print(f"  hf upload USER/NAME {folder} . --revision {folder.name}")
+    print(f"  hf upload USER/NAME {folders[-1]} .")
     return 0
 
 
@@ -201,41 +227,10 @@ def _revisions_lock(output: Path) -> Iterator[None]:
         lock.release()
 
 
-def _export_steps(
-    args: argparse.Namespace, run: Path, output: Path, chosen: Sequence[int]
-) -> list[dict[str, object]]:
-    """Export the steps that are not exported yet; return the entries of all."""
-    from megatron_deberta.checkpoint.layout import step_dir
-    from megatron_deberta.hf.export_model import refuse_existing
+def _revision(args: argparse.Namespace, checkpoint: Path, step: int) -> dict[str, object]:
+    """Return the entry of ``revisions.json`` for a checkpoint: what is exported, and how."""
+    from megatron_deberta.checkpoint.layout import COMMITTED_FILE
 
-    before = _read_revisions(output)
-    for step in chosen:
-        folder = output / step_dir(run, step).name
-        if not _is_exported(folder, before.get(folder.name), _revision(args, run, step)):
-            refuse_existing(folder)
-    revisions = []
-    known = {name: entry for name, entry in before.items() if (output / name).exists()}
-    for step in chosen:
-        checkpoint, entry = step_dir(run, step), _revision(args, run, step)
-        folder = output / checkpoint.name
-        revisions.append(entry)
-        if _is_exported(folder, before.get(folder.name), entry):
-            print(f"{folder}: exported before")
-            continue
-        # Before the export: what a killed command has exported is known to the next one.
-        known[folder.name] = entry
-        content = json.dumps(list(known.values()), indent=2) + "\n"
-        write_atomically(output / REVISIONS, content.encode())
-        one = {"checkpoint": str(checkpoint), "output": str(folder), "every": None}
-        _export(argparse.Namespace(**vars(args) | one))
-    return revisions
-
-
-def _revision(args: argparse.Namespace, run: Path, step: int) -> dict[str, object]:
-    """Return the entry of ``revisions.json`` for a step: what is exported, and how."""
-    from megatron_deberta.checkpoint.layout import COMMITTED_FILE, step_dir
-
-    checkpoint = step_dir(run, step)
     mark = (checkpoint / COMMITTED_FILE).read_text(encoding="ascii", errors="replace").strip()
     return {
         "revision": checkpoint.name,
@@ -287,16 +282,15 @@ def _is_exported(folder: Path, before: dict[str, Any] | None, entry: dict[str, o
 
 
 def _export(args: argparse.Namespace) -> int:
-    from megatron_deberta.cli.convert_card import training_facts
-    from megatron_deberta.cli.convert_onnx import check_options, onnx_extension
     from megatron_deberta.hf.export_model import GENERATOR_FOLDER, export_model
     from megatron_deberta.hf.loading import open_trained_model
     from megatron_deberta.hf.model_card import loading_lines
     from megatron_deberta.objectives import build_objective
+    from megatron_deberta.report.training_facts import training_facts
     from megatron_deberta.tasks.reading import split_to_predict
     from megatron_deberta.train.start import refusals
 
-    check_options(args)
+    _check_target(args)
     with refusals():
         trained = open_trained_model(Path(args.checkpoint), args.tokenizer)
         trained, averaged = _averaged(trained, args)
@@ -321,7 +315,7 @@ def _export(args: argparse.Namespace) -> int:
         facts=facts[0],
         generator=generator,
         generator_facts=facts[-1],
-        extend=onnx_extension(args, trained) if args.to == "onnx" else None,
+        extend=_onnx_extension(args, trained) if args.to == "onnx" else None,
         why_untrained=trained.reader.metadata.why_untrained,
     )
     print(f"{args.output}: {trained.reader.path} as {export.model_type}, {dtype}")
@@ -353,6 +347,80 @@ def _export(args: argparse.Namespace) -> int:
         return 0
     print(f'Or fill masks here: megatron-deberta fill-mask {args.output} "A [MASK] text."')
     return 0
+
+
+def _check_target(args: argparse.Namespace) -> None:
+    """Check the combination of ``--to``, ``--dtype`` and the options of ONNX.
+
+    Raises:
+        ConfigError: options contradict each other, or onnx is not installed.
+    """
+    if args.to == "onnx":
+        if args.dtype == "bf16":
+            raise ConfigError("--dtype bf16: onnxruntime has no bf16 on CPU; use fp16 or fp32")
+        from megatron_deberta.hf.onnx.libraries import require_libraries
+
+        require_libraries()
+        return
+    why = f"is for --to onnx, not for --to {args.to}"
+    if args.dtype == "int8":
+        raise ConfigError(f"--dtype int8 {why}")
+    refuse_options(args, ["encoder", "no_timing", "data"], why)
+
+
+def _onnx_extension(args: argparse.Namespace, trained: TrainedModel) -> Callable[[Path], None]:
+    """Return the function that adds the graph to an export and prints its figures."""
+    from megatron_deberta.hf.onnx.export import OnnxOptions, add_onnx, summary
+
+    config, weights = trained.open("discriminator")
+    accuracy = None
+    is_task = trained.run.finetune.task and not args.encoder
+    if args.data and not is_task:
+        raise ConfigError(f"--data {args.data}: this graph has no task to measure accuracy on")
+    if is_task and (args.data or args.dtype == "int8"):
+        accuracy = _graph_accuracy(args, trained)
+    options = OnnxOptions(args.dtype, args.encoder, not args.no_timing, accuracy)
+
+    def extend(folder: Path) -> None:
+        report = add_onnx(folder, config, weights, trained.tokenizer, options)
+        for line in summary(report):
+            print(line)
+        found = report.accuracy
+        if found and found["torch"] - found["onnx"] > _MAX_LOSS:
+            print(f"Warning: {args.dtype} loses more than {_MAX_LOSS:.1%} of {found['metric']}.")
+
+    return extend
+
+
+def _graph_accuracy(
+    args: argparse.Namespace, trained: TrainedModel
+) -> Callable[[Path, GraphKind], dict[str, Any]]:
+    """Return the function that scores a graph on the dev split of the run's task.
+
+    Raises:
+        ConfigError: the folder of the task's files does not exist.
+    """
+    from megatron_deberta.finetune.onnx_accuracy import compare_accuracy
+    from megatron_deberta.hf.loading import build_task_model
+
+    run = trained.run
+    data = args.data or run.finetune.data
+    if not Path(data).is_dir():
+        raise ConfigError(
+            f"--data: {data or 'no folder'} does not exist; --dtype {args.dtype} measures accuracy "
+            f"on the dev split of {run.finetune.task}, give the folder of its files"
+        )
+
+    def measure(path: Path, kind: GraphKind) -> dict[str, Any]:
+        ours = build_task_model(*trained.open())
+        with TemporaryDirectory() as cache:
+            finetune = replace(run.finetune, data=data, cache=cache)
+            # Where the run is now, with its copy of the task.
+            train = replace(run.train, run_dir=str(trained.reader.path.parents[1]))
+            config = replace(run, finetune=finetune, train=train)
+            return compare_accuracy(config, trained.tokenizer, ours, path, kind)
+
+    return measure
 
 
 def _averaged(trained: TrainedModel, args: argparse.Namespace) -> tuple[TrainedModel, str]:
@@ -417,9 +485,7 @@ def _import(args: argparse.Namespace) -> int:
     if args.generator_only and (args.generator or args.new_generator):
         raise ConfigError("--generator-only excludes --generator and --new-generator; give one")
     if not args.generator:
-        refuse_options(
-            args, {"generator_sha256": "--generator-sha256"}, "is for --generator, not given"
-        )
+        refuse_options(args, ["generator_sha256"], "is for --generator, not given")
     pair = args.generator or args.new_generator
     if pair:
         generator = WeightFile(Path(args.generator), args.generator_sha256)
