@@ -109,8 +109,8 @@ def predict_bytes(config: RunConfig) -> int:
     """Predict the peak memory of a rank of this job: of its GPU, or of its process."""
     import torch
 
-    from megatron_deberta.planning.cpu import LIBRARY_BYTES
     from megatron_deberta.planning.memory import estimate_memory
+    from megatron_deberta.planning.plan import LIBRARY_BYTES
 
     on_gpu = torch.cuda.is_available() and config.train.device != "cpu"
     has_triton = on_gpu and torch.cuda.get_device_capability() >= (8, 0)

@@ -17,14 +17,11 @@ from megatron_deberta.cli.pretrain import predict_bytes
 from megatron_deberta.cluster.profile import load_profile
 from megatron_deberta.config import RunConfig, load_config
 from megatron_deberta.errors import EXIT_USAGE, ConfigError
-from megatron_deberta.planning.cpu import LIBRARY_BYTES, make_cpu_plan
-from megatron_deberta.planning.devices import find_device
-from megatron_deberta.planning.machine import Machine, machine_of
+from megatron_deberta.planning.machine import Machine, find_device, machine_of
 from megatron_deberta.planning.memory import estimate_memory
-from megatron_deberta.planning.plan import make_plan
+from megatron_deberta.planning.plan import LIBRARY_BYTES, make_cpu_plan, make_plan
 from megatron_deberta.planning.search import NEAR, rank_memory, search_layouts
-from megatron_deberta.planning.timing import run_seconds, step_time
-from megatron_deberta.planning.traffic import Traffic
+from megatron_deberta.planning.step import Traffic, run_seconds, step_time
 from tests.support.tiny_task import MODEL, write_task
 
 RUNS = Path(__file__).parents[3] / "configs/runs"
