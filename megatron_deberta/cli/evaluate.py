@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -112,11 +112,16 @@ def run(args: argparse.Namespace) -> int:
         if predictor.groups.rank == 0:
             metrics = score(predictor.task, split.examples, split.encoded, outputs)
             metrics = {"loss": loss, **metrics}
-            print(describe_metrics(metrics))
-            if args.output:
-                content = json.dumps(metrics, indent=2) + "\n"
-                write_atomically(Path(args.output), content.encode())
+            _show(args, describe_metrics(metrics), metrics)
     return EXIT_DONE
+
+
+def _show(args: argparse.Namespace, text: str, values: Mapping[str, object]) -> None:
+    """Print a result, and write it as JSON if ``--output`` is given."""
+    print(text)
+    if args.output:
+        content = json.dumps(values, indent=2) + "\n"
+        write_atomically(Path(args.output), content.encode())
 
 
 def describe_metrics(metrics: dict[str, float]) -> str:
@@ -149,10 +154,14 @@ def _run_minimal_pairs(args: argparse.Namespace) -> int:
             advance=advance,
         )
     if is_first:
-        print(describe(scores))
-        if args.output:
-            content = json.dumps(as_json(scores, metric), indent=2) + "\n"
-            write_atomically(Path(args.output), content.encode())
+        values = {
+            "metric": metric,
+            "num_pairs": scores.num_pairs,
+            "accuracy": scores.accuracy,
+            "fields": scores.fields,
+            "paradigms": [asdict(score) for score in scores.paradigms],
+        }
+        _show(args, describe(scores), values)
     return EXIT_DONE
 
 
@@ -171,10 +180,13 @@ def _run_perplexity(args: argparse.Namespace) -> int:
             advance=advance,
         )
     if is_first:
-        print(describe_perplexity(result))
-        if args.output:
-            content = json.dumps(perplexity_as_json(result), indent=2) + "\n"
-            write_atomically(Path(args.output), content.encode())
+        values = {
+            "perplexity_per_word": result.per_word,
+            "perplexity_per_piece": result.per_piece,
+            "bits_per_byte": result.bits_per_byte,
+            **asdict(result),
+        }
+        _show(args, describe_perplexity(result), values)
     return EXIT_DONE
 
 
@@ -206,16 +218,6 @@ def describe_perplexity(result: Perplexity) -> str:
     return "\n".join(lines)
 
 
-def perplexity_as_json(result: Perplexity) -> dict[str, object]:
-    """Return a result as JSON values."""
-    return {
-        "perplexity_per_word": result.per_word,
-        "perplexity_per_piece": result.per_piece,
-        "bits_per_byte": result.bits_per_byte,
-        **asdict(result),
-    }
-
-
 def describe(scores: MinimalPairScores) -> str:
     """Format a table: a line per paradigm, the mean of each field, and of all paradigms."""
     width = max(len(score.paradigm) for score in scores.paradigms) + 2
@@ -230,14 +232,3 @@ def describe(scores: MinimalPairScores) -> str:
         lines.append(f"{field.replace('_', ' '):<{width}}  {count:>5}  {mean:>8.1%}")
     lines.append(f"{'all':<{width}}  {scores.num_pairs:>5}  {scores.accuracy:>8.1%}")
     return "\n".join(lines)
-
-
-def as_json(scores: MinimalPairScores, metric: str) -> dict[str, object]:
-    """Return the accuracies as JSON values."""
-    return {
-        "metric": metric,
-        "num_pairs": scores.num_pairs,
-        "accuracy": scores.accuracy,
-        "fields": scores.fields,
-        "paradigms": [asdict(score) for score in scores.paradigms],
-    }

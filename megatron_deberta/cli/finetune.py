@@ -18,15 +18,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_deberta.checkpoint.resume import FLAG
 from megatron_deberta.cli.arguments import (
     add_shared,
     add_task_arguments,
     number,
     refuse_options,
 )
-from megatron_deberta.config import save_config, validate_for_world
-from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.config import save_config
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.errors import EXIT_DONE
 
@@ -85,23 +83,10 @@ def run(args: argparse.Namespace) -> int:
         return EXIT_DONE
     if read_environment().rank == 0:
         print(settings, file=sys.stderr)
-    if args.ranks:
-        return _launch(config, args)
-    return train(config, args.allow_config_change)
+    if not args.ranks:
+        return train(config, args.allow_config_change)
+    from megatron_deberta.cli.launch import launch
 
-
-def _launch(config: RunConfig, args: argparse.Namespace) -> int:
-    from megatron_deberta.cluster.entry_point import log_times
-    from megatron_deberta.cluster.run_lock import raise_if_locked
-    from megatron_deberta.cluster.watchdog.local_job import run_local_job
-
-    validate_for_world(config, args.ranks)
-    raise_if_locked(config.train.run_dir)
-    log_times()
-    run_dir = Path(config.train.run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    run_file = run_dir / RUN_FILE
-    save_config(config, run_file)
-    arguments = [str(run_file), *([FLAG] if args.allow_config_change else [])]
+    run_file = Path(config.train.run_dir, RUN_FILE)
     restarts = 10 if args.restarts is None else args.restarts
-    return run_local_job(config, arguments, args.ranks, restarts)
+    return launch(config, args, [str(run_file)], restarts, run_file)

@@ -46,6 +46,16 @@ from megatron_deberta.data.shards.prefixes import blend_weight
 from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE, ConfigError
 from megatron_deberta.files import FileLock, write_atomically
 
+_PATHS = {
+    "cluster": ("prometheus_file",),
+    "train": ("run_dir", "blimp_data"),
+    "finetune": ("data", "cache"),
+    "tokenizer": ("path",),
+    "checkpoint": ("load_from", "continue_from"),
+    "data": ("train", "validation", "index_cache"),
+}
+"""Keys of paths, by section; a job has another working directory."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
@@ -190,7 +200,22 @@ def queue(
     if not lock.acquire():
         raise ConfigError(f"train.run_dir={spec.run_dir} is being submitted by another command")
     try:
-        return _queue(history, spec, profile, submission, config, num_jobs)
+        refuse_queued(history)
+        submission.mkdir()
+        (history.run_dir / LOGS).mkdir(exist_ok=True)
+        save_config(config, submission / "run.yaml")
+        job_file = submission / "job.json"
+        write_atomically(job_file, spec.to_json())
+        bad = tuple(BadNodes(spec.run_dir, config.cluster.bad_node_hours).current())
+        # Before sbatch: the job may start at once, and its history begins with this line.
+        history.append("submit", links=num_jobs, nodes=spec.nodes)
+        jobs: list[str] = []
+        for _ in range(num_jobs):
+            after = jobs[-1] if jobs else ""
+            command = sbatch_command(spec, profile, job_file, after=after, bad_nodes=bad)
+            jobs.append(slurm.call(command).strip().split(";")[0])
+            history.append("jobs", jobs=jobs[-1:])
+        return jobs
     finally:
         lock.release()
 
@@ -207,32 +232,6 @@ def refuse_queued(history: JobHistory) -> None:
             f"train.run_dir={history.run_dir} has job {', '.join(queued)} in the queue ({state}); "
             "cancel it first (megatron-deberta cancel), or set another train.run_dir"
         )
-
-
-def _queue(
-    history: JobHistory,
-    spec: JobSpec,
-    profile: ClusterProfile,
-    submission: Path,
-    config: RunConfig,
-    num_jobs: int,
-) -> list[str]:
-    refuse_queued(history)
-    submission.mkdir()
-    (history.run_dir / LOGS).mkdir(exist_ok=True)
-    save_config(config, submission / "run.yaml")
-    job_file = submission / "job.json"
-    write_atomically(job_file, spec.to_json())
-    bad = tuple(BadNodes(spec.run_dir, config.cluster.bad_node_hours).current())
-    # Before sbatch: the job may start at once, and its history begins with this line.
-    history.append("submit", links=num_jobs, nodes=spec.nodes)
-    jobs: list[str] = []
-    for _ in range(num_jobs):
-        after = jobs[-1] if jobs else ""
-        command = sbatch_command(spec, profile, job_file, after=after, bad_nodes=bad)
-        jobs.append(slurm.call(command).strip().split(";")[0])
-        history.append("jobs", jobs=jobs[-1:])
-    return jobs
 
 
 def _profile(args: argparse.Namespace) -> ClusterProfile:
@@ -260,49 +259,24 @@ def check_fit(config: RunConfig, profile: ClusterProfile, nodes: int) -> RunConf
         raise ConfigError(f"--nodes {nodes} must be at least 1; set it, or cluster.nodes")
     check_dtype(config.precision.dtype, profile.dtypes)
     sized = replace(config.cluster, nodes=nodes, ranks_per_node=profile.ranks_per_node)
-    sized = replace(sized, prometheus_file=_absolute(sized.prometheus_file))
     config = replace(config, cluster=sized)
     validate_for_world(config, nodes * profile.ranks_per_node)
-    data, train = config.data, config.train
-    return replace(
-        config,
-        train=replace(
-            train,
-            run_dir=os.path.abspath(train.run_dir),
-            blimp_data=_absolute(train.blimp_data),
-        ),
-        finetune=replace(
-            config.finetune,
-            # A name of a packaged task stays.
-            task=_absolute(config.finetune.task)
-            if config.finetune.task.endswith((".yaml", ".yml"))
-            else config.finetune.task,
-            data=_absolute(config.finetune.data),
-            cache=_absolute(config.finetune.cache),
-        ),
-        tokenizer=replace(config.tokenizer, path=_absolute(config.tokenizer.path)),
-        checkpoint=replace(
-            config.checkpoint,
-            load_from=_absolute(config.checkpoint.load_from),
-            continue_from=_absolute(config.checkpoint.continue_from),
-        ),
-        data=replace(
-            data,
-            train=tuple(map(_absolute_prefix, data.train)),
-            validation=tuple(map(_absolute_prefix, data.validation)),
-            index_cache=_absolute(data.index_cache),
-        ),
-    )
+    for section, keys in _PATHS.items():
+        values = getattr(config, section)
+        paths = {key: _absolute(getattr(values, key)) for key in keys}
+        config = replace(config, **{section: replace(values, **paths)})
+    if config.finetune.task.endswith((".yaml", ".yml")):
+        # Not the name of a packaged task.
+        task = os.path.abspath(config.finetune.task)
+        config = replace(config, finetune=replace(config.finetune, task=task))
+    return config
 
 
-def _absolute(path: str) -> str:
-    """Return an absolute path; an empty string is unchanged."""
-    return os.path.abspath(path) if path else ""
-
-
-def _absolute_prefix(text: str) -> str:
-    """Return the absolute path of a shard; the weights of a blend are unchanged."""
-    return _absolute(text) if blend_weight(text) is None else text
+def _absolute(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    """Return an absolute path; of shards, each, but not the weights of a blend."""
+    if isinstance(value, str):
+        return os.path.abspath(value) if value else ""
+    return tuple(os.path.abspath(text) if blend_weight(text) is None else text for text in value)
 
 
 def describe(spec: JobSpec, command: list[str], problem: str) -> str:
