@@ -65,20 +65,6 @@ def test_an_open_vocabulary_size_is_shown_as_auto(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "give either RUN.yaml, to print what it resolves to, or --list"),
-        (["--list", "trains"], "--list trains: must be one of checkpoint, cluster, "),
-    ],
-)
-def test_wrong_usage(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["config", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("words", "expected"),
     [
         (["pre"], ["preprocess", "pretrain", "predict"]),
