@@ -16,7 +16,7 @@ import argparse
 from pathlib import Path
 
 from megatron_deberta.cli.arguments import add_shared, number, prepare_output, refuse_options
-from megatron_deberta.errors import EXIT_DONE, ConfigError
+from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import write_atomically
 
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "--output", help="also write JSON")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Compare, and print the table."""
     from megatron_deberta.finetune.compare import sides
     from megatron_deberta.finetune.compare.table import format_comparison
@@ -62,4 +62,3 @@ def run(args: argparse.Namespace) -> int:
     print(format_comparison((args.a, args.b), found))
     if args.output:
         write_atomically(Path(args.output), sides.to_json(found))
-    return EXIT_DONE

@@ -23,7 +23,6 @@ from megatron_deberta.cli import main
 from megatron_deberta.cli.config import choices, list_keys
 from megatron_deberta.cluster.profile import PROFILES
 from megatron_deberta.config.loader import CONFIG_ROOTS
-from megatron_deberta.errors import EXIT_DONE
 from megatron_deberta.tasks.task import task_names
 
 
@@ -32,10 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="shell to complete in")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Print the script."""
     print(shellcode(["megatron-deberta"], shell=args.shell), end="")
-    return EXIT_DONE
 
 
 def complete(**options: Any) -> None:

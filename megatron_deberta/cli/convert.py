@@ -135,7 +135,7 @@ def _add_import_arguments(imported: argparse._ArgumentGroup) -> None:
     add_shared(imported, "--seed", help="seed of new parameters, which the file lacks (default: 0)")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Convert and print a summary."""
     if bool(args.checkpoint) == bool(args.source):
         raise ConfigError(
@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
         return _import(args)
 
 
-def _export_revisions(args: argparse.Namespace) -> int:
+def _export_revisions(args: argparse.Namespace) -> None:
     """Export several checkpoints of a run; those that are exported already are skipped."""
     from megatron_deberta.checkpoint.layout import committed_steps, step_dir
     from megatron_deberta.hf.export_model import refuse_existing
@@ -205,7 +205,6 @@ def _export_revisions(args: argparse.Namespace) -> int:
     for folder in folders:
         print(f"  hf upload USER/NAME {folder} . --revision {folder.name}")
     print(f"  hf upload USER/NAME {folders[-1]} .")
-    return 0
 
 
 @contextmanager
@@ -281,7 +280,7 @@ def _is_exported(folder: Path, before: dict[str, Any] | None, entry: dict[str, o
     return True
 
 
-def _export(args: argparse.Namespace) -> int:
+def _export(args: argparse.Namespace) -> None:
     from megatron_deberta.hf.export_model import GENERATOR_FOLDER, export_model
     from megatron_deberta.hf.loading import open_trained_model
     from megatron_deberta.hf.model_card import loading_lines
@@ -333,20 +332,17 @@ def _export(args: argparse.Namespace) -> int:
         print(f"In Python, {what}: {line}")
     if why := trained.reader.metadata.why_untrained:
         print(f"It cannot fill masks before it is trained to: {why}")
-        return 0
-    if config.head == "discriminator":
+    elif config.head == "discriminator":
         fills = Path(args.output) / GENERATOR_FOLDER
         print(
             f'Or fill masks with the generator: megatron-deberta fill-mask {fills} "A [MASK] text."'
         )
-        return 0
-    if config.head != "mlm":
+    elif config.head != "mlm":
         finetune = trained.run.finetune
         split = split_to_predict(finetune.task, finetune.data) if finetune.task else ""
         print(f"Or predict here: {build_objective(trained.run).commands(args.output, split)[0]}")
-        return 0
-    print(f'Or fill masks here: megatron-deberta fill-mask {args.output} "A [MASK] text."')
-    return 0
+    else:
+        print(f'Or fill masks here: megatron-deberta fill-mask {args.output} "A [MASK] text."')
 
 
 def _check_target(args: argparse.Namespace) -> None:
@@ -473,7 +469,7 @@ def _in_form(config: ModelConfig, run: RunConfig, form: str | None) -> ModelConf
     return replace(config, head="autoregressive") if form == "autoregressive" else config
 
 
-def _import(args: argparse.Namespace) -> int:
+def _import(args: argparse.Namespace) -> None:
     from megatron_deberta.hf.import_model import import_model
     from megatron_deberta.hf.import_pair import WeightFile, import_pair
 
@@ -517,4 +513,3 @@ def _import(args: argparse.Namespace) -> int:
     elif not pair:
         print(f'Fill masks with: megatron-deberta fill-mask {args.output} "A [MASK] text."')
     print(f"Continue with: megatron-deberta pretrain {imported.run_file} data.train=[PREFIX] ...")
-    return 0

@@ -34,7 +34,7 @@ from megatron_deberta.cli.text_job import (
     not_published,
     open_work,
 )
-from megatron_deberta.errors import EXIT_DONE, ConfigError
+from megatron_deberta.errors import ConfigError
 from megatron_deberta.text.deduplicate.output import SUFFIXES
 from megatron_deberta.text.deduplicate.pipeline import deduplicate
 from megatron_deberta.text.deduplicate.settings import Settings
@@ -64,7 +64,7 @@ def add_work_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_arguments(parser, "an existing folder")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Deduplicate and print a summary."""
     if args.exact_only:
         why = "is for near duplicates, not for --exact-only"
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
         with estimated_input(args) as (sources, options, nodes, workers):
             print(estimate_deduplicate(sources, options, settings, nodes, workers))
-        return EXIT_DONE
+        return
     with open_work(args, "deduplicate") as (sources, options, run_options):
         if sides := find_both_sides(sources):
             raise ConfigError(
@@ -96,11 +96,10 @@ def run(args: argparse.Namespace) -> int:
         )
     if not summary:
         print(not_published(args.output))
-        return EXIT_DONE
+        return
     removed = summary["removed"]
     print(
         f"{args.output}: {summary['documents']:,} documents = {summary['kept']:,} kept + "
         f"{removed['exact']:,} exact + {removed['near']:,} near duplicates + "
         f"{sum(summary['quarantined'].values()):,} quarantined"
     )
-    return EXIT_DONE

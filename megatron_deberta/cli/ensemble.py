@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_deberta.cli.arguments import add_shared, number, prepare_output, refuse_options
-from megatron_deberta.errors import EXIT_DONE, ConfigError
+from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import write_atomically
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "--leaderboard")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Select and average the runs; write the predictions."""
     if not args.output and not args.leaderboard:
         refuse_options(args, ["split"], "needs --output or --leaderboard")
@@ -59,7 +59,6 @@ def run(args: argparse.Namespace) -> int:
         print(_describe(ensemble))
         if args.output or args.leaderboard:
             _predict(ensemble, args)
-    return EXIT_DONE
 
 
 def _describe(ensemble: Ensemble) -> str:

@@ -29,7 +29,7 @@ from megatron_deberta.cli.arguments import (
     number,
     prepare_output,
 )
-from megatron_deberta.errors import EXIT_DONE, ConfigError
+from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import write_atomically
 from megatron_deberta.text.jobs.progress import ProgressDisplay
 
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Evaluate and print the metrics."""
     own = args.task if args.task in (MINIMAL_PAIRS, PERPLEXITY) else None
     for name, task in _OPTIONS.items():
@@ -113,7 +113,6 @@ def run(args: argparse.Namespace) -> int:
             metrics = score(predictor.task, split.examples, split.encoded, outputs)
             metrics = {"loss": loss, **metrics}
             _show(args, describe_metrics(metrics), metrics)
-    return EXIT_DONE
 
 
 def _show(args: argparse.Namespace, text: str, values: Mapping[str, object]) -> None:
@@ -139,7 +138,7 @@ def describe_metrics(metrics: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
-def _run_minimal_pairs(args: argparse.Namespace) -> int:
+def _run_minimal_pairs(args: argparse.Namespace) -> None:
     from megatron_deberta.finetune.minimal_pairs import evaluate_minimal_pairs
 
     metric: Metric = args.metric or "original"
@@ -162,10 +161,9 @@ def _run_minimal_pairs(args: argparse.Namespace) -> int:
             "paradigms": [asdict(score) for score in scores.paradigms],
         }
         _show(args, describe(scores), values)
-    return EXIT_DONE
 
 
-def _run_perplexity(args: argparse.Namespace) -> int:
+def _run_perplexity(args: argparse.Namespace) -> None:
     from megatron_deberta.finetune.perplexity import evaluate_perplexity
 
     with _progress(PERPLEXITY) as advance:
@@ -187,7 +185,6 @@ def _run_perplexity(args: argparse.Namespace) -> int:
             **asdict(result),
         }
         _show(args, describe_perplexity(result), values)
-    return EXIT_DONE
 
 
 @contextmanager

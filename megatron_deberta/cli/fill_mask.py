@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Print a table of predictions for every [MASK]."""
     if not args.prior_weight:
         refuse_options(args, ["prior_shards"], "needs --prior-weight above 0")
@@ -77,7 +77,6 @@ def run(args: argparse.Namespace) -> int:
                     escape(prediction.text.strip() or prediction.piece),
                 )
             console.print(table)
-    return 0
 
 
 def read_penalty(filler: MaskFiller, weight: float, shards: Sequence[str]) -> Tensor | None:

@@ -16,7 +16,7 @@ import argparse
 from pathlib import Path
 
 from megatron_deberta.cli.arguments import add_shared, number
-from megatron_deberta.errors import EXIT_DONE, ConfigError
+from megatron_deberta.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "--tokenizer")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Print the texts with their continuations."""
     from megatron_deberta.hf.generation import Sampling, open_generator
     from megatron_deberta.train.start import refusals
@@ -61,4 +61,3 @@ def run(args: argparse.Namespace) -> int:
         generator = open_generator(Path(args.model), args.tokenizer)
         for text in args.text:
             print(generator.generate(text, args.tokens, sampling))
-    return EXIT_DONE

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_executor_arguments(parser, array=False)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Build the indices and print where they are."""
     from megatron_deberta.data.dataset.index_cache import WORTH_KEEPING
     from megatron_deberta.data.indices import build_index, list_indices
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"disk  at most {entries * _BYTES / 1e9:,.1f} GB")
             print(f"time  about {format_duration(entries * _SECONDS)} of a core")
             print(f"memory  {memory / 1e9:,.1f} GB for {workers} workers")
-            return 0
+            return
         with (
             contextlib.nullcontext(remote) if remote else local_engine(options.workers) as engine,
             ProgressDisplay("index", lambda: engine.workers) as display,
@@ -83,4 +83,3 @@ def run(args: argparse.Namespace) -> int:
             f"nothing to build: indices of fewer than {WORTH_KEEPING:,} documents or sentences "
             "are computed in memory by each process"
         )
-    return 0

@@ -104,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the document lengths")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Print samples and averages."""
     if args.num_samples < 0 or (args.first_sample or 0) < 0 or (args.statistics or 0) < 0:
         raise ConfigError("--num-samples, --first-sample and --statistics must not be negative")
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     return _inspect_data(args)
 
 
-def _inspect_data(args: argparse.Namespace) -> int:
+def _inspect_data(args: argparse.Namespace) -> None:
     """Print samples and averages over samples."""
     from megatron_deberta.data.build import open_corpora, tokenizer_path
 
@@ -162,7 +162,6 @@ def _inspect_data(args: argparse.Namespace) -> int:
             print(found.report())
         if found.autoregressive:
             print(f"\n{found.autoregressive} autoregressive samples")
-    return 0
 
 
 class _TrainingPart(NamedTuple):
@@ -403,7 +402,7 @@ class _Statistics:
         )
 
 
-def _inspect_shards(args: argparse.Namespace) -> int:
+def _inspect_shards(args: argparse.Namespace) -> None:
     """Print statistics of all shards named, together."""
     length = 512 if args.sequence_length is None else args.sequence_length
     top = 20 if args.top is None else args.top
@@ -426,7 +425,6 @@ def _inspect_shards(args: argparse.Namespace) -> int:
     if args.plot:
         _draw_lengths(args.plot, lengths, length)
         print(f"\nplot: {args.plot}")
-    return 0
 
 
 def _shard_tokenizer(prefixes: Sequence[str], path: str) -> Tokenizer | None:

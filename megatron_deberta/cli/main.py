@@ -1,7 +1,8 @@
 """Entry point of ``megatron-deberta``: runs a subcommand; errors become one line and an exit code.
 
-Each subcommand is a module of this package with ``add_arguments(parser)`` and ``run(args) -> int``,
-imported only when it is called, so that ``--help`` does not import torch.
+Each subcommand is a module of this package with ``add_arguments(parser)`` and ``run(args)``, which
+returns the exit code, or None for 0. It is imported only when it is called, so that ``--help`` does
+not import torch.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import NamedTuple
 from megatron_deberta import __version__
 from megatron_deberta.cli.arguments import CommandParser, HelpFormatter, with_current_names
 from megatron_deberta.errors import (
+    EXIT_DONE,
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
     EXIT_USAGE,
@@ -159,8 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not debug:
             # Dask's client logs a traceback per lost connection; the commands report one line.
             os.environ.setdefault("DASK_LOGGING", str(dict.fromkeys(_DASK_LOGGERS, "critical")))
-        code: int = module.run(args)
-        return code
+        return module.run(args) or EXIT_DONE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except UnicodeEncodeError as error:

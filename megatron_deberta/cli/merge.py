@@ -30,14 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_arguments(parser, "an existing shard", array=False)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Merge the shards and print a summary."""
     if args.estimate:
         from megatron_deberta.planning.text_jobs import estimate_merge
 
         prefixes = shard_names(args, each_once=False)
         print(estimate_merge(prefixes, args.nodes or 1, estimated_workers(args)))
-        return 0
+        return
     with open_engine(args, JobFolder(args.output), "merge") as run_options:
         prefixes = shard_names(args, each_once=False)
         manifest = merge_shards(prefixes, args.output, run=run_options)
@@ -45,4 +45,3 @@ def run(args: argparse.Namespace) -> int:
         f"{args.output}: {manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens, "
         f"{manifest.dtype}, from {len(prefixes)} shards"
     )
-    return 0

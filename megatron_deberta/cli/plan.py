@@ -34,7 +34,7 @@ from megatron_deberta.cluster.installation import query_gpus
 from megatron_deberta.cluster.profile import ClusterProfile, load_profile
 from megatron_deberta.config import RunConfig, load_config
 from megatron_deberta.config.schema import AUTO, ModelConfig
-from megatron_deberta.errors import EXIT_DONE, ConfigError
+from megatron_deberta.errors import ConfigError
 from megatron_deberta.observe.console import format_duration
 from megatron_deberta.planning.machine import DEVICES, FAILURE_DAYS, Device, machine_of
 
@@ -100,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "--json")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Plan the run and print the result."""
     from megatron_deberta.finetune.data import planned_steps
     from megatron_deberta.planning.plan import make_plan
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         if args.task:
             raise ConfigError("--task needs --cluster PROFILE with devices, such as dgx2")
         print(_plan_cpu(config, args))
-        return EXIT_DONE
+        return
     profile = load_profile(args.cluster, trusted=True) if args.cluster else default_profile()
     machine = machine_of(profile, args.device, args.achieved or 0.0)
     world_size = _world_size(config, args, machine.ranks_per_node)
@@ -133,12 +133,11 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(config, machine, world_size, search=num_layouts > 0, failure_days=failure_days)
     if args.json:
         print(json.dumps(plan.to_dict(), indent=1))
-        return EXIT_DONE
+        return
     # None: the terminal's.
     width = None if sys.stdout.isatty() else 112
     console = Console(file=sys.stdout, highlight=False, width=width)
     show(plan, console, num_layouts)
-    return EXIT_DONE
 
 
 def _world_size(config: RunConfig, args: argparse.Namespace, per_node: int) -> int:

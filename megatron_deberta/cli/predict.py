@@ -31,7 +31,7 @@ from megatron_deberta.cli.arguments import (
     number,
     prepare_output,
 )
-from megatron_deberta.errors import EXIT_DONE, ConfigError, MissingInputError
+from megatron_deberta.errors import ConfigError, MissingInputError
 from megatron_deberta.files import write_atomically
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Predict and write the predictions."""
     from megatron_deberta.finetune.predict import open_predictor
     from megatron_deberta.train.start import refusals
@@ -104,7 +104,6 @@ def run(args: argparse.Namespace) -> int:
                 is_multi_label=predictor.is_multi_label,
             )
             _write(args, task, examples, predictions)
-    return EXIT_DONE
 
 
 def _texts(args: argparse.Namespace) -> tuple[list[str], list[str]] | None:

@@ -24,7 +24,7 @@ from megatron_deberta.cli.text_job import (
     not_published,
     open_work,
 )
-from megatron_deberta.errors import EXIT_DONE, ConfigError
+from megatron_deberta.errors import ConfigError
 from megatron_deberta.text.preprocess.encoding import EncodingOptions
 from megatron_deberta.text.preprocess.merging import quarantine_path, shard_prefixes
 from megatron_deberta.text.preprocess.pipeline import preprocess
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_arguments(parser, "existing shards")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Preprocess and, on the first rank, print a summary."""
     if args.sentences and not re.fullmatch("[a-z]{2,3}", args.sentences):
         raise ConfigError(f"--sentences {args.sentences}: must be a code as en or de (ISO 639)")
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
         with estimated_input(args, is_folder=False) as (sources, read, nodes, workers):
             print(estimate_preprocess(sources, args.tokenizer, read, nodes, workers))
-        return EXIT_DONE
+        return
     with open_work(args, "preprocess", is_folder=False) as (sources, read, options):
         refuse_both_sides(sources, args.output)
         manifests = preprocess(
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if not manifests:
         print(not_published(args.output))
-        return EXIT_DONE
+        return
     prefixes = shard_prefixes(args.output, read.keys, args.sentences)
     for prefix, manifest in zip(prefixes, manifests, strict=True):
         print(
@@ -106,4 +106,3 @@ def run(args: argparse.Namespace) -> int:
         )
     if manifests[0].documents_quarantined:
         print(f"{quarantine_path(args.output)} lists the quarantined records")
-    return EXIT_DONE

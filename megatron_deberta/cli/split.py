@@ -27,7 +27,6 @@ from megatron_deberta.cli.text_job import (
     not_published,
     open_work,
 )
-from megatron_deberta.errors import EXIT_DONE
 from megatron_deberta.text.split import split
 
 
@@ -46,14 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_work_arguments(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Split and print a summary."""
     if args.estimate:
         from megatron_deberta.planning.text_jobs import estimate_split
 
         with estimated_input(args) as (sources, options, nodes, workers):
             print(estimate_split(sources, options, nodes, workers))
-        return EXIT_DONE
+        return
     with open_work(args, "split") as (sources, options, run_options):
         summary = split(
             sources,
@@ -67,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if not summary:
         print(not_published(args.output))
-        return EXIT_DONE
+        return
     used = summary["train"] + summary["validation"]
     share = f"{summary['validation'] / used:.2%}"
     # Summaries of earlier versions have no sizes.
@@ -78,4 +77,3 @@ def run(args: argparse.Namespace) -> int:
         f"{summary['validation']:,} validation ({share}) + "
         f"{sum(summary['quarantined'].values()):,} quarantined"
     )
-    return EXIT_DONE

@@ -15,7 +15,7 @@ from dataclasses import asdict
 
 from megatron_deberta.cli.arguments import add_shared, run_folder
 from megatron_deberta.cluster.slurm.status import JobAttemptStatus, RunStatus, gather
-from megatron_deberta.errors import EXIT_DONE, printable
+from megatron_deberta.errors import printable
 from megatron_deberta.observe.console import format_duration
 
 
@@ -24,11 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "run_dir", "--json")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Print the status."""
     status = gather(run_folder(args))
     print(json.dumps(asdict(status), indent=1) if args.json else printable(describe(status)))
-    return EXIT_DONE
 
 
 def describe(status: RunStatus) -> str:

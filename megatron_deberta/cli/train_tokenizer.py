@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_arguments(parser, "an existing tokenizer", array=False)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Train the tokenizer and print a summary."""
     output = Path(args.output)
     sample_bytes = round(args.sample_mb * 1e6)
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
         with estimated_input(args) as (sources, options, nodes, workers):
             print(estimate_train_tokenizer(sources, options, sample_bytes, nodes, workers))
-        return 0
+        return
     JobFolder(output).remove_leftovers()
     check_settings(args.vocab_size, args.character_coverage)
     refuse_existing(args.output, args.force)
@@ -97,4 +97,3 @@ def run(args: argparse.Namespace) -> int:
         f"model.vocab_size={tokenizer.vocab_size} (rounded up to hundreds, as in the release), "
         f"fingerprint {tokenizer.fingerprint}"
     )
-    return 0
