@@ -63,8 +63,8 @@ Generate = Callable[[Integers, Integers, int], Integers]
 
 _DATA_OPTIONS = ("first_sample", "statistics", "generator")
 _SHARD_OPTIONS = ("top", "plot")
-_NUM_PARTS = 8
-"""Parts of a row for which the share of targets is shown."""
+_NUM_BINS = 8
+"""Bins of positions in a row, whose shares of targets are shown."""
 _BAR = 40
 """Characters of the longest bar of a histogram."""
 _SAMPLE_TOKENS = 60
@@ -141,11 +141,11 @@ def _inspect_data(args: argparse.Namespace) -> None:
         f"{held_out_documents:,} documents, {held_out_tokens:,} tokens "
         f"({held_out_tokens / max(tokens + held_out_tokens, 1):.1%})"
     )
-    parts = _training_parts(config, vocabulary, corpora, cache)
+    phases = _phase_samples(config, vocabulary, corpora, cache)
     for sample in range(first, first + max(args.num_samples, num_averaged)):
-        part = [each for each in parts if each.phase.first <= sample][-1]
-        batch = part.phase.rows.rows(np.array([sample]))
-        masked, is_causal = part.choose(sample, batch)
+        phase = [each for each in phases if each.source.first <= sample][-1]
+        batch = phase.source.rows.rows(np.array([sample]))
+        masked, is_causal = phase.choose(sample, batch)
         if sample < first + args.num_samples:
             form = ", autoregressive" * is_causal
             print(_describe(sample, batch.row(0), masked) + form)
@@ -153,9 +153,9 @@ def _inspect_data(args: argparse.Namespace) -> None:
             if generate is not None:
                 print(_generated_text(generate, sample, masked, batch.row(0), tokenizer))
         if sample < first + num_averaged:
-            part.statistics.add(masked, batch, vocabulary, is_causal)
-    for part in parts:
-        found = part.statistics
+            phase.statistics.add(masked, batch, vocabulary, is_causal)
+    for phase in phases:
+        found = phase.statistics
         # Every row has a first token.
         if found.tokens_at[0]:
             print(f"\nover {found.tokens_at[0]} samples:")
@@ -164,10 +164,10 @@ def _inspect_data(args: argparse.Namespace) -> None:
             print(f"\n{found.autoregressive} autoregressive samples")
 
 
-class _TrainingPart(NamedTuple):
-    """Rows of one length of a run, the choice of their targets, and sums over them."""
+class _PhaseSamples(NamedTuple):
+    """Rows of a phase, the choice of their targets, and sums over them."""
 
-    phase: Phase
+    source: Phase
     targets: list[Targets]
     forms: StepForms
     statistics: _Statistics
@@ -180,10 +180,10 @@ class _TrainingPart(NamedTuple):
         return targets(batch.tokens, batch.sizes, mask_ids), is_causal
 
 
-def _training_parts(
+def _phase_samples(
     config: RunConfig, vocabulary: Vocabulary, corpora: Corpora, cache: IndexCache | None
-) -> list[_TrainingPart]:
-    """Return the parts of a run, in order."""
+) -> list[_PhaseSamples]:
+    """Return the phases of a run, in order."""
     from megatron_deberta.data.build import (
         form_targets,
         open_corpora,
@@ -191,21 +191,21 @@ def _training_parts(
         training_phases,
     )
 
-    parts = []
+    phases = []
     for segment in segments(config):
         own = segment.config
         if own.data.train != config.data.train:
             corpora = open_corpora(own, vocabulary, config.data.verify_hashes, cache)
         for phase in training_phases(own, vocabulary, corpora, segment.stage):
-            parts.append(
-                _TrainingPart(
+            phases.append(
+                _PhaseSamples(
                     phase._replace(first=max(phase.first, segment.first_sample)),
                     form_targets(own, vocabulary, phase.length, Purpose.TRAINING_MASK),
                     step_forms(own, segment.first_sample),
                     _Statistics(phase.length),
                 )
             )
-    return parts
+    return phases
 
 
 def _describe(sample: int, row: Row, masked: MaskedRows) -> str:
@@ -376,8 +376,8 @@ class _Statistics:
         rows = max(int(self.tokens_at[0]), 1)
         targets = max(int(self.targets_at.sum()), 1)
         parts = zip(
-            np.array_split(self.targets_at, _NUM_PARTS),
-            np.array_split(self.tokens_at, _NUM_PARTS),
+            np.array_split(self.targets_at, _NUM_BINS),
+            np.array_split(self.tokens_at, _NUM_BINS),
             strict=True,
         )
         share = targets / max(int(self.tokens_at.sum()), 1)

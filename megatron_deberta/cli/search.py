@@ -23,11 +23,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_deberta.cli.arguments import add_shared
+from megatron_deberta.cli.submit import check_fit, submission_problem
+from megatron_deberta.cluster.profile import load_profile
+from megatron_deberta.cluster.slurm import array
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE, ConfigError, printable
+from megatron_deberta.finetune.search.config import SearchConfig, load_search
+from megatron_deberta.tasks.task import load_task
 
 if TYPE_CHECKING:
     from megatron_deberta.finetune.search.cells import ConfiguredRun, SearchRun
-    from megatron_deberta.finetune.search.config import SearchConfig
     from megatron_deberta.finetune.search.local import Outcome
 
 
@@ -70,9 +74,7 @@ def run(args: argparse.Namespace) -> int:
     )
     from megatron_deberta.finetune.models import open_source_model
     from megatron_deberta.finetune.search.cells import INPUTS_FILE, configure_runs, list_runs
-    from megatron_deberta.finetune.search.config import load_search
     from megatron_deberta.finetune.search.results import read_result
-    from megatron_deberta.tasks.task import load_task
     from megatron_deberta.train.start import refusals
 
     search = load_search(args.search, args.overrides)
@@ -253,10 +255,6 @@ def _submit(
     search: SearchConfig, pending: Sequence[ConfiguredRun], args: argparse.Namespace
 ) -> int:
     """Submit the pending runs that are not queued already as job arrays."""
-    from megatron_deberta.cli.submit import check_fit, submission_problem
-    from megatron_deberta.cluster.profile import load_profile
-    from megatron_deberta.cluster.slurm import array
-
     profile = load_profile(args.cluster, trusted=args.trust_profile)
     profile, nodes = array.profile_of_ranks(profile, search.ranks)
     configs = [check_fit(run.config, profile, nodes) for run in pending]
