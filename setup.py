@@ -82,7 +82,7 @@ setup(
     cmdclass={"build_py": BuildWithConfigs},
     install_requires=[
         "torch>=2.6,<3",
-        "argcomplete>=3.5,<4",
+        "argcomplete>=3.7,<4",
         # Private names of DeepSpeed are patched, so the minor version is fixed.
         "deepspeed>=0.19,<0.20",
         "numpy>=1.26",

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the script."""
-    print(shellcode(["megatron-deberta"], shell=args.shell), end="")
+    print(shellcode(["megatron-deberta"], True, args.shell), end="")
 
 
 def complete(**options: Any) -> None:
