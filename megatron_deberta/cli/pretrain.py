@@ -23,8 +23,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from megatron_deberta.checkpoint.resume import FLAG
-from megatron_deberta.cli.arguments import add_run_arguments
+from megatron_deberta.cli.arguments import add_run_arguments, add_shared
 from megatron_deberta.cluster import installation
 from megatron_deberta.cluster.run_lock import RunLock, raise_if_locked
 from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat
@@ -39,16 +38,7 @@ from megatron_deberta.processes import raise_open_file_limit
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run_arguments(parser)
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the resolved configuration, ranks, batch and parameters, and exit",
-    )
-    parser.add_argument(
-        FLAG,
-        action="store_true",
-        help="resume with another optimizer, precision or number of steps than the checkpoint's",
-    )
+    add_shared(parser, "--dry-run", "--allow-config-change")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -119,8 +109,8 @@ def predict_bytes(config: RunConfig) -> int:
     """Predict the peak memory of a rank of this job: of its GPU, or of its process."""
     import torch
 
-    from megatron_deberta.planning.cpu import LIBRARY_BYTES
     from megatron_deberta.planning.memory import estimate_memory
+    from megatron_deberta.planning.plan import LIBRARY_BYTES
 
     on_gpu = torch.cuda.is_available() and config.train.device != "cpu"
     has_triton = on_gpu and torch.cuda.get_device_capability() >= (8, 0)

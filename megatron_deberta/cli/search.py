@@ -22,13 +22,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_deberta.cli.arguments import number
-from megatron_deberta.cli.submit import add_check_argument
+from megatron_deberta.cli.arguments import add_shared
+from megatron_deberta.cli.submit import check_fit, submission_problem
+from megatron_deberta.cluster.profile import load_profile
+from megatron_deberta.cluster.slurm.submit import describe_arrays, profile_of_ranks, submit_arrays
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE, ConfigError, printable
+from megatron_deberta.finetune.search import SearchConfig, load_search
+from megatron_deberta.tasks.task import load_task
 
 if TYPE_CHECKING:
     from megatron_deberta.finetune.local_runs import Outcome
-    from megatron_deberta.finetune.search import ConfiguredRun, SearchConfig, SearchRun
+    from megatron_deberta.finetune.search import ConfiguredRun, SearchRun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,29 +41,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "search", metavar="SEARCH.yaml",
         help="search; packaged ones are called configs/searches/NAME.yaml",
     )  # fmt: skip
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value",
+    add_shared(
+        parser, "overrides", metavar="key=value",
         help="replaces a key of the search (seeds=3), or of its grid "
         "(optimizer.learning_rate=[1e-5,2e-5], finetune.epochs=3)",
     )  # fmt: skip
-    parser.add_argument(
-        "--jobs", type=number(int, 1), metavar="N",
+    add_shared(
+        parser, "--jobs", default=None,
         help="runs at a time (default: as many as the GPUs, or the cores and the memory, allow; "
         "with --cluster: no limit)",
     )  # fmt: skip
-    parser.add_argument(
-        "--cluster", default="", metavar="PROFILE",
+    add_shared(
+        parser, "--cluster", default="",
         help="submit the runs as a SLURM job array: dgx2, dgx_h100, local, or a YAML file",
     )  # fmt: skip
-    parser.add_argument(
-        "--trust-profile", action="store_true",
-        help="allow the profile to run code, as for submit",
-    )  # fmt: skip
-    add_check_argument(parser)
+    add_shared(parser, "--trust-profile", "--no-check")
     parser.add_argument("--table", action="store_true", help="print the table, and exit")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the cells, and the command of --cluster"
-    )
+    add_shared(parser, "--dry-run", help="print the cells, and the command of --cluster")
     parser.add_argument(
         "--prune", action="store_true",
         help="delete the checkpoints of complete cells other than the best; results remain",
@@ -75,14 +73,7 @@ def run(args: argparse.Namespace) -> int:
         fingerprint_weights,
         record_inputs,
     )
-    from megatron_deberta.finetune.search import (
-        INPUTS_FILE,
-        configure_runs,
-        list_runs,
-        load_search,
-        read_result,
-    )
-    from megatron_deberta.tasks.task import load_task
+    from megatron_deberta.finetune.search import INPUTS_FILE, configure_runs, list_runs, read_result
     from megatron_deberta.train.start import refusals
 
     search = load_search(args.search, args.overrides)
@@ -263,14 +254,6 @@ def _submit(
     search: SearchConfig, pending: Sequence[ConfiguredRun], args: argparse.Namespace
 ) -> int:
     """Submit the pending runs that are not queued already as job arrays."""
-    from megatron_deberta.cli.submit import check_fit, submission_problem
-    from megatron_deberta.cluster.profile import load_profile
-    from megatron_deberta.cluster.slurm.submit import (
-        describe_arrays,
-        profile_of_ranks,
-        submit_arrays,
-    )
-
     profile = load_profile(args.cluster, trusted=args.trust_profile)
     profile, nodes = profile_of_ranks(profile, search.ranks)
     configs = [check_fit(run.config, profile, nodes) for run in pending]

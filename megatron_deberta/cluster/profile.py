@@ -99,7 +99,7 @@ class ClusterProfile(NodeSettings):
     gpu_architecture: str = ""
     """Architecture of the GPUs, such as ``sm_70``; empty: unknown."""
     device: str = ""
-    """Name of the GPUs in ``planning.devices``; empty: unknown, ``plan`` needs ``--device``."""
+    """Name of the GPUs in ``planning.machine``; empty: unknown, ``plan`` needs ``--device``."""
     network_gbit_per_second: int = 0
     """Bandwidth of all of a node's compute adapters, one way; 0: unknown."""
     dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")

@@ -16,7 +16,7 @@ from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import ConfigError, TopologyError
 from megatron_deberta.planning.machine import Machine
 from megatron_deberta.planning.memory import MemoryEstimate, estimate_memory
-from megatron_deberta.planning.timing import run_seconds
+from megatron_deberta.planning.step import run_seconds
 
 NEAR = 1.05
 """Layouts within this factor of the fastest count as equally fast."""

@@ -300,7 +300,8 @@ MUTANTS = (
         "unit/data/test_blend.py::test_decimals_repeat_exactly_and_far_indices_are_found_at_once",
     ),
     Mutant(
-        "a card has the figures of the last validation, of whichever step", "cli/convert_card.py",
+        "a card has the figures of the last validation, of whichever step",
+        "report/training_facts.py",
         'if _is_validation(record) and record["step"] == step:', "if _is_validation(record):",
         "integration/test_model_cards.py::test_a_step_without_validation_has_no_figures",
     ),

@@ -15,6 +15,8 @@ from megatron_deberta.checkpoint.layout import checkpoints_dir
 from megatron_deberta.config import load_config
 from megatron_deberta.config.phases import Segment, segment_at, segments
 from megatron_deberta.config.schema import DataConfig, ModelConfig, ObjectiveConfig, RunConfig
+from megatron_deberta.data.shards.prefixes import blend_weight
+from  import DEV
 from megatron_deberta.hf.heads import HEADS
 from megatron_deberta.hf.loading import TrainedModel
 from megatron_deberta.hf.model_card import Evaluation, Figure, TrainingFacts
@@ -22,7 +24,8 @@ from megatron_deberta.objectives import build_objective
 from megatron_deberta.objectives.language_modelling import perplexity
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 from megatron_deberta.observe.timeline import read_devices
-from megatron_deberta.tasks.task import DEV, TaskConfig, load_task, run_task_name
+from megatron_deberta.report.run_folder import is_number
+from megatron_deberta.tasks.task import TaskConfig, load_task, run_task_name
 from megatron_deberta.train.records import UNIGRAM_METRIC
 
 Record = Mapping[str, Any]
@@ -213,8 +216,8 @@ def _hardware(trained: TrainedModel) -> str:
 
 def data_names(values: Sequence[str]) -> str:
     """Return the names of shards, without their folders, and the shares of a blend."""
-    weights = [_number(value) for value in values[::2]]
-    names = [Path(value).name for value in values if _number(value) is None]
+    weights = [blend_weight(value) for value in values[::2]]
+    names = [Path(value).name for value in values if blend_weight(value) is None]
     for suffix in (".idx", ".bin", ".manifest.json"):
         names = [name.removesuffix(suffix) for name in names]
     known = [weight for weight in weights if weight is not None]
@@ -222,13 +225,6 @@ def data_names(values: Sequence[str]) -> str:
         return ", ".join(names)
     shares = zip(known, names, strict=True)
     return ", ".join(f"{weight / sum(known):.3g} {name}" for weight, name in shares)
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def _model_name(path: str) -> str:
@@ -256,13 +252,8 @@ def _records(trained: TrainedModel) -> list[dict[str, Any]]:
 
 
 def _is_validation(record: Record) -> bool:
-    # Baselines are recorded as validations, too.
-    return record["kind"] == "validation" and _is_number(record.get("loss"))
-
-
-def _is_number(value: object) -> bool:
-    # One that is not finite is recorded as null.
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    # Baselines are recorded as validations, too; a loss that is not finite is recorded as null.
+    return record["kind"] == "validation" and is_number(record.get("loss"))
 
 
 def _validation(records: Sequence[Record], step: int) -> tuple[Record, Record] | None:
@@ -384,7 +375,7 @@ def _known(
     found: Record, key: str, name: str, baseline: float | None = None, *, metric: str | None = None
 ) -> list[Figure]:
     """Return a figure if it is recorded."""
-    if not _is_number(found.get(key)):
+    if not is_number(found.get(key)):
         return []
     return [Figure(key if metric is None else metric, name, float(found[key]), baseline)]
 
