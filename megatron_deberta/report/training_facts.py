@@ -16,7 +16,6 @@ from megatron_deberta.config import load_config
 from megatron_deberta.config.phases import Segment, segment_at, segments
 from megatron_deberta.config.schema import DataConfig, ModelConfig, ObjectiveConfig, RunConfig
 from megatron_deberta.data.shards.prefixes import blend_weight
-from  import DEV
 from megatron_deberta.hf.heads import HEADS
 from megatron_deberta.hf.loading import TrainedModel
 from megatron_deberta.hf.model_card import Evaluation, Figure, TrainingFacts
@@ -25,7 +24,7 @@ from megatron_deberta.objectives.language_modelling import perplexity
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 from megatron_deberta.observe.timeline import read_devices
 from megatron_deberta.report.run_folder import is_number
-from megatron_deberta.tasks.task import TaskConfig, load_task, run_task_name
+from megatron_deberta.tasks.task import DEV, TaskConfig, load_task, run_task_name
 from megatron_deberta.train.records import UNIGRAM_METRIC
 
 Record = Mapping[str, Any]
