@@ -275,11 +275,14 @@ def _joined(assembly: _Assembly, shards: Mapping[int, _Tensors]) -> _Tensors:
 
 
 class Work:
-    """Writing of this rank's part of a save, in a thread or while training waits.
+    """Writing of the states of this rank, which starts at once. Collective: all ranks.
 
     Args:
-        write: writes the part.
+        name: of the thread.
+        collector: assembles the states.
+        write: writes them.
         began: ``time.monotonic()`` when training began to wait for the save.
+        in_background: copy the shards and write in a thread; False: write now, without a copy.
 
     Attributes:
         began: as given.
@@ -287,30 +290,40 @@ class Work:
         error: what ``write`` has raised.
     """
 
-    def __init__(self, write: Callable[[], None], began: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        collector: StateCollector,
+        write: Callable[[Iterator[OwnedState]], None],
+        began: float,
+        *,
+        in_background: bool = True,
+    ) -> None:
         self.began = began
-        self.blocked_seconds = 0.0
         self.error: Exception | None = None
-        self._write = write
-        self._thread: threading.Thread | None = None
+        copies = collector.copy() if in_background else None
 
-    def run(self) -> None:
-        """Write, and keep an error."""
-        try:
-            self._write()
-        except Exception as error:
-            self.error = error
+        def run() -> None:
+            try:
+                write(collector.assemble(copies))
+            except Exception as error:
+                self.error = error
+            finally:
+                # Free host memory before the commit, also of an error with its frames.
+                if copies is not None:
+                    copies.clear()
 
-    def start(self, name: str) -> None:
-        """Write in a thread of this name."""
         # A daemon thread does not delay the exit of a failing rank; leftovers are deleted later.
-        self._thread = threading.Thread(target=self.run, name=name, daemon=True)
-        self._thread.start()
-        self.blocked_seconds = time.monotonic() - self.began
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
+        if in_background:
+            self._thread.start()
+        else:
+            run()
+        self.blocked_seconds = time.monotonic() - began
 
     def join(self, seconds: float | None = None) -> None:
         """Wait for this rank's thread, at most for a time; None: without a limit."""
-        if self._thread is not None:
+        if self._thread.is_alive():
             with self.blocking():
                 self._thread.join(seconds)
 
@@ -325,8 +338,7 @@ class Work:
 
     def is_done(self, groups: ProcessGroups) -> bool:
         """Return whether all ranks have written their parts. Collective: all ranks."""
-        is_running = self._thread is not None and self._thread.is_alive()
-        number = torch.tensor(is_running, dtype=torch.int32, device=groups.device)
+        number = torch.tensor(self._thread.is_alive(), dtype=torch.int32, device=groups.device)
         return not all_reduce_max(number, groups).item()
 
 
@@ -426,22 +438,11 @@ class Saver:
             self.run_dir, metadata, kinds, shapes, self.groups, self.fence
         )
         writer.begin(staged)
-        copies = collector.copy() if in_background else None
 
-        def write() -> None:
-            try:
-                writer.write(staged, collector.assemble(copies))
-            finally:
-                # Free host memory before the commit, also of an error with its frames.
-                if copies is not None:
-                    copies.clear()
+        def write(states: Iterator[OwnedState]) -> None:
+            writer.write(staged, states)
 
-        work = Work(write, began)
-        if in_background:
-            work.start("checkpoint")
-        else:
-            work.run()
-            work.blocked_seconds = time.monotonic() - began
+        work = Work("checkpoint", collector, write, began, in_background=in_background)
         self._save = work, staged, retention or Retention()
 
     def _new_collector(self) -> StateCollector:

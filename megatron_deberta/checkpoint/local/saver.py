@@ -250,18 +250,8 @@ class LocalSaver:
         if self._collector is None:
             # In one exchange: ranks that wait for partners must not wait for each other's batches.
             self._collector = StateCollector(self.engine, self.specs, self.groups, self.nodes.group)
-        collector, copies = self._collector, self._collector.copy()
         transfer = _Transfer(self.folder, self.nodes, manifest, self._complete)
-
-        def write() -> None:
-            try:
-                transfer.run(collector.assemble(copies))
-            finally:
-                # Free host memory before the next save.
-                copies.clear()
-
-        transfer.work = Work(write, began)
-        transfer.work.start("local checkpoint")
+        transfer.work = Work("local checkpoint", self._collector, transfer.run, began)
         self._transfer = transfer
         return True
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_deberta.checkpoint import store, writer
+from megatron_deberta.checkpoint import saver, store, writer
 from megatron_deberta.checkpoint.layout import (
     COMMITTED_FILE,
     KINDS,
@@ -82,6 +82,15 @@ def test_files_are_cut_to_bound_memory(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(writer, "FILE_BYTES", 1000)
     path = save_alone(tmp_path, 1)
     assert len(list(path.glob("*.safetensors"))) > 2
+    assert_holds(load_on(grid_place(0, 1, 1), path), logical_states())
+
+
+def test_synchronous_save_copies_no_whole_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is for runs whose copies do not fit in memory."""
+    monkeypatch.setattr(saver.StateCollector, "copy", lambda _: pytest.fail("copied"))
+    path = save_alone(tmp_path, 1)
     assert_holds(load_on(grid_place(0, 1, 1), path), logical_states())
 
 
