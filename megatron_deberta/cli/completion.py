@@ -53,9 +53,9 @@ def complete(**options: Any) -> None:
             for action in each._actions:
                 if completer := COMPLETERS.get(action.dest):
                     action.completer = completer  # type: ignore[attr-defined]
-                if not action.option_strings and action.nargs == "*":
+                if not action.option_strings:
                     # argparse takes none of them before an option, and then would complete no more.
-                    action.nargs = "+"
+                    action.nargs = {"*": "+", "?": None}.get(str(action.nargs), action.nargs)
     argcomplete.autocomplete(parser, always_complete_options=False, **options)
 
 

@@ -25,14 +25,11 @@ from subprocess import SubprocessError
 from typing import Any
 from urllib.parse import urlsplit
 
-from prometheus_client import CollectorRegistry, start_http_server, write_to_textfile
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
-
 from megatron_deberta.cluster.slurm.history import Decision
 from megatron_deberta.cluster.slurm.status import WORDS, RunStatus, gather
 from megatron_deberta.cluster.watchdog.detection import Diagnosis
 from megatron_deberta.config.schema import ClusterConfig, NotifyEvent
-from megatron_deberta.errors import MegatronDebertaError
+from megatron_deberta.errors import ConfigError, MegatronDebertaError
 from megatron_deberta.observe.console import format_duration
 
 logger = logging.getLogger("monitor")
@@ -150,10 +147,18 @@ class PrometheusExporter:
         port: port of the HTTP endpoint; 0: none.
 
     Raises:
+        ConfigError: ``prometheus_client`` is not installed.
         OSError: the port is in use.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], file: str, port: int) -> None:
+        try:
+            from prometheus_client import CollectorRegistry, start_http_server
+        except ImportError:
+            raise ConfigError(
+                "cluster.prometheus_file and cluster.prometheus_port need prometheus_client; "
+                "install it"
+            ) from None
         self._run = str(run_dir)
         self._file = file
         self._status: RunStatus | None = None
@@ -179,6 +184,8 @@ class PrometheusExporter:
         Raises:
             OSError: the file cannot be written.
         """
+        from prometheus_client import write_to_textfile
+
         self._status = status
         if self._file:
             Path(self._file).parent.mkdir(parents=True, exist_ok=True)
@@ -186,6 +193,8 @@ class PrometheusExporter:
 
     def collect(self) -> Iterator[Any]:
         """Yield the metric families; called by the library."""
+        from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+
         if self._status is None:
             return
         for metric in metrics_of(self._status):
@@ -243,7 +252,7 @@ class RunMonitor:
                         self._run_dir, config.prometheus_file, config.prometheus_port
                     )
                 )
-            except OSError as error:
+            except (OSError, MegatronDebertaError) as error:
                 logger.warning("no metrics for Prometheus: %s", error)
         if self._exporter is not None or config.notify:
             self._thread.start()

@@ -30,6 +30,7 @@ from megatron_deberta.checkpoint.saver import Saved, Saver
 from megatron_deberta.cli.main import main
 from megatron_deberta.config.task_head import with_task_head
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USAGE, CheckpointError
+from megatron_deberta.evaluate import splits
 from megatron_deberta.evaluate.models import open_source_model
 from megatron_deberta.evaluate.outputs import finished_validation
 from megatron_deberta.finetune import data as task_data
@@ -449,7 +450,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Scores:
 
     def script(scores: list[float]) -> None:
         left = iter(scores)
-        monkeypatch.setattr(task_data, "score", lambda *_: {"accuracy": next(left)})
+        monkeypatch.setattr(splits, "score", lambda *_: {"accuracy": next(left)})
 
     return script
 
@@ -512,7 +513,7 @@ def test_a_run_stopped_during_its_last_validation_has_not_finished(
     tmp_path: Path, finetune: Finetune, scripted: Scores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripted([0.5, 0.6])
-    run_split, calls = task_data.run_split, itertools.count(1)
+    run_split, calls = splits.run_split, itertools.count(1)
 
     def stop_at_third(*args: Any) -> Any:
         if next(calls) == 3:
@@ -520,7 +521,7 @@ def test_a_run_stopped_during_its_last_validation_has_not_finished(
             return None
         return run_split(*args)
 
-    monkeypatch.setattr(task_data, "run_split", stop_at_third)
+    monkeypatch.setattr(splits, "run_split", stop_at_third)
     # A save of step 6 that is still running would be waited for in place of saving step 8.
     assert finetune(tmp_path, *STEPS, "checkpoint.asynchronous=false") == EXIT_REQUEUE
     assert committed_steps(tmp_path)[-1] == 8

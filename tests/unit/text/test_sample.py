@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +18,7 @@ from megatron_deberta.text.jobs.progress import Counts
 from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import find_sources
 from megatron_deberta.text.sample import sampled_lines
-from megatron_deberta.tokenizer import load_tokenizer
-from megatron_deberta.tokenizer.training import train_sentencepiece
 from tests.support.duplicates import with_run_options
-from tests.support.machine_text import documents
 
 LINES = [f"line {index:05d}" for index in range(10_000)]
 
@@ -107,25 +102,6 @@ def test_a_few_bad_records_are_left_out(tmp_path: Path, caplog: pytest.LogCaptur
     (line,) = Path(listed[1]).read_text().splitlines()
     assert json.loads(line)["offset"] == 500 * len(good)
     assert len(sample(path, tmp_path / "many", allow_bad=0.01)) == 500
-
-
-@pytest.mark.slow
-def test_the_vocabulary_is_that_of_the_whole_text_on_mpi(tmp_path: Path) -> None:
-    path = write(tmp_path, documents())
-    texts = [line for text in documents() for line in text.splitlines()]
-    expected = train_sentencepiece(texts, str(tmp_path / "whole"), vocab_size=500)
-    call = ["train-tokenizer", "--input", str(path), "--vocab-size", "500", "--output"]
-    mpirun = Path(sys.executable).with_name("mpirun")
-    done = subprocess.run(
-        [
-            str(mpirun), "-n", "3", "--allow-run-as-root", "--oversubscribe",
-            sys.executable, "-m", "megatron_deberta", *call, str(tmp_path / "mpi"),
-        ],
-        capture_output=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr.decode()
-    assert load_tokenizer(str(tmp_path / "mpi")).fingerprint == expected.fingerprint
 
 
 def test_a_smaller_vocabulary_reuses_the_sample(

@@ -349,18 +349,6 @@ def test_nothing_to_read(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def exit_hard(*_: object) -> None:
-    os._exit(9)
-
-
-def test_dead_worker_is_an_error_not_a_hang(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_deberta.text.deduplicate.pipeline.sign_unit", exit_hard)
-    with pytest.raises(DataError, match="worker process died"):
-        run(corpus, tmp_path / "out", workers=1)
-    monkeypatch.undo()
-    assert run(corpus, tmp_path / "out")["kept"] == 160
-
-
 def test_full_disk_is_one_line(corpus, tmp_path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -404,19 +392,6 @@ def test_the_time_is_divided_by_nodes_and_workers(corpus, tmp_path, capsys):
         parallel = needed.processor_seconds - needed.serial_seconds
         minutes = (parallel / (64 * nodes) + needed.serial_seconds) / 60
         assert f"; {minutes:,.1f} minutes with" in described
-
-
-def test_the_formula_gives_what_was_measured():
-    path = Path(__file__).parents[4] / "benchmarks" / "results" / "cpu" / "deduplicate.json"
-    measured = json.loads(path.read_text())
-    documents = measured["summary"]["documents"]
-    found = needs(measured["input_bytes"], documents, Settings(), measured["workers"])
-    assert found.processor_seconds == pytest.approx(measured["processor_seconds"], rel=0.2)
-    work_bytes = measured["peak_disk_bytes"] - measured["output_bytes"]
-    # The formula has more near pairs than were planted.
-    assert work_bytes < found.work_bytes < 1.4 * work_bytes
-    assert measured["peak_memory_bytes"] < found.memory_bytes < 1.3 * measured["peak_memory_bytes"]
-    assert measured["peak_memory_bytes"] < 2 << 30
 
 
 def test_the_last_line_of_a_stage_says_that_it_is_done(corpus, tmp_path, capsys):

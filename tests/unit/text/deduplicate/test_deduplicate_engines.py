@@ -27,40 +27,6 @@ def test_processes_change_nothing(corpus: list[str], tmp_path: Path, workers: in
     assert contents(tmp_path / "0") == contents(tmp_path / str(workers))
 
 
-@pytest.mark.slow
-def test_ranks_of_mpirun_change_nothing(corpus: list[str], tmp_path: Path) -> None:
-    call = ["deduplicate", "--input", *corpus, "--output"]
-    assert main([*call, str(tmp_path / "whole"), "--workers", "0"]) == 0
-    mpirun = Path(sys.executable).with_name("mpirun")
-    done = subprocess.run(
-        [
-            str(mpirun), "-n", "4", "--allow-run-as-root", "--oversubscribe",
-            sys.executable, "-m", "megatron_deberta", *call, str(tmp_path / "out"),
-        ],
-        capture_output=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr.decode()
-    assert done.stdout.count(b"240 documents = 160 kept") == 1
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_dask_workers_change_nothing(corpus: list[str], tmp_path: Path) -> None:
-    from distributed import LocalCluster
-
-    call = ["deduplicate", "--input", *corpus, "--output"]
-    assert main([*call, str(tmp_path / "whole"), "--workers", "0"]) == 0
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
-        address = cluster.scheduler_address
-        assert main([*call, str(tmp_path / "out"), "--dask", address]) == 0
-        # Workers that outlive a run do another one.
-        again = [*call, str(tmp_path / "exact"), "--exact-only"]
-        assert main([*again, "--dask", address]) == 0
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    assert main([*again, "--workers", "0", "--force"]) == 0
-
-
 @pytest.mark.parametrize("name", ["sign/000000/digest.raw", "write/000000/kept.jsonl"])
 @pytest.mark.parametrize("when", ["before the check", "after it", "while publishing"])
 def test_a_flipped_bit_is_found_before_publishing(
