@@ -21,10 +21,10 @@ from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.files import FolderInUseError, folder_writer, published_folder
 from megatron_deberta.hf.config import (
     DTYPES,
+    MODELING_MODULE,
     UNTRAINED_FIELD,
     SpecialIds,
     choose_model_type,
-    modeling_modules,
     to_hf_config,
 )
 from megatron_deberta.hf.heads import HEADS
@@ -257,8 +257,9 @@ def write_hf_model(
     torch_name = str(DTYPES[dtype]).removeprefix("torch.")
     fields = to_hf_config(config, model_type, ids, torch_name)
     # Without ``auto_map``, the stock class needs no code of this package.
-    for module in modeling_modules(fields):
-        shutil.copyfile(Path(__file__).with_name(f"{module}.py"), directory / f"{module}.py")
+    if "auto_map" in fields:
+        file = f"{MODELING_MODULE}.py"
+        shutil.copyfile(Path(__file__).with_name(file), directory / file)
     _write_json(directory / "config.json", fields)
 
 

@@ -218,7 +218,7 @@ class _Call:
         self.scratch = Scratch(a.q, a.q.dtype)
         rising = torch.arange(1 - self.length, self.length, device=a.q.device)
         # Distances decrease along a score row and increase along a score column.
-        sign = 1 if a.p2c_index == "released" else -1
+        sign = 1 if a.p2c_index == "microsoft" else -1
         self.c2p = self._table(a.pos_key, a.positions.slots(-rising), falling=True)
         self.p2c = self._table(a.pos_query, a.positions.slots(sign * rising), falling=sign < 0)
 

@@ -40,7 +40,7 @@ def attention_maps(
     positions: RelativePositions,
     *,
     causal: bool = False,
-    p2c_index: P2CIndex = "released",
+    p2c_index: P2CIndex = "microsoft",
 ) -> AttentionMaps:
     """Return the maps of ``disentangled_attention`` for rows without padding and dropout.
 

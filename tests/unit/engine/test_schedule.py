@@ -84,6 +84,6 @@ def test_the_stable_part_of_wsd_is_the_constant_schedule() -> None:
 
 def test_release_is_not_rescaled_after_the_warmup() -> None:
     # microsoft/DeBERTa's warmup_linear: 1 - x with x = step / total.
-    assert rates(schedule="release") == pytest.approx(
+    assert rates(schedule="microsoft") == pytest.approx(
         [0.5, 1.0, *[1 - s / 10 for s in range(2, 10)]]
     )

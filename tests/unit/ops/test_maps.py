@@ -11,7 +11,7 @@ from megatron_deberta.ops.maps import attention_maps
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("p2c_index", ["released", "paper"])
+@pytest.mark.parametrize("p2c_index", ["microsoft", "paper"])
 @pytest.mark.parametrize("tables", ["c2p+p2c", "c2p", "p2c", ""])
 def test_maps_give_the_output_of_the_operator(
     tables: str, p2c_index: P2CIndex, *, causal: bool
