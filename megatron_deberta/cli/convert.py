@@ -411,8 +411,7 @@ def _in_form(config: ModelConfig, run: RunConfig, form: str | None) -> ModelConf
 
 
 def _import(args: argparse.Namespace) -> int:
-    from megatron_deberta.hf.import_model import import_model
-    from megatron_deberta.hf.import_pair import WeightFile, import_pair
+    from megatron_deberta.hf.import_model import WeightFile, import_model, import_pair
 
     source, directory = args.source
     if source not in ("hf", "microsoft"):

@@ -26,9 +26,9 @@ from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.hf import MegatronDebertaForMaskedLM
 from megatron_deberta.hf import export_model as export_model_module
 from megatron_deberta.hf.export_model import ExportResult, export_model, write_hf_model
-from megatron_deberta.hf.import_model import open_release
 from megatron_deberta.hf.loading import build_model, temporary_module_cache
 from megatron_deberta.hf.model_card import loading_lines
+from megatron_deberta.hf.published import open_release
 from megatron_deberta.model.inputs import ModelInputs
 from tests.support.stock_weights import stock_name
 from tests.support.tiny_models import V2, random_weights, reader, tiny_tokenizer

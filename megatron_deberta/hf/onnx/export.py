@@ -13,10 +13,9 @@ from torch import Tensor
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.hf.heads import GraphKind
 from megatron_deberta.hf.loading import build_with_head
-from megatron_deberta.hf.onnx.check import OnnxParity, check_graph
+from megatron_deberta.hf.onnx.check import OnnxParity, check_graph, time_graph
 from megatron_deberta.hf.onnx.graph import OnnxDtype, graph_kind, write_graph
 from megatron_deberta.hf.onnx.libraries import OPSET, count_nodes, require_libraries
-from megatron_deberta.hf.onnx.timing import time_graph
 from megatron_deberta.tokenizer import Tokenizer
 
 FOLDER, MODEL_FILE, REPORT_FILE = "onnx", "model.onnx", "report.json"

@@ -18,8 +18,8 @@ from megatron_deberta.errors import CheckpointError
 from megatron_deberta.files import sha256_file
 from megatron_deberta.hf.config import SpecialIds
 from megatron_deberta.hf.export_model import write_hf_model
-from megatron_deberta.hf.import_model import Release, open_release
 from megatron_deberta.hf.legacy_bin import convert_bin
+from megatron_deberta.hf.published import Release, open_release
 from tests.support.tiny_models import V2, random_weights
 
 
