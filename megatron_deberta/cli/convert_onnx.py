@@ -42,7 +42,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 def onnx_extension(args: argparse.Namespace, trained: TrainedModel) -> Callable[[Path], None]:
     """Return the function that adds the graph to an export and prints its figures."""
-    from megatron_deberta.hf.onnx.export import OnnxOptions, add_onnx, summary
+    from megatron_deberta.hf.onnx.export import add_onnx, summary
 
     config, weights = trained.open("discriminator")
     accuracy = None
@@ -51,10 +51,12 @@ def onnx_extension(args: argparse.Namespace, trained: TrainedModel) -> Callable[
         raise ConfigError(f"--data {args.data}: this graph has no task to measure accuracy on")
     if is_task and (args.data or args.dtype == "int8"):
         accuracy = _accuracy(args, trained)
-    options = OnnxOptions(args.dtype, args.encoder, not args.no_timing, accuracy)
 
     def extend(folder: Path) -> None:
-        report = add_onnx(folder, config, weights, trained.tokenizer, options)
+        report = add_onnx(
+            folder, config, weights, trained.tokenizer,
+            dtype=args.dtype, encoder=args.encoder, timing=not args.no_timing, accuracy=accuracy,
+        )  # fmt: skip
         for line in summary(report):
             print(line)
         found = report.accuracy

@@ -250,7 +250,10 @@ def import_pair(
             model,
             _pair_tensors(detecting, generating),
             tokenizer,
-            (*_notes("discriminator", detecting), *_notes("generator", generating)),
+            (
+                *(f"discriminator: {note}" for note in detecting.notes),
+                *(f"generator: {note}" for note in generating.notes),
+            ),
             objective=OBJECTIVE,
             why_untrained=generating.why_untrained,
         )
@@ -312,10 +315,6 @@ class _NewGenerator:
 
 def _is_new(name: str) -> bool:
     return name.startswith(("head.", "mask_decoder."))
-
-
-def _notes(part: str, release: Release | _NewGenerator) -> tuple[str, ...]:
-    return tuple(f"{part}: {note}" for note in release.notes)
 
 
 def _pair_config(discriminator: Release, generator: ModelConfig) -> ModelConfig:

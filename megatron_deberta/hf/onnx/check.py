@@ -248,7 +248,7 @@ def time_graph(
     ours = graph_runner(path, kind)
     with TemporaryDirectory() as folder:
         sides: dict[str, Callable[[Batch], object]] = {"onnx": ours}
-        sides["transformers"] = lambda batch: _run_torch(stock, _stock_inputs(batch, kind))
+        sides["transformers"] = torch.no_grad()(lambda batch: stock(**_stock_inputs(batch, kind)))
         try:
             file = Path(folder) / "stock.onnx"
             example = text_batch(tokenizer, 2, min(16, config.max_position_embeddings), False)
@@ -265,16 +265,12 @@ def time_graph(
         cases = []
         for rows, longest in TIMED_CASES:
             length = min(longest, config.max_position_embeddings)
-            batch = _full_rows(tokenizer, rows, length)
+            row = text_batch(tokenizer, 1, length, False)
+            batch = {name: value.repeat(rows, 1) for name, value in row.items()}
             if kind == "fill-mask":
                 add_masks(batch, tokenizer)
             cases.append({"batch": rows, "length": length, **_in_turns(sides, batch)})
     return result | {"cases": cases}
-
-
-def _full_rows(tokenizer: Tokenizer, rows: int, length: int) -> Batch:
-    one = text_batch(tokenizer, 1, length, False)
-    return {name: value.repeat(rows, 1) for name, value in one.items()}
 
 
 def _in_turns(
@@ -311,8 +307,3 @@ def _stock_inputs(batch: Batch, kind: GraphKind) -> Batch:
     """Return ids and mask, with an axis for the choices if there are any."""
     names = ("input_ids", "attention_mask")
     return {name: batch[name][None] if kind == "choices" else batch[name] for name in names}
-
-
-@torch.no_grad()
-def _run_torch(model: Any, inputs: dict[str, Tensor]) -> object:
-    return model(**inputs)
