@@ -117,7 +117,7 @@ def open_source_model(
     own = task_head(fields)
     adapt = None if own.head == "mlm" else _with_head(own)
     release = open_release(path, None, path, fields=fields, adapt=adapt)
-    missing = tuple(part for tensor in release.missing for part in tensor.parts)
+    missing = tuple(name for tensor in release.missing for name in tensor.canonical_names)
     location = tokenizer_path or str(path)
     return SourceModel(
         path,

@@ -270,7 +270,7 @@ def write_hf_model(
 
 
 def _convert(entry: HFTensor, read: Callable[[str], Tensor], dtype: str) -> Tensor:
-    packed = entry.pack([read(part) for part in entry.parts])
+    packed = entry.pack([read(name) for name in entry.canonical_names])
     if tuple(packed.shape) != entry.shape:
         raise CheckpointError(
             f"{entry.name}: shape {tuple(packed.shape)} in the checkpoint is not {entry.shape} of "

@@ -548,16 +548,11 @@ class PaddedTokens:
 
     Attributes:
         mask: bool ``[B, N]``, True = token; None: no padding.
-        length: N.
+        longest: N, upper bound of the tokens per row.
     """
 
     mask: Tensor | None
-    length: int
-
-    @property
-    def longest(self) -> int:
-        """Upper bound of the tokens per row."""
-        return self.length
+    longest: int
 
     def pack(self, x: Tensor) -> Tensor:
         """Return ``[B, N, D]`` unchanged."""

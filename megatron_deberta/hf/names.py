@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from megatron_deberta.config.schema import Head, ModelConfig
 from megatron_deberta.model.shapes import parameter_shapes
@@ -107,19 +108,19 @@ class HFTensor:
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[str, ...]
-    """Canonical names in the order of `pack`'s arguments; empty for constant content."""
+    canonical_names: tuple[str, ...]
+    """In the order of `pack`'s arguments; empty for constant content."""
     conversion: Conversion = "same"
-    """``same``: one unchanged part; ``per_head``: q, k, v rows interleaved by head (v1's
+    """``same``: one unchanged tensor; ``per_head``: q, k, v rows interleaved by head (v1's
     ``in_proj``); ``after_padding``: preceded by padding rows (RoBERTa); ``zeros``: constant."""
     count: int = 0
     """Number of heads for ``per_head``, of padding rows for ``after_padding``."""
 
-    def pack(self, parts: list[Tensor]) -> Tensor:
-        """Build the tensor from its canonical parts.
+    def pack(self, tensors: list[Tensor]) -> Tensor:
+        """Build the tensor from canonical ones.
 
         Args:
-            parts: canonical tensors, in the order of ``self.parts``.
+            tensors: in the order of ``canonical_names``, of the shapes ``[...]`` of these.
 
         Returns:
             ``[*self.shape]``.
@@ -127,14 +128,14 @@ class HFTensor:
         if self.conversion == "zeros":
             return torch.zeros(self.shape)
         if self.conversion == "per_head":
-            by_head = [part.reshape(self.count, -1, part.size(-1)) for part in parts]
+            by_head = [each.reshape(self.count, -1, each.size(-1)) for each in tensors]
             return torch.cat(by_head, dim=1).reshape(self.shape)
         if self.conversion == "after_padding":
-            return torch.cat([parts[0].new_zeros(self.count, parts[0].size(1)), parts[0]])
-        return parts[0]
+            return F.pad(tensors[0], (0, 0, self.count, 0))
+        return tensors[0]
 
     def unpack(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Split the tensor into its canonical parts; inverse of `pack`.
+        """Split the tensor into canonical ones; inverse of `pack`.
 
         Args:
             tensor: ``[*self.shape]``.
@@ -147,12 +148,12 @@ class HFTensor:
         if self.conversion == "per_head":
             by_head = tensor.reshape(self.count, 3, -1, tensor.size(-1))
             return {
-                part: by_head[:, index].reshape(-1, tensor.size(-1)).contiguous()
-                for index, part in enumerate(self.parts)
+                name: by_head[:, index].reshape(-1, tensor.size(-1)).contiguous()
+                for index, name in enumerate(self.canonical_names)
             }
         if self.conversion == "after_padding":
-            return {self.parts[0]: tensor[self.count :]}
-        return {self.parts[0]: tensor}
+            return {self.canonical_names[0]: tensor[self.count :]}
+        return {self.canonical_names[0]: tensor}
 
 
 def hf_tensors(config: ModelConfig, model_type: ModelType, pad_token_id: int = 0) -> list[HFTensor]:

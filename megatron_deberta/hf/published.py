@@ -70,9 +70,9 @@ class Release:
     @property
     def notes(self) -> tuple[str, ...]:
         """Messages about parameters that are newly initialised or ignored."""
-        parts = [part for entry in self.missing for part in entry.parts]
+        new = [name for entry in self.missing for name in entry.canonical_names]
         notes = {
-            "missing in the file, newly initialised": parts,
+            "missing in the file, newly initialised": new,
             "ignored, not part of the model": self.ignored,
         }
         return tuple(f"{what}: {', '.join(names)}" for what, names in notes.items() if names)
@@ -96,13 +96,13 @@ class Release:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Logical shape of every parameter that the file has, by canonical name."""
-        missing = {part for entry in self.missing for part in entry.parts}
+        missing = {name for entry in self.missing for name in entry.canonical_names}
         shapes = parameter_shapes(self.config)
         return {name: shape for name, shape in shapes.items() if name not in missing}
 
     def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
         """Read a parameter in fp32; arguments as in `CheckpointReader.tensor`."""
-        entry, stored = next(pair for pair in self._tensors if name in pair[0].parts)
+        entry, stored = next(pair for pair in self._tensors if name in pair[0].canonical_names)
         tensor = entry.unpack(stored.load().float())[name]
         if name == "embeddings.position.weight":
             tensor = self._add_token_type(tensor)
@@ -169,8 +169,8 @@ def open_release(
         _weight_files(directory, scratch, allow_pickle, sha256, generator=generator)
     )
     model_type = _model_type(fields, source, in_files)
-    names = standard_names(in_files, model_type)
-    stored = {names[name]: tensor for name, tensor in in_files.items()}
+    new_names = standard_names(in_files, model_type)
+    stored = {new_names[name]: tensor for name, tensor in in_files.items()}
     config = _infer_from_tensors(from_hf_config(fields, model_type), fields, stored)
     if adapt is not None:
         config = adapt(config)
@@ -178,15 +178,15 @@ def open_release(
     tensors: list[tuple[HFTensor, StoredTensor]] = []
     missing: list[HFTensor] = []
     for entry in expected:
-        tensor = stored.get(entry.name)
+        tensor, names = stored.get(entry.name), entry.canonical_names
         if tensor is None:
-            if not all(part.startswith(_OPTIONAL_PREFIXES) for part in entry.parts):
+            if not all(name.startswith(_OPTIONAL_PREFIXES) for name in names):
                 raise CheckpointError(
                     f"the weights lack {entry.name}; the file is damaged or of another model"
                 )
-            if entry.parts:
+            if names:
                 missing.append(entry)
-        elif tensor.shape != entry.shape and all(p.startswith(HEAD_PREFIXES) for p in entry.parts):
+        elif tensor.shape != entry.shape and all(name.startswith(HEAD_PREFIXES) for name in names):
             # The head of another task
             missing.append(entry)
         elif tensor.shape != entry.shape:
@@ -194,7 +194,7 @@ def open_release(
                 f"{tensor.name}: shape {tensor.shape} is not {entry.shape} of config.json; "
                 "config and weights are of different models"
             )
-        elif entry.parts:
+        elif names:
             tensors.append((entry, tensor))
     ignored = sorted(stored.keys() - {entry.name for entry in expected})
     others = [name for name in ignored if config.head == "mlm" or not PRETRAINING_HEAD.match(name)]
