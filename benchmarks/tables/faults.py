@@ -76,7 +76,7 @@ HOSTILE_FILES_CODE = (
         "config/yaml_reader.py", "config/loader.py", "checkpoint/layout.py", "checkpoint/reader.py",
         "cluster/profile.py", "cluster/run_lock.py", "cluster/slurm/history.py",
         "cluster/slurm/status.py", "cluster/watchdog/reports.py",
-        "data/sample_log.py", "data/shards", "hf/config.py", "hf/import_model.py",
+        "data/sample_log.py", "data/shards", "hf/config.py", "hf/published.py",
         "observe/metrics.py", "text/jobs/folder.py", "tokenizer",
         "train/stability/rollback.py",
     )),

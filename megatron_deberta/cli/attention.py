@@ -60,8 +60,7 @@ def run(args: argparse.Namespace) -> None:
             raise ConfigError(f"--output {path}: must be a file in an existing folder")
     if args.text and os.path.isdir(args.text):
         raise ConfigError(f"{args.text} is a folder; the last argument must be the text")
-    from megatron_deberta.attention_maps.page import write_page
-    from megatron_deberta.attention_maps.picture import draw
+    from megatron_deberta.attention_maps.drawing import draw, write_page
     from megatron_deberta.train.start import refusals
 
     contents = []

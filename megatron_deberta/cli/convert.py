@@ -366,7 +366,7 @@ def _check_target(args: argparse.Namespace) -> None:
 
 def _onnx_extension(args: argparse.Namespace, trained: TrainedModel) -> Callable[[Path], None]:
     """Return the function that adds the graph to an export and prints its figures."""
-    from megatron_deberta.hf.onnx.export import OnnxOptions, add_onnx, summary
+    from megatron_deberta.hf.onnx.export import add_onnx, summary
 
     config, weights = trained.open("discriminator")
     accuracy = None
@@ -375,10 +375,12 @@ def _onnx_extension(args: argparse.Namespace, trained: TrainedModel) -> Callable
         raise ConfigError(f"--data {args.data}: this graph has no task to measure accuracy on")
     if is_task and (args.data or args.dtype == "int8"):
         accuracy = _graph_accuracy(args, trained)
-    options = OnnxOptions(args.dtype, args.encoder, not args.no_timing, accuracy)
 
     def extend(folder: Path) -> None:
-        report = add_onnx(folder, config, weights, trained.tokenizer, options)
+        report = add_onnx(
+            folder, config, weights, trained.tokenizer,
+            dtype=args.dtype, encoder=args.encoder, timing=not args.no_timing, accuracy=accuracy,
+        )  # fmt: skip
         for line in summary(report):
             print(line)
         found = report.accuracy
@@ -470,8 +472,7 @@ def _in_form(config: ModelConfig, run: RunConfig, form: str | None) -> ModelConf
 
 
 def _import(args: argparse.Namespace) -> None:
-    from megatron_deberta.hf.import_model import import_model
-    from megatron_deberta.hf.import_pair import WeightFile, import_pair
+    from megatron_deberta.hf.import_model import WeightFile, import_model, import_pair
 
     source, directory = args.source
     if source not in ("hf", "microsoft"):

@@ -1,13 +1,31 @@
-"""Names of the settings that Python code gives to ``DebertaConfig``."""
+"""Names and old values of the settings that Python code gives to ``DebertaConfig``."""
 
 from __future__ import annotations
 
 import difflib
+import warnings
 from dataclasses import fields
 from typing import Any
 
+from megatron_deberta.config.renamed_keys import RENAMED_VALUES
 
-class KnownSettings:
+
+class RenamedValues:
+    """Base class of the dataclasses of sections with renamed values."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        """Replace old values, which Python code may give, by the new ones."""
+        for key, (old, new) in RENAMED_VALUES.items():
+            name = key.partition(".")[2]
+            if getattr(self, name, None) == old:
+                message = f"{key}={old!r} was renamed to {new!r}; use the new value"
+                warnings.warn(message, DeprecationWarning, stacklevel=3)
+                object.__setattr__(self, name, new)
+
+
+class KnownSettings(RenamedValues):
     """Base class of the dataclass ``ModelConfig``, which users know as ``DebertaConfig``."""
 
     __slots__ = ()

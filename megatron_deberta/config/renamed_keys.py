@@ -1,4 +1,4 @@
-"""Renamed config keys. Old names still load, with a warning that names the new key."""
+"""Renamed config keys and values. Old ones still load, with a warning that names the new one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,17 @@ RENAMED_KEYS = {
     "train.stop_after": "train.exit_step",
 }
 """Old to new name; both are keys of the same section."""
+RENAMED_VALUES = {
+    "model.conv_init": ("release", "microsoft"),
+    "model.p2c_index": ("released", "microsoft"),
+    "objective.masking": ("released", "microsoft"),
+    "optimizer.schedule": ("release", "microsoft"),
+}
+"""Old and new value of a key."""
 
 
 def use_new_names(section: str, values: Mapping[Any, Any], source: str) -> dict[Any, Any]:
-    """Replace old key names of one section by the new ones.
+    """Replace old names and values of one section by the new ones.
 
     Args:
         section: the section's name.
@@ -40,5 +47,11 @@ def use_new_names(section: str, values: Mapping[Any, Any], source: str) -> dict[
             if new_key in values:
                 raise ConfigError(f"{source}: {old} is the old name of {new}; remove {old}")
             logger.warning("%s: %s was renamed to %s; use the new name", source, old, new)
+        old_value, new_value = RENAMED_VALUES.get(new, (None, None))
+        if old_value is not None and value == old_value:
+            logger.warning(
+                "%s: %s=%s was renamed to %s; use the new value", source, new, value, new_value
+            )
+            value = new_value
         renamed[new_key] = value
     return renamed

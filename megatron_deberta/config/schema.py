@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from megatron_deberta.config.known_settings import KnownSettings
+from megatron_deberta.config.known_settings import KnownSettings, RenamedValues
 from megatron_deberta.config.ranges import below_one, fraction, positive
 
 PositionTerms = Literal["c2p+p2c", "c2p", "p2c", "none"]
-P2CIndex = Literal["released", "paper"]
+P2CIndex = Literal["microsoft", "paper"]
 AbsolutePositions = Literal["decoder", "input", "none"]
 Packing = Literal["full_sentences", "doc_sentences", "segment_pair", "sentence_pair", "best_fit"]
 AttentionBackend = Literal["auto", "reference", "chunked", "native", "triton"]
@@ -61,8 +61,8 @@ class ModelConfig(KnownSettings):
     """Log buckets on each side; 0 means the paper's clipped linear distances."""
     position_terms: PositionTerms = "c2p+p2c"
     """Position terms of the attention logits (paper, Eq. 2 to 4)."""
-    p2c_index: P2CIndex = "released"
-    """The p2c term at delta(i,j) as in Microsoft's code (``released``) or delta(j,i), Eq. 4."""
+    p2c_index: P2CIndex = "microsoft"
+    """The p2c term at delta(i,j) as in Microsoft's code (``microsoft``) or delta(j,i), Eq. 4."""
     share_position_projections: bool = True
     """Project positions with the content query/key weights (v2 on) or with separate weights."""
     key_bias: bool = True
@@ -75,8 +75,8 @@ class ModelConfig(KnownSettings):
     """Kernel size of the convolution beside the first layer; 0: none. The 1.5B model has 3."""
     conv_activation: Literal["gelu", "tanh"] = "gelu"
     """Activation of the convolution branch."""
-    conv_init: Literal["release", "normal"] = "release"
-    """Initial convolution: ``release``, weights and biases uniform within
+    conv_init: Literal["microsoft", "normal"] = "microsoft"
+    """Initial convolution: ``microsoft``, weights and biases uniform within
     1 / sqrt(hidden_size * conv_kernel_size), torch's defaults, which Microsoft's code leaves
     unchanged, or ``normal``, weights like the others and biases 0."""
     mask_decoder_passes: int = 2
@@ -155,7 +155,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ObjectiveConfig:
+class ObjectiveConfig(RenamedValues):
     """Masked language modelling with dynamic span masking, or the loss of a labelled task."""
 
     name: ObjectiveName = "mlm"
@@ -171,8 +171,8 @@ class ObjectiveConfig:
     """Fraction of these that are replaced by a random token; the rest are unchanged."""
     max_span_words: int = positive(3)
     """Maximum masked span in words, drawn with p proportional to 1/n; 1 masks single tokens."""
-    masking: Literal["released", "uniform"] = "uniform"
-    """``released`` is Microsoft's left-to-right generator, which undermasks a row's end."""
+    masking: Literal["microsoft", "uniform"] = "uniform"
+    """``microsoft`` is Microsoft's left-to-right generator, which undermasks a row's end."""
     static_masks: int = 0
     """Number of fixed masks per row, used in turn (10 in BERT); 0: a new mask each epoch."""
     sift_weight: float = 0.0
@@ -225,7 +225,7 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerConfig:
+class OptimizerConfig(RenamedValues):
     """AdamW as in Table 8 of the paper."""
 
     learning_rate: float = positive(2e-4)
@@ -237,9 +237,9 @@ class OptimizerConfig:
     warmup_tokens: int = 0
     """Warm-up in tokens, padding included, which determines ``warmup_steps``; 0: ``warmup_steps``.
     """
-    schedule: Literal["linear", "cosine", "wsd", "constant", "release"] = "linear"
+    schedule: Literal["linear", "cosine", "wsd", "constant", "microsoft"] = "linear"
     """Decay after warm-up: to 0 at ``train.steps``, linearly or as a half cosine; ``wsd``: in the
-    last steps only; ``constant``: none; ``release``: Microsoft's 1 - step / ``train.steps``, which
+    last steps only; ``constant``: none; ``microsoft``: 1 - step / ``train.steps``, which
     drops below the peak when the warm-up ends."""
     decay_steps: int = 0
     """``wsd``: number of last steps with a decaying rate."""

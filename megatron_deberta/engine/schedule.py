@@ -25,7 +25,7 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
     Sources: ``linear``: He et al. 2021, arXiv:2006.03654, Table 8 ("Learning Rate Decay: Linear").
     ``cosine``: Loshchilov and Hutter 2017, arXiv:1608.03983, Eq. 5, without restarts. ``wsd``:
     Hu et al. 2024, arXiv:2404.06395, section 4; its 1-sqrt decay: Haegele et al. 2024,
-    arXiv:2405.18392, section 3. ``release``: ``warmup_linear`` of microsoft/DeBERTa.
+    arXiv:2405.18392, section 3. ``microsoft``: ``warmup_linear`` of microsoft/DeBERTa.
 
     Args:
         step: completed optimizer steps, from 0.
@@ -42,7 +42,7 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
     left, length = max(0, total_steps - step), max(1, total_steps - warmup)
     if config.schedule == "constant":
         return peak
-    if config.schedule == "release":
+    if config.schedule == "microsoft":
         return peak * left / total_steps
     if config.schedule == "cosine":
         return peak * (1 - math.cos(math.pi * left / length)) / 2

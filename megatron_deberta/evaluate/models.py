@@ -43,13 +43,13 @@ from megatron_deberta.distributed.topology import (
 from megatron_deberta.errors import CheckpointError, ConfigError, DataError, MissingModelError
 from megatron_deberta.hf.config import DTYPES, TOKENIZER_FIELD
 from megatron_deberta.hf.heads import task_head
-from megatron_deberta.hf.import_model import CONFIG_FILES, open_release, read_config
 from megatron_deberta.hf.loading import (
     check_folder,
     check_tokenizer,
     load_export_tokenizer,
     load_model_tokenizer,
 )
+from megatron_deberta.hf.published import CONFIG_FILES, open_release, read_config
 from megatron_deberta.tokenizer import Tokenizer
 from megatron_deberta.tokenizer.tokenizer import JSON_FILE
 
@@ -141,8 +141,10 @@ def open_source_model(
     def adapt(model: ModelConfig) -> ModelConfig:
         return with_task_head(model, own.head, own.labels, own.dropout)
 
-    release = open_release(path, None, path, adapt=None if own.head == "mlm" else adapt)
-    missing = tuple(part for tensor in release.missing for part in tensor.parts)
+    release = open_release(
+        path, None, path, fields=fields, adapt=None if own.head == "mlm" else adapt
+    )
+    missing = tuple(name for tensor in release.missing for name in tensor.canonical_names)
     location = tokenizer_path or str(path)
     return SourceModel(
         path,
@@ -220,8 +222,8 @@ def open_release_weights(path: Path, config: RunConfig) -> TaskHead:
     def adapt(own: ModelConfig) -> ModelConfig:
         return with_task_head(own, model.head, model.labels, model.head_dropout)
 
-    release = open_release(path, None, path, adapt=adapt)
     content = read_config(path)
+    release = open_release(path, None, path, fields=content, adapt=adapt)
     _check_tokenizer(path, content, config.tokenizer.path)
     fields = task_head(content)
     own = replace(release.config, head=fields.head, labels=fields.labels)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from megatron_deberta.ops.dropout_bits import drop_threshold
 from megatron_deberta.ops.relative_positions import RelativePositions
 
-P2CIndex = Literal["released", "paper"]
+P2CIndex = Literal["microsoft", "paper"]
 MaskCache = dict[str, Tensor | None]
 """Results of a backend that depend on the masks and the length alone."""
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -84,6 +85,15 @@ def row_seeds(seed: int | Tensor | None, dropout_p: float, q: Tensor) -> Tensor 
     return seed
 
 
+def current_p2c_index(name: str) -> P2CIndex:
+    """Return the argument ``p2c_index``, with the old name of ``microsoft`` replaced."""
+    if name == "released":
+        message = "p2c_index='released' was renamed to 'microsoft'; use the new value"
+        warnings.warn(message, DeprecationWarning, stacklevel=3)
+        name = "microsoft"
+    return cast(P2CIndex, name)
+
+
 def check_arguments(a: AttentionArguments) -> None:
     """Validate the arguments of ``disentangled_attention``.
 
@@ -92,8 +102,8 @@ def check_arguments(a: AttentionArguments) -> None:
     """
     _check_heads(a)
     _check_rows(a)
-    if a.p2c_index not in ("released", "paper"):
-        raise ValueError(f"p2c_index: got {a.p2c_index!r}, expected 'released' or 'paper'")
+    if a.p2c_index not in ("microsoft", "paper"):
+        raise ValueError(f"p2c_index: got {a.p2c_index!r}, expected 'microsoft' or 'paper'")
     if a.head_offset < 0:
         raise ValueError(f"head_offset: got {a.head_offset}, expected at least 0")
     if a.q.device.type == "cpu" or os.environ.get("MEGATRON_DEBERTA_CHECK") == "1":

@@ -18,6 +18,7 @@ from megatron_deberta.ops.arguments import (
     MaskCache,
     P2CIndex,
     check_arguments,
+    current_p2c_index,
     default_scale,
     row_seeds,
     without_idle_masks,
@@ -96,7 +97,7 @@ def disentangled_attention(
     seed: int | Tensor | None = None,
     head_offset: int = 0,
     scale: float | None = None,
-    p2c_index: P2CIndex = "released",
+    p2c_index: P2CIndex = "microsoft",
     return_lse: bool = False,
     backend: str | None = None,
     masks: MaskCache | None = None,
@@ -156,8 +157,8 @@ def disentangled_attention(
         scale = default_scale(q.shape[-1], pos_key, pos_query)
     arguments = AttentionArguments(
         q, k, v, pos_key, pos_query, positions, q_positions, attention_mask, document_ids, causal,
-        dropout_p, row_seeds(seed, dropout_p, q), head_offset, scale, p2c_index, return_lse,
-        masks,
+        dropout_p, row_seeds(seed, dropout_p, q), head_offset, scale,
+        current_p2c_index(p2c_index), return_lse, masks,
     )  # fmt: skip
     check_arguments(arguments)
     chosen = choose_backend(backend, q)

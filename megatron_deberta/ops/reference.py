@@ -95,7 +95,7 @@ def score_terms(a: AttentionArguments, wide: torch.dtype) -> Iterator[tuple[str,
         yield "c2p", by_slot.gather(-1, slots.expand(*by_slot.shape[:2], *slots.shape[2:]))
     if a.pos_query is not None:
         by_slot = torch.einsum("bhkd,hsd->bhks", k, a.pos_query.to(wide))
-        slots = a.positions.slots(distance if a.p2c_index == "released" else -distance)
+        slots = a.positions.slots(distance if a.p2c_index == "microsoft" else -distance)
         slots = slots.expand(*by_slot.shape[:2], *slots.shape[2:]).transpose(-1, -2)  # [b, h, k, q]
         yield "p2c", by_slot.gather(-1, slots).transpose(-1, -2)
 
@@ -122,7 +122,7 @@ def attention_maps(
     positions: RelativePositions,
     *,
     causal: bool = False,
-    p2c_index: P2CIndex = "released",
+    p2c_index: P2CIndex = "microsoft",
 ) -> AttentionMaps:
     """Return the maps of ``disentangled_attention`` for rows without padding and dropout.
 

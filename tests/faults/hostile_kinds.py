@@ -34,7 +34,7 @@ from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import printable
 from megatron_deberta.hf.config import SpecialIds
 from megatron_deberta.hf.export_model import write_hf_model
-from megatron_deberta.hf.import_model import open_release
+from megatron_deberta.hf.published import open_release
 from megatron_deberta.observe.metrics import MetricsWriter, terminal_loss_curve
 from megatron_deberta.observe.progress import Section
 from megatron_deberta.text.jobs.folder import JobFolder, plan_digest

@@ -120,7 +120,7 @@ MUTANTS = (
     ),
     Mutant(
         "released and paper's index of that term are swapped", "ops/reference.py",
-        'a.p2c_index == "released"', 'a.p2c_index != "released"',
+        'a.p2c_index == "microsoft"', 'a.p2c_index != "microsoft"',
         "unit/ops/test_reference.py::test_reference_is_the_definition",
     ),
     Mutant(

@@ -73,7 +73,7 @@ def test_paper_index_is_algorithm_1(backend: str) -> None:
     torch.testing.assert_close(block(hidden, tokens, context), expected, **FP64)
 
 
-@pytest.mark.parametrize("index", ["released", "paper"])
+@pytest.mark.parametrize("index", ["microsoft", "paper"])
 def test_the_two_indices_differ(index: Any) -> None:
     """Only ``p2c_index="paper"`` is Eq. 4; the released code differs (docs/model.md)."""
     block = DisentangledSelfAttention(replace(CONFIG, p2c_index=index), 0).double()

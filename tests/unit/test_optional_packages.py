@@ -24,8 +24,8 @@ COMPILED = {
         )
     ),
 }  # fmt: skip
-# Peers that benchmarks compare with, libraries that ``accelerate`` supports, loggers, executors,
-# drawing, ONNX, and those of text processing, without which a machine can train
+# Peers that benchmarks compare with, libraries that ``use_fast_attention`` supports, loggers,
+# executors, drawing, ONNX, and those of text processing, without which a machine can train
 OPTIONAL = (
     "triton", "flash_attn", "flashdeberta", "disentangled_flash", "einops", "liger_kernel",
     "apex", "amp_C", "kernels", "pynvml",

@@ -230,7 +230,7 @@ class _Call:
         self._tables = {name: _dense(table) for name, table in names if table is not None}
         rising = torch.arange(1 - rows.longest, rows.longest, device="cpu")
         # Distances decrease along a score row and increase along a score column.
-        signs = {"c2p": -1, "p2c": 1 if options.p2c_index == "released" else -1}
+        signs = {"c2p": -1, "p2c": 1 if options.p2c_index == "microsoft" else -1}
         self._slots = {name: options.positions.slots(signs[name] * rising) for name in self._tables}
 
     def table_gradients(self) -> dict[str, Tensor]:

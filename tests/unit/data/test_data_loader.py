@@ -161,7 +161,7 @@ def test_any_layout_and_cut_gives_the_same_samples(write_shard, random_documents
             validation_fraction=0.1,
             num_workers=0,
         ),
-        objective=ObjectiveConfig(masking=str(draw.choice(["released", "uniform"]))),
+        objective=ObjectiveConfig(masking=str(draw.choice(["microsoft", "uniform"]))),
         train=TrainConfig(global_batch_size=batch, micro_batch_size=1, seed=seed),
     )
     num_steps, cut = 6, int(draw.integers(0, 6))

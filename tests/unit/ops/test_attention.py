@@ -69,7 +69,7 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("positions", [LINEAR, BUCKETS], ids=["linear", "buckets"])
-@pytest.mark.parametrize("p2c_index", ["released", "paper"])
+@pytest.mark.parametrize("p2c_index", ["microsoft", "paper"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("queries", GATHERED)
 def test_every_mask(positions: RelativePositions, p2c_index: str, mask: str, queries: str) -> None:

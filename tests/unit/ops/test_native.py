@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_deberta.hf.packed_attention import PackedRows, packed_attention
 from megatron_deberta.ops import RelativePositions, disentangled_attention
 from megatron_deberta.ops.dispatch import choose_backend
 from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale
 from megatron_deberta.ops.native import backend
-from megatron_deberta.ops.packed_rows import PackedRows, packed_attention
 from tests.support.attention import (
     GATHERED,
     LENGTH,
@@ -48,7 +48,7 @@ def assert_matches(
 
 
 @pytest.mark.parametrize("positions", [LINEAR, BUCKETS], ids=["linear", "buckets"])
-@pytest.mark.parametrize("p2c_index", ["released", "paper"])
+@pytest.mark.parametrize("p2c_index", ["microsoft", "paper"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("queries", GATHERED)
 def test_every_mask(positions: RelativePositions, p2c_index: str, mask: str, queries: str) -> None:

@@ -40,7 +40,7 @@ def elementwise(
         if any(hidden):
             continue
         k = x["k"][row, head, j]
-        from_key = at - j if p2c_index == "released" else j - at
+        from_key = at - j if p2c_index == "microsoft" else j - at
         score = q @ k + q @ x["pos_key"][head, delta(at - j)]
         score += k @ x["pos_query"][head, delta(from_key)]
         weights[j] = math.exp(float(score) / math.sqrt(3 * SIZE))
@@ -54,7 +54,7 @@ def elementwise(
     return output, math.log(total) if weights else -math.inf
 
 
-@pytest.mark.parametrize("p2c_index", ["released", "paper"])
+@pytest.mark.parametrize("p2c_index", ["microsoft", "paper"])
 @pytest.mark.parametrize(
     ("padding", "documents", "causal", "gathered"),
     list(itertools.product([False, True], repeat=4)),
@@ -100,7 +100,7 @@ def test_reference_is_the_definition(
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("p2c_index", ["released", "paper"])
+@pytest.mark.parametrize("p2c_index", ["microsoft", "paper"])
 @pytest.mark.parametrize("tables", ["c2p+p2c", "c2p", "p2c", ""])
 def test_maps_give_the_output_of_the_operator(
     tables: str, p2c_index: P2CIndex, *, causal: bool

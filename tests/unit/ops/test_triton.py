@@ -62,7 +62,7 @@ def test_every_mask(mask: str) -> None:
 
 
 @pytest.mark.parametrize("positions", [LINEAR, BUCKETS, WIDE], ids=["linear", "buckets", "wide"])
-@pytest.mark.parametrize("p2c_index", ["released", "paper"])
+@pytest.mark.parametrize("p2c_index", ["microsoft", "paper"])
 @pytest.mark.parametrize(
     "dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)]
 )

@@ -1,4 +1,4 @@
-"""Accelerated models under ``DistributedDataParallel`` on two ranks."""
+"""Models with fast attention under ``DistributedDataParallel`` on two ranks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_deberta.hf import accelerate
-from tests.parity.test_accelerate import build, inputs, labelled, results
+from megatron_deberta.hf import use_fast_attention
+from tests.parity.test_fast_attention import build, inputs, labelled, results
 from tests.support.ranks import RankPool
 
 
@@ -17,7 +17,7 @@ def run_rank(rank: int) -> dict[str, float]:
     batch = labelled("ForMaskedLM", inputs(3, 9, seed=rank))
     wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     stock = results(wrapped, batch)
-    with accelerate(wrapped):
+    with use_fast_attention(wrapped):
         ours = results(wrapped, batch)
     assert ours.keys() == stock.keys()
     alone = results(model, batch)

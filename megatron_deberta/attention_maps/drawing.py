@@ -1,10 +1,16 @@
-"""Attention maps as PNG: one row per model, layer and head, one column per part."""
+"""Attention maps as PNG, and as an interactive HTML page that needs no network.
+
+A PNG has one row per model, layer and head, and one column per part.
+"""
 
 from __future__ import annotations
 
+import base64
 import io
+import json
 import warnings
 from collections.abc import Sequence
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +21,8 @@ from megatron_deberta.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MAX_BYTES = 64 << 20
+"""Of values in a page; browsers open larger ones slowly."""
 MAX_ROWS = 48
 """A picture of more rows is hard to read, and larger than many programs open."""
 _MAX_LABELS = 48
@@ -143,3 +151,41 @@ def _label(panel: Any, pieces: Sequence[str], *, rows: bool) -> None:
         panel.text(place, len(labels) - 0.2, label, rotation=90, ha="center", va="top", **style)
         if rows:
             panel.text(-0.8, place, label, ha="right", va="center", **style)
+
+
+def write_page(models: Sequence[TextMaps], text: str) -> bytes:
+    """Return the page with the maps of one or several models.
+
+    Args:
+        models: their maps.
+        text: the text, for the heading.
+
+    Raises:
+        ConfigError: there are more than ``MAX_BYTES`` of values.
+    """
+    size = sum(maps.values.nbytes for maps in models)
+    if size > MAX_BYTES:
+        raise ConfigError(
+            f"the page would hold {size >> 20} MiB of values, more than {MAX_BYTES >> 20}; choose "
+            "fewer --layers or --heads, or shorten the text"
+        )
+    content = {
+        "text": text,
+        "parts": PARTS,
+        "models": [
+            {
+                "name": maps.name,
+                "pieces": maps.pieces,
+                "num_layers": maps.num_layers,
+                "layers": maps.layers,
+                "heads": maps.heads,
+                "parts": maps.parts,
+                "values": base64.b64encode(maps.values.astype("<f4").tobytes()).decode(),
+            }
+            for maps in models
+        ],
+    }
+    # No piece of text can end the script element.
+    data = json.dumps(content).replace("<", "\\u003c")
+    template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    return template.replace("{{data}}", data).encode()

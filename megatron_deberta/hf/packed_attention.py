@@ -159,9 +159,13 @@ def packed_attention(
         dropout_p, seed = 0.0, None
     chosen = choose_backend(backend, q)
     if rows.num_tokens and chosen == "native":
-        return _native_attention(
-            q, k, v, (pos_key, pos_query), rows, positions, dropout_p, seed, scale
-        )
+        longest = max(rows.lengths)
+        starts, lengths = (torch.tensor(x, device="cpu") for x in (rows.starts[:-1], rows.lengths))
+        pairs_of_keys = pairs(torch.arange(longest, device="cpu"))
+        keys = None if seed is None else row_keys(seed, pairs_of_keys, q.shape[1], 0)
+        options = native.Options(positions, "microsoft", scale, dropout_p, keys)
+        native_rows = native.Rows(starts, lengths, longest)
+        return native.attend_rows(q, k, v, pos_key, pos_query, native_rows, options)[0]
     if rows.num_tokens and chosen == "chunked":
         out = _PackedAttention.apply(
             q, k, v, pos_key, pos_query, positions, rows, dropout_p, seed, scale
@@ -183,28 +187,6 @@ def packed_attention(
     )
     packed = out[0].transpose(0, 1)
     return torch.nn.functional.pad(packed, (0, 0, 0, 0, 0, len(q) - rows.num_tokens))
-
-
-def _native_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tables: tuple[Tensor | None, Tensor | None],
-    rows: PackedRows,
-    positions: RelativePositions,
-    dropout_p: float,
-    seed: Tensor | None,
-    scale: float,
-) -> Tensor:
-    longest = max(rows.lengths)
-    keys = None
-    if seed is not None:
-        at = pairs(torch.arange(longest, device="cpu"))
-        keys = row_keys(seed, at, q.shape[1], 0)
-    starts, lengths = (torch.tensor(x, device="cpu") for x in (rows.starts[:-1], rows.lengths))
-    native_rows = native.Rows(starts, lengths, longest)
-    options = native.Options(positions, "released", scale, dropout_p, keys)
-    return native.attend_rows(q, k, v, *tables, native_rows, options)[0]
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -289,7 +271,7 @@ class _Call:
                 group.take(self.q), group.take(self.k), group.take(self.v),
                 self.pos_key, self.pos_query, self.positions, None, group.real, None, False,
                 self.dropout_p, None if self.seed is None else self.seed[group.rows],
-                0, self.scale, "released", False,
+                0, self.scale, "microsoft", False,
             )
             for group in self.rows.groups
         ]  # fmt: skip

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_deberta.hf.packed_attention import PackedRows, packed_attention
 from megatron_deberta.ops import RelativePositions, disentangled_attention
-from megatron_deberta.ops.packed_rows import PackedRows, packed_attention
 
 POSITIONS = RelativePositions(16, 8)
 HEADS, SIZE = 3, 4

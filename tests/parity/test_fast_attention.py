@@ -1,4 +1,4 @@
-"""transformers' models accelerated with ``megatron_deberta.hf.accelerate`` against stock ones."""
+"""transformers' models with ``use_fast_attention`` against stock ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from megatron_deberta.hf import Acceleration, accelerate
+from megatron_deberta import hf
+from megatron_deberta.hf import FastAttentionHandle, use_fast_attention
 from tests.support.compiler import needs_compiler
 from tests.support.corpus import corpus_path
 from tests.support.tiny_models import tiny_tokenizer
@@ -115,7 +116,7 @@ def assert_same(ours: dict[str, Tensor], stock: dict[str, Tensor], limit: float 
 
 def compare(model: Any, batch: dict[str, Tensor], **options: Any) -> None:
     stock = results(model, batch)
-    with accelerate(model, **options):
+    with use_fast_attention(model, **options):
         ours = results(model, batch)
     assert_same(ours, stock)
 
@@ -158,13 +159,13 @@ def test_states_of_every_layer() -> None:
     model, batch = build("v2").eval(), inputs(3, 10, "left")
     for flags in ({"output_hidden_states": True}, {"return_dict": False}, {}):
         stock = model(**batch, **flags)
-        with accelerate(model):
+        with use_fast_attention(model):
             ours = model(**batch, **flags)
         assert type(ours) is type(stock)
         stock, ours = (out if isinstance(out, tuple) else out.to_tuple() for out in (stock, ours))
         assert len(ours) == len(stock)
         torch.testing.assert_close(ours, stock, atol=1e-5, rtol=1e-5)
-    with accelerate(model):
+    with use_fast_attention(model):
         model(**batch)
         embedded = model.embeddings(batch["input_ids"], mask=batch["attention_mask"])
         assert len(model.encoder(embedded, batch["attention_mask"]).hidden_states) == 3
@@ -182,7 +183,7 @@ def test_calls_of_several_threads_do_not_mix() -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        with accelerate(model), ThreadPoolExecutor(4) as threads:
+        with use_fast_attention(model), ThreadPoolExecutor(4) as threads:
             found = list(threads.map(states, wanted))
     finally:
         sys.setswitchinterval(interval)
@@ -192,7 +193,7 @@ def test_calls_of_several_threads_do_not_mix() -> None:
 @pytest.mark.parametrize("positional", [False, True])
 def test_a_wish_ends_with_a_call_that_raises(positional: bool) -> None:
     model, batch = build("v2").eval(), inputs(3, 9)
-    with accelerate(model):
+    with use_fast_attention(model):
         embedded = model.embeddings(batch["input_ids"], mask=batch["attention_mask"])
         with pytest.raises(IndexError):
             model(input_ids=batch["input_ids"] + VOCABULARY, output_hidden_states=False)
@@ -217,7 +218,7 @@ def test_encoder_with_states_at_padding() -> None:
     encoder, states = build("v2").encoder.eval(), torch.randn(3, 9, 32)
     mask = inputs(3, 9)["attention_mask"]
     stock = encoder(states, mask).hidden_states
-    with accelerate(encoder):
+    with use_fast_attention(encoder):
         torch.testing.assert_close(encoder(states, mask).hidden_states, stock, atol=1e-5, rtol=1e-5)
 
 
@@ -226,12 +227,12 @@ def test_bfloat16_and_autocast() -> None:
     for kind in ("v1", "v2"):
         model = build(kind).eval()
         exact = model(**batch).last_hidden_state
-        with torch.autocast("cpu", torch.bfloat16), accelerate(model):
+        with torch.autocast("cpu", torch.bfloat16), use_fast_attention(model):
             torch.testing.assert_close(
                 model(**batch).last_hidden_state.float(), exact, atol=0.1, rtol=0.1
             )
         model.bfloat16()
-        with accelerate(model):
+        with use_fast_attention(model):
             states = model(**batch).last_hidden_state
         assert states.dtype == torch.bfloat16
         torch.testing.assert_close(states.float(), exact, atol=0.2, rtol=0.1)
@@ -249,7 +250,7 @@ def test_dropout_has_the_statistics_of_transformers(kind: str, remove_padding: b
     batch = {"input_ids": ids, "attention_mask": mask}
     with torch.no_grad():
         stock = model(**batch).last_hidden_state[:, :5]
-        with accelerate(model, remove_padding=remove_padding):
+        with use_fast_attention(model, remove_padding=remove_padding):
             ours = model(**batch).last_hidden_state[:, :5]
             again = model(**batch).last_hidden_state[:, :5]
             assert not torch.equal(ours, again)
@@ -273,7 +274,7 @@ def test_dropout_follows_the_generator_and_gradient_checkpointing(
         torch.manual_seed(5)
         return results(model, batch)
 
-    with accelerate(model):
+    with use_fast_attention(model):
         plain = run()
         assert_same(run(), plain, 0.0)
         for reentrant in variants:
@@ -317,7 +318,7 @@ def test_compiled_model_trains(kind: str) -> None:
     model = build(kind, "ForSequenceClassification", num_hidden_layers=1)
     batch = labelled("ForSequenceClassification", inputs(3, 9))
     stock = results(model, batch)
-    with accelerate(model):
+    with use_fast_attention(model):
         torch._dynamo.reset()
         model.compile(backend="eager")
         ours = results(model, batch)
@@ -333,7 +334,7 @@ def test_compiled_by_inductor_with_dropout() -> None:
     )
     batches = [labelled("ForSequenceClassification", inputs(*size)) for size in ((3, 9), (5, 20))]
     exact = [results(model.eval(), batch) for batch in batches]
-    with accelerate(model):
+    with use_fast_attention(model):
         torch._dynamo.reset()
         model.compile()
         for batch, expected in zip(batches, exact, strict=True):
@@ -349,7 +350,7 @@ def test_copies_pickles_and_files(tmp_path: Path) -> None:
     model, batch = build("v3", "ForSequenceClassification").eval(), inputs(2, 7)
     names = list(model.state_dict())
     stock = model(**batch).logits
-    acceleration = accelerate(model)
+    handle = use_fast_attention(model)
     assert list(model.state_dict()) == names
     twins = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     for twin in twins:
@@ -359,19 +360,19 @@ def test_copies_pickles_and_files(tmp_path: Path) -> None:
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
     assert type(loaded) is type(model)
     assert torch.equal(loaded.eval()(**batch).logits, stock)
-    acceleration.undo()
-    acceleration.undo()
+    handle.undo()
+    handle.undo()
     assert torch.equal(model(**batch).logits, stock)
     copied, unpickled = twins
-    with pytest.raises(ValueError, match=r"or Acceleration\(model\)\.undo\(\)"):
-        accelerate(unpickled)
-    assert "Accelerated" in repr(unpickled)
-    Acceleration(unpickled).undo()
+    with pytest.raises(ValueError, match=r"or FastAttentionHandle\(model\)\.undo\(\)"):
+        use_fast_attention(unpickled)
+    assert "FastV" in repr(unpickled)
+    FastAttentionHandle(unpickled).undo()
     for own in (model, copied, unpickled):
         assert torch.equal(own(**batch).logits, stock)
-        assert "Accelerated" not in repr(own)
+        assert "FastV" not in repr(own)
         assert vars(own.deberta.encoder).keys() == vars(loaded.deberta.encoder).keys()
-        with accelerate(own):
+        with use_fast_attention(own):
             assert len(own.deberta._forward_pre_hooks) == 1
             torch.testing.assert_close(own(**batch).logits, stock, atol=1e-5, rtol=1e-5)
         assert not own.deberta._forward_pre_hooks
@@ -403,7 +404,7 @@ def test_ten_steps_have_the_losses_of_transformers() -> None:
             found.append(loss.item())
         return found
 
-    assert losses(accelerate) == pytest.approx(losses(lambda _: None), abs=1e-5)
+    assert losses(use_fast_attention) == pytest.approx(losses(lambda _: None), abs=1e-5)
 
 
 def test_ten_steps_of_the_trainer_on_a_real_task(tmp_path: Path) -> None:
@@ -442,7 +443,7 @@ def test_ten_steps_of_the_trainer_on_a_real_task(tmp_path: Path) -> None:
         Recorder(model, arguments, collate, rows).train()
         return found
 
-    ours, stock = losses(accelerate), losses(lambda _: None)
+    ours, stock = losses(use_fast_attention), losses(lambda _: None)
     assert len(stock) == 10
     assert len({len(row["input_ids"]) for row in rows}) > 10
     assert ours == pytest.approx(stock, abs=1e-5)
@@ -450,7 +451,7 @@ def test_ten_steps_of_the_trainer_on_a_real_task(tmp_path: Path) -> None:
 
 def test_unsupported_calls_are_refused_by_name() -> None:
     model, batch = build("v3"), inputs(2, 6)
-    with accelerate(model):
+    with use_fast_attention(model):
         with pytest.raises(ValueError, match="output_attentions: got True"):
             model(**batch, output_attentions=True)
         with pytest.raises(ValueError, match=r"attention_mask: got shape \[2, 6, 6\]"):
@@ -466,33 +467,42 @@ def test_unsupported_calls_are_refused_by_name() -> None:
 
 def test_unsupported_models_are_refused_and_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="model: got Linear without an encoder"):
-        accelerate(nn.Linear(1, 1))
+        use_fast_attention(nn.Linear(1, 1))
     with pytest.raises(ValueError, match="talking_head: got True"):
-        accelerate(build("v1", talking_head=True))
+        use_fast_attention(build("v1", talking_head=True))
     with pytest.raises(ValueError, match="buckets: got 7"):
-        accelerate(build("v3", position_buckets=7))
+        use_fast_attention(build("v3", position_buckets=7))
     model = build("v3")
     model.encoder.layer[1].attention.self.forward = lambda *_: None
     with pytest.raises(ValueError, match=r"encoder\.layer\.1\.attention\.self: .* another forward"):
-        accelerate(model)
-    assert "Accelerated" not in repr(model)
+        use_fast_attention(model)
+    assert "FastV" not in repr(model)
     model = build("v3")
-    accelerate(model)
-    with pytest.raises(ValueError, match="accelerated already"):
-        accelerate(model)
+    use_fast_attention(model)
+    with pytest.raises(ValueError, match="fast attention already"):
+        use_fast_attention(model)
     # Importing a modeling file replaces the module `transformers`, so this file's may be another.
-    monkeypatch.setattr("megatron_deberta.hf.acceleration.transformers.__version__", "4.57.0")
+    monkeypatch.setattr("megatron_deberta.hf.fast_attention.transformers.__version__", "4.57.0")
     with pytest.raises(ImportError, match="transformers: got version 4.57.0"):
-        accelerate(build("v3"))
+        use_fast_attention(build("v3"))
+
+
+def test_old_names_warn_once() -> None:
+    for name in ("accelerate", "Acceleration"):
+        vars(hf).pop(name, None)
+        with pytest.warns(DeprecationWarning, match=f"{name} was renamed to") as found:
+            values = [getattr(hf, name) for _ in range(2)]
+        assert len(found) == 1
+        assert values[0] is values[1] is getattr(hf, hf._RENAMED[name])
 
 
 def test_inside_other_modules() -> None:
     model = nn.ModuleDict({"text": build("v3"), "words": build("v1"), "head": nn.Linear(32, 1)})
     batch = inputs(3, 8)
     stock = [model[name](**batch)[0] for name in ("text", "words")]
-    with accelerate(model):
+    with use_fast_attention(model):
         ours = [model[name](**batch)[0] for name in ("text", "words")]
-        assert repr(model).count("AcceleratedV1Encoder") == 1
+        assert repr(model).count("FastV1Encoder") == 1
     torch.testing.assert_close(ours, stock, atol=1e-5, rtol=1e-5)
 
 
@@ -508,6 +518,6 @@ def test_sentence_transformers(tmp_path: Path) -> None:
     model = library.SentenceTransformer(modules=[transformer, modules.Pooling(32)], device="cpu")
     texts = ["a b c", "d", "e f g h i j a b c d"]
     stock = model.encode(texts)
-    with accelerate(model):
+    with use_fast_attention(model):
         ours = model.encode(texts)
     assert abs(ours - stock).max() < 1e-5
