@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.lib.provenance import provenance
 from megatron_deberta.ops import (
     RelativePositions,
+    batched,
     chunked,
     disentangled_attention,
     relative_positions,
@@ -94,7 +95,7 @@ class Work(TorchDispatchMode):
     def product_(
         self, out: Tensor, a: Tensor, b: Tensor, *, beta: float = 0.0, alpha: float = 1.0
     ) -> Tensor:
-        """Add a product; stands for ``chunked.product_``."""
+        """Add a product; stands for ``batched.product_``."""
         self._add_product(a, b)
         self._add_traffic([a, b, out, *([out] if beta else [])])
         return out
@@ -113,9 +114,10 @@ class Work(TorchDispatchMode):
 @contextmanager
 def per_head() -> Iterator[None]:
     """Compute one head at a time in float32 on any device."""
+    sizes = {"meta": batched.BLOCK_ELEMENTS}
     with (
-        mock.patch.object(chunked, "takes_all_heads", return_value=False),
-        mock.patch.object(chunked, "CACHE_ELEMENTS", chunked.BLOCK_ELEMENTS),
+        mock.patch.object(chunked, "is_batched", return_value=False),
+        mock.patch.object(chunked, "_BLOCK_ELEMENTS", sizes),
     ):
         yield
 
@@ -133,7 +135,7 @@ def count(case: Case, dropout: float) -> dict[str, Any]:
     at = torch.empty(case.rows, queries, dtype=torch.int64, device="meta")
     seed = torch.empty(case.rows, dtype=torch.int64, device="meta")
     found = {}
-    with Work() as work, mock.patch.object(chunked, "product_", work.product_):
+    with Work() as work, mock.patch.object(batched, "product_", work.product_):
         out = disentangled_attention(
             q, k, v, *tables, POSITIONS, q_positions=at if case.targets else None,
             dropout_p=dropout, seed=seed, backend="chunked",

@@ -36,7 +36,7 @@ from megatron_deberta.config.schema import ModelConfig, ParallelConfig, RunConfi
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.model.flops import training_flops_per_token
-from megatron_deberta.ops import chunked, dispatch
+from megatron_deberta.ops import batched, chunked, dispatch
 from megatron_deberta.planning.machine import Device, find_device
 
 MODELS = {
@@ -169,13 +169,13 @@ def _unfused(count: CostCount) -> Iterator[CostCount]:
     def product_(
         out: Tensor, a: Tensor, b: Tensor, *, beta: float = 0.0, alpha: float = 1.0
     ) -> Tensor:
-        """Count a product; ``chunked.product_`` computes nothing on the meta device."""
+        """Count a product; ``batched.product_`` computes nothing on the meta device."""
         moved = _size_of([a, b, out, *([out] if beta else [])])
         count.costs["attention aten::baddbmm"].append(Cost(2.0 * a.numel() * b.shape[-1], moved))
         return out
 
     with (
-        mock.patch.object(chunked, "product_", product_),
+        mock.patch.object(batched, "product_", product_),
         mock.patch.object(operator, "forward", inside(operator.forward)),
         mock.patch.object(operator, "backward", inside(operator.backward)),
         mock.patch.object(dispatch, "choose_backend", return_value="chunked"),

@@ -6,6 +6,7 @@ length. The fused kernels and the reference take the packed tokens as the docume
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -14,19 +15,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_deberta.ops.arguments import AttentionArguments
+from megatron_deberta.ops import batched
+from megatron_deberta.ops.arguments import AttentionArguments, score_dtype
 from megatron_deberta.ops.chunked import (
-    Call,
-    Tables,
+    Blocks,
     backward_heads,
-    for_heads,
     forward_heads,
-    position_tables,
+    is_batched,
     select_heads,
 )
 from megatron_deberta.ops.dispatch import choose_backend, disentangled_attention
 from megatron_deberta.ops.dropout_bits import drop_threshold, pairs, row_keys
+from megatron_deberta.ops.head_threads import for_heads
 from megatron_deberta.ops.native import backend as native
+from megatron_deberta.ops.position_terms import ConsecutiveTerms, Scratch
 from megatron_deberta.ops.relative_positions import RelativePositions
 
 _GROUP_COST = 6000
@@ -203,9 +205,13 @@ class _PackedAttention(torch.autograd.Function):
         def work(heads: slice) -> None:
             tables = call.tables(heads)
             for a, value in zip(call.arguments, outs, strict=True):
-                forward_heads(Call(select_heads(a, heads), tables), value[:, heads], None)
+                forward_heads(Blocks(select_heads(a, heads), tables), value[:, heads], None)
 
-        call.for_heads(work)
+        if is_batched(call.q.device):
+            for a, value in zip(call.arguments, outs, strict=True):
+                value.copy_(batched.forward(a)[0])
+        else:
+            call.for_heads(work)
         for group, value in zip(call.rows.groups, outs, strict=True):
             group.put(out, value)
         return out
@@ -214,9 +220,10 @@ class _PackedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         call = _Call(*ctx.saved_tensors, *ctx.options)
+        wide = score_dtype(call.arguments[0])
         d_q, d_k, d_v = (
-            torch.zeros_like(x, memory_format=torch.contiguous_format)
-            for x in (call.q, call.k, call.v)
+            torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+            for x, dtype in ((call.q, call.q.dtype), (call.k, wide), (call.v, wide))
         )
         d_pos_key, d_pos_query = (
             None if x is None else torch.empty_like(x) for x in (call.pos_key, call.pos_query)
@@ -233,19 +240,39 @@ class _PackedAttention(torch.autograd.Function):
         def work(heads: slice) -> None:
             tables = call.tables(heads, gradients=True)
             for a, grad, d_o in zip(call.arguments, grads, d_outs, strict=True):
-                part = Call(select_heads(a, heads), tables)
-                backward_heads(part, *(x[:, heads] for x in (d_o, *grad)))
+                blocks = Blocks(select_heads(a, heads), tables)
+                backward_heads(blocks, *(x[:, heads] for x in (d_o, *grad)))
             if d_pos_key is not None and tables.c2p is not None:
-                d_pos_key[heads] = tables.c2p.folded_gradient(d_pos_key)
+                d_pos_key[heads] = tables.c2p.folded_gradient(d_pos_key.shape[1], 1.0)
             if d_pos_query is not None and tables.p2c is not None:
-                d_pos_query[heads] = tables.p2c.folded_gradient(d_pos_query)
+                d_pos_query[heads] = tables.p2c.folded_gradient(d_pos_query.shape[1], call.scale)
 
-        call.for_heads(work)
+        if is_batched(call.q.device):
+            d_pos_key, d_pos_query = _batched_gradients(call.arguments, d_outs, grads)
+        else:
+            call.for_heads(work)
         for group, grad in zip(groups, grads, strict=True):
             for packed, value in zip((d_q, d_k, d_v), grad, strict=True):
                 group.put(packed, value)
         rest = (None for _ in ctx.options)
-        return d_q, d_k, d_v, d_pos_key, d_pos_query, *rest
+        return d_q, d_k.to(call.k.dtype), d_v.to(call.v.dtype), d_pos_key, d_pos_query, *rest
+
+
+def _batched_gradients(
+    arguments: Sequence[AttentionArguments],
+    d_outs: Sequence[Tensor],
+    grads: Sequence[tuple[Tensor, ...]],
+) -> list[Tensor | None]:
+    """Write the gradients of each group's q, k and v; return those of the two position tables."""
+    tables: list[list[Tensor]] = [[], []]
+    for a, d_out, grad in zip(arguments, d_outs, grads, strict=True):
+        *vectors, d_pos_key, d_pos_query = batched.backward(a, d_out)
+        for target, value in zip(grad, vectors, strict=True):
+            assert value is not None
+            target.copy_(value)
+        for parts, part in zip(tables, (d_pos_key, d_pos_query), strict=True):
+            parts.extend([] if part is None else [part])
+    return [torch.stack(parts).sum(0) if parts else None for parts in tables]
 
 
 @dataclass(frozen=True)
@@ -283,9 +310,15 @@ class _Call:
         rows, length = group.tokens.shape
         return packed.new_zeros(rows, packed.shape[1], length, packed.shape[2])
 
-    def tables(self, heads: slice, *, gradients: bool = False) -> Tables:
+    def tables(self, heads: slice, *, gradients: bool = False) -> ConsecutiveTerms:
         """Lay out the position tables for the longest rows, which come first."""
-        return position_tables(select_heads(self.arguments[0], heads), gradients=gradients)
+        a = select_heads(self.arguments[0], heads)
+        dtype = score_dtype(a)
+        terms = ConsecutiveTerms(a, dtype, Scratch(a.q, dtype))
+        for table in (terms.c2p, terms.p2c):
+            if gradients and table is not None:
+                table.gradient()
+        return terms
 
     def for_heads(self, work: Any) -> None:
         """Call ``work`` for slices of heads, in parallel on the CPU."""

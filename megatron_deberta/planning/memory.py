@@ -26,7 +26,7 @@ from megatron_deberta.model.flops import (
     reads_first_token,
 )
 from megatron_deberta.model.replaced_tokens import single_models
-from megatron_deberta.ops.chunked import block_size, strip_size
+from megatron_deberta.ops.batched import block_size, strip_size
 from megatron_deberta.ops.cross_entropy import chunk_rows
 from megatron_deberta.tasks.task import load_task, run_task_name
 

@@ -22,8 +22,8 @@ from megatron_deberta.ops.arguments import (
     query_positions,
     visible_ranges,
 )
-from megatron_deberta.ops.chunked import for_heads
 from megatron_deberta.ops.dropout_bits import drop_threshold, keep_scale, pairs, row_keys
+from megatron_deberta.ops.head_threads import for_heads
 from megatron_deberta.ops.native.build import SOURCE, library
 from megatron_deberta.ops.relative_positions import RelativePositions
 

@@ -13,8 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_deberta.ops import (
     RelativePositions,
+    batched,
     chunked,
     disentangled_attention,
+    position_terms,
 )
 from tests.support import attention
 from tests.support.attention import (
@@ -59,12 +61,13 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     One head at a time, as on the CPU, and with all heads at once, as on GPUs.
     """
     if "all heads" in request.param:
-        monkeypatch.setattr(chunked, "takes_all_heads", lambda device: True)
+        monkeypatch.setattr(chunked, "is_batched", lambda device: True)
     if "small blocks" in request.param:
-        monkeypatch.setattr(chunked, "BLOCK_ELEMENTS", 15 * 37)
-        monkeypatch.setattr(chunked, "CACHE_ELEMENTS", 7 * 37)
-        monkeypatch.setattr(chunked, "STRIP", 5)
-        monkeypatch.setattr(chunked, "_KEY_STRIP", 11)
+        monkeypatch.setattr(batched, "BLOCK_ELEMENTS", 15 * 37)
+        monkeypatch.setattr(batched, "STRIP", 5)
+        monkeypatch.setitem(chunked._BLOCK_ELEMENTS, "cpu", 7 * 37)
+        monkeypatch.setattr(position_terms, "STRIP", 5)
+        monkeypatch.setattr(position_terms, "_KEY_STRIP", 11)
 
 
 @pytest.mark.usefixtures("blocks")
@@ -260,9 +263,9 @@ def test_any_strides() -> None:
 def test_memory_grows_with_the_length_not_its_square(
     gathered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunked, "CACHE_ELEMENTS", 1 << 12)
-    monkeypatch.setattr(chunked, "STRIP", 16)
-    monkeypatch.setattr(chunked, "_KEY_STRIP", 64)
+    monkeypatch.setitem(chunked._BLOCK_ELEMENTS, "cpu", 1 << 12)
+    monkeypatch.setattr(position_terms, "STRIP", 16)
+    monkeypatch.setattr(position_terms, "_KEY_STRIP", 64)
     largest = {}
     for length in (256, 512):
         rows = [

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_deberta.hf import packed_attention as packed_attention_module
 from megatron_deberta.hf.packed_attention import PackedRows, packed_attention
-from megatron_deberta.ops import RelativePositions, chunked, disentangled_attention
+from megatron_deberta.ops import RelativePositions, batched, chunked, disentangled_attention
 from tests.support.tolerances import OPERATOR
 
 POSITIONS = RelativePositions(16, 8)
@@ -35,7 +35,7 @@ class Operators(TorchDispatchMode):
 @pytest.fixture(autouse=True)
 def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (chunked, packed_attention_module):
-        monkeypatch.setattr(module, "takes_all_heads", lambda device: True)
+        monkeypatch.setattr(module, "is_batched", lambda device: True)
 
 
 def run(
@@ -69,13 +69,13 @@ def test_products_multiply_16_bits_and_sum_scores_and_gradients_in_float32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: set[tuple[torch.dtype, ...]] = set()
-    compute = chunked.product_
+    compute = batched.product_
 
     def watched(out: Tensor, a: Tensor, b: Tensor, **factors: float) -> Tensor:
         seen.add((a.dtype, b.dtype, out.dtype))
         return compute(out, a, b, **factors)
 
-    monkeypatch.setattr(chunked, "product_", watched)
+    monkeypatch.setattr(batched, "product_", watched)
     run(torch.float16, "chunked")
     half, wide = torch.float16, torch.float32
     assert seen == {(half, half, half), (half, half, wide)}

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_deberta.ops import RelativePositions, chunked, disentangled_attention
-from megatron_deberta.ops.chunked import for_heads
+from megatron_deberta.ops import RelativePositions, disentangled_attention, head_threads
+from megatron_deberta.ops.head_threads import for_heads
 
 
 @pytest.fixture(autouse=True)
 def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    monkeypatch.setattr(chunked, "_MIN_SCORES_PER_THREAD", 1)
+    monkeypatch.setattr(head_threads, "_MIN_SCORES_PER_THREAD", 1)
     yield
     torch.set_num_threads(before)
 
