@@ -42,38 +42,57 @@ class Command(NamedTuple):
     help: str
 
 
-COMMANDS: tuple[Command, ...] = (
-    Command("train-tokenizer", "train a SentencePiece tokenizer on text"),
-    Command("deduplicate", "remove exact and near duplicates from a corpus"),
-    Command("split", "split a corpus into training and validation documents"),
-    Command("preprocess", "tokenize text into memory-mapped shards"),
-    Command("inspect", "show training samples with masks, or statistics of shards"),
-    Command("merge", "merge several shards into one"),
-    Command("index", "build the indices of a run on many documents before it starts"),
-    Command("verify", "check shards for damage"),
-    Command("pretrain", "pretrain, as one rank of a run or alone"),
-    Command("launch", "pretrain with several ranks on this machine"),
-    Command("finetune", "fine-tune a model on a labelled task"),
-    Command("predict", "predict the examples of a task with a fine-tuned model"),
-    Command("evaluate", "compute a task's metrics, BLiMP accuracies, or a text's perplexity"),
-    Command("finetune-checkpoints", "score of a task against pretraining steps"),
-    Command("search", "search hyper-parameters of a task over a grid and seeds"),
-    Command("compare", "test whether two models differ on a task, over examples and seeds"),
-    Command("ensemble", "average the predictions of the best of several fine-tuned runs"),
-    Command("plan", "predict memory, FLOPs, traffic and time of a run on a cluster"),
-    Command("config", "list the configuration keys, or print a run's resolved configuration"),
-    Command("doctor", "check the installation, or whether a run can start here"),
-    Command("submit", "submit a run to a SLURM cluster"),
-    Command("status", "show queue, progress and job attempts of a run"),
-    Command("report", "write an HTML report of one run, or of several compared"),
-    Command("logs", "print or follow a rank's log"),
-    Command("cancel", "cancel the jobs of a run"),
-    Command("convert", "export to Hugging Face format, or import a published model"),
-    Command("fill-mask", "predict the [MASK] tokens of a text"),
-    Command("generate", "continue a text with an autoregressive model"),
-    Command("attention", "draw the attention maps of a text, split into the terms of the scores"),
-    Command("completion", "print a completion script for bash, zsh or fish"),
-)
+class Group(NamedTuple):
+    """Subcommands for one purpose, and the extra of the package that they need."""
+
+    title: str
+    extra: str
+    commands: tuple[Command, ...]
+
+
+GROUPS = (
+    Group("text", "text", (
+        Command("train-tokenizer", "train a SentencePiece tokenizer on text"),
+        Command("deduplicate", "remove exact and near duplicates from a corpus"),
+        Command("split", "split a corpus into training and validation documents"),
+        Command("preprocess", "tokenize text into memory-mapped shards"),
+        Command("inspect", "show training samples with masks, or statistics of shards"),
+        Command("merge", "merge several shards into one"),
+        Command("index", "build the indices of a run on many documents before it starts"),
+        Command("verify", "check shards for damage"),
+    )),
+    Group("pretraining", "train", (
+        Command("plan", "predict memory, FLOPs, traffic and time of a run on a cluster"),
+        Command("config", "list the configuration keys, or print a run's resolved configuration"),
+        Command("doctor", "check the installation, or whether a run can start here"),
+        Command("pretrain", "pretrain, as one rank of a run or alone"),
+        Command("launch", "pretrain with several ranks on this machine"),
+        Command("report", "write an HTML report of one run, or of several compared"),
+    )),
+    Group("SLURM", "train", (
+        Command("submit", "submit a run to a SLURM cluster"),
+        Command("status", "show queue, progress and job attempts of a run"),
+        Command("logs", "print or follow a rank's log"),
+        Command("cancel", "cancel the jobs of a run"),
+    )),
+    Group("fine-tuning", "finetune", (
+        Command("finetune", "fine-tune a model on a labelled task"),
+        Command("predict", "predict the examples of a task with a fine-tuned model"),
+        Command("evaluate", "compute a task's metrics, BLiMP accuracies, or a text's perplexity"),
+        Command("finetune-checkpoints", "score of a task against pretraining steps"),
+        Command("search", "search hyper-parameters of a task over a grid and seeds"),
+        Command("compare", "test whether two models differ on a task, over examples and seeds"),
+        Command("ensemble", "average the predictions of the best of several fine-tuned runs"),
+    )),
+    Group("using a model", "train", (
+        Command("convert", "export to Hugging Face format, or import a published model"),
+        Command("fill-mask", "predict the [MASK] tokens of a text"),
+        Command("generate", "continue a text with an autoregressive model"),
+        Command("attention", "draw the attention maps of a text, split by terms of the scores"),
+        Command("completion", "print a completion script for bash, zsh or fish"),
+    )),
+)  # fmt: skip
+COMMANDS = tuple(command for group in GROUPS for command in group.commands)
 
 
 def import_command(command: Command) -> ModuleType:
@@ -84,11 +103,16 @@ def import_command(command: Command) -> ModuleType:
 def build_overview() -> argparse.ArgumentParser:
     """Build the parser of ``megatron-deberta`` itself."""
     width = max(len(command.name) for command in COMMANDS)
-    table = "\n".join(f"  {command.name:<{width}}  {command.help}" for command in COMMANDS)
+    table = "\n\n".join(
+        "\n".join([f"{group.title}:", *(f"  {name:<{width}}  {text}" for name, text in commands)])
+        for group in GROUPS
+        for commands in [group.commands]
+    )
     parser = argparse.ArgumentParser(
         prog="megatron-deberta",
         description="Pretrain DeBERTa with tensor parallelism and DeepSpeed ZeRO.",
-        epilog=f"commands:\n{table}\n\nmegatron-deberta COMMAND --help describes a command.",
+        epilog=f"{table}\n\nmegatron-deberta COMMAND --help describes a command, with examples. "
+        "Start with train-tokenizer.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"megatron-deberta {__version__}")
@@ -164,27 +188,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         return module.run(args) or EXIT_DONE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except UnicodeEncodeError as error:
-        if debug:
-            traceback.print_exc()
-        text = printable(error.object[error.start : error.end])
-        print(
-            f"megatron-deberta: error: {text!a} cannot be written in {error.encoding}, the "
-            "encoding of this environment; set PYTHONUTF8=1, or LC_ALL to a locale with UTF-8",
-            file=sys.stderr,
-        )
-        return EXIT_USAGE
-    except (MegatronDebertaError, OSError) as error:
+    except (MegatronDebertaError, OSError, UnicodeEncodeError, ModuleNotFoundError) as error:
         if isinstance(error, BrokenPipeError) and stdout_is_closed():
             return EXIT_PIPE_CLOSED
+        text, code = explain(error, command)
         if debug:
             traceback.print_exc()
-        print(f"megatron-deberta: error: {describe(error)}", file=sys.stderr)
-        if isinstance(error, MegatronDebertaError):
-            return error.exit_code
-        # A file where a folder is wanted, or the other way round, which no restart changes
-        is_lasting = isinstance(error, NotADirectoryError | IsADirectoryError)
-        return EXIT_USAGE if is_lasting else EXIT_FAILURE
+        print(f"megatron-deberta: error: {text}", file=sys.stderr)
+        return code
+
+
+def explain(error: Exception, command: Command) -> tuple[str, int]:
+    """Return an error as one line, and the exit code.
+
+    Raises:
+        ModuleNotFoundError: ``error``, if a module of this package is missing.
+    """
+    if isinstance(error, UnicodeEncodeError):
+        text = printable(error.object[error.start : error.end])
+        return (
+            f"{text!a} cannot be written in {error.encoding}, the encoding of this environment; "
+            "set PYTHONUTF8=1, or LC_ALL to a locale with UTF-8"
+        ), EXIT_USAGE
+    if isinstance(error, ModuleNotFoundError):
+        if error.name is None or error.name.split(".")[0] == "megatron_deberta":
+            raise error
+        extra = next(group.extra for group in GROUPS if command in group.commands)
+        install = f"pip install 'megatron-deberta[{extra}]'"
+        return f"{command.name} needs the package {error.name}; {install}", EXIT_USAGE
+    if isinstance(error, MegatronDebertaError):
+        return describe(error), error.exit_code
+    assert isinstance(error, OSError)
+    # A file where a folder is wanted, or the other way round, which no restart changes
+    is_lasting = isinstance(error, NotADirectoryError | IsADirectoryError)
+    return describe(error), EXIT_USAGE if is_lasting else EXIT_FAILURE
 
 
 def _use_utf8() -> None:

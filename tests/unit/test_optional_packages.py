@@ -99,16 +99,20 @@ def modules() -> list[str]:
 
 
 def failures(
-    hidden: tuple[str, ...], names: list[str], folder: Path, installed: tuple[Path, ...] = ()
+    hidden: tuple[str, ...],
+    names: list[str],
+    folder: Path,
+    installed: tuple[Path, ...] = (),
+    commands: list[str] | None = None,
 ) -> dict[str, str]:
-    """Import modules and start all commands in a process that has no ``hidden`` packages.
+    """Import modules and start commands, or all, in a process that has no ``hidden`` packages.
 
     Folders of ``installed`` packages come first on its path.
     """
     from megatron_deberta.cli.main import COMMANDS
 
     out = folder / "failed.json"
-    commands = [command.name for command in COMMANDS]
+    commands = [command.name for command in COMMANDS] if commands is None else commands
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT, str(out)],
         input=json.dumps([hidden, names, commands]),
@@ -148,3 +152,19 @@ def test_only_the_kernels_need_triton(tmp_path: Path) -> None:
     names = sorted(COMPILED)
     assert failures((), names, tmp_path) == {}
     assert failures(("triton",), names, tmp_path).keys() == COMPILED
+
+
+def test_models_and_operator_need_no_extra(tmp_path: Path) -> None:
+    hidden = (
+        *OPTIONAL, "deepspeed", "orjson", "pydantic", "rich", "pyarrow", "rensa", "zstandard",
+        "isal", "sklearn", "scipy", "seqeval",
+    )  # fmt: skip
+    names = ["model", "ops", "hf.fast_attention", "hf.modeling_megatron_deberta", "cli.main"]
+    found = failures(
+        hidden,
+        ["megatron_deberta", *(f"megatron_deberta.{name}" for name in names)],
+        tmp_path,
+        commands=["preprocess", "pretrain"],
+    )
+    # Commands end with a usage error, which names the extra (tests/unit/cli/test_main.py).
+    assert set(found.values()) <= {2}, found

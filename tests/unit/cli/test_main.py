@@ -307,3 +307,19 @@ def test_options_without_effect_are_refused(
     assert cli.main(arguments.split()) == errors.EXIT_USAGE
     assert said in " ".join(capsys.readouterr().err.split())
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "extra"), [("preprocess", "text"), ("pretrain", "train"), ("predict", "finetune")]
+)
+def test_a_missing_package_names_its_extra(
+    command: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(command: cli.Command) -> None:
+        raise ModuleNotFoundError("No module named 'orjson'", name="orjson")
+
+    monkeypatch.setattr(cli, "import_command", missing)
+    assert cli.main([command]) == 2
+    error = capsys.readouterr().err
+    assert "orjson" in error
+    assert f"pip install 'megatron-deberta[{extra}]'" in error
