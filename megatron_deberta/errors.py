@@ -4,7 +4,8 @@ Every message is one line with the key, the offending value and the remedy. The 
 it without a traceback (unless ``--debug``) and exits with ``exit_code``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 EXIT_DONE = 0
 EXIT_FAILURE = 1
@@ -15,6 +16,7 @@ EXIT_NEVER_REQUEUE = 93
 """Running again would fail at the same step in the same way."""
 EXIT_INTERRUPTED = 130
 """Stopped by the user (SIGINT, Ctrl-C); a shell's exit code for it."""
+_LASTING_ERRORS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
 class MegatronDebertaError(Exception):
@@ -101,3 +103,18 @@ def printable(text: str) -> str:
     File names, configs and logs of other people reach messages.
     """
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Set the exit code of errors that a restart would only repeat to that of a usage error.
+
+    For work before the first step. A failing file system may recover, so its errors keep theirs.
+    """
+    try:
+        yield
+    except (CheckpointError, DataError) as error:
+        cause = error.__cause__
+        if not isinstance(cause, OSError) or isinstance(cause, _LASTING_ERRORS):
+            error.exit_code = EXIT_USAGE
+        raise

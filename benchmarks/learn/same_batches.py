@@ -24,11 +24,12 @@ from benchmarks.lib.provenance import provenance
 from benchmarks.lib.stock import stock_config
 from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.data.batch import IGNORED_LABEL, Batch
+from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.build import build_loaders, tokenizer_path
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.engine.schedule import learning_rate
 from megatron_deberta.observe.metrics import read_metrics
+from megatron_deberta.ops.cross_entropy import IGNORED_LABEL
 from megatron_deberta.tokenizer import load_tokenizer
 
 

@@ -328,8 +328,8 @@ def accelerate(record: Result) -> str:
 def published_models(record: Result, graphs: Result | None) -> str:
     """Accelerated models and ONNX graphs against stock models, in short."""
     cells = [
-        (f"`use_fast_attention`: {ACCELERATE_TITLES[row['name']]}", "torch", f"{row['speedup']:.1f}x",
-         f"{100 * row['memory']:.0f} %")
+        (f"`use_fast_attention`: {ACCELERATE_TITLES[row['name']]}", "torch",
+         f"{row['speedup']:.1f}x", f"{100 * row['memory']:.0f} %")
         for row in record["results"]
     ]  # fmt: skip
     places = {f"{row['hardware']}, {row['threads']} threads" for row in record["results"]}

@@ -101,8 +101,9 @@ Copies = deque[tuple[str, _Tensors]]
 class StateCollector:
     """Copies the shards that this rank holds and assembles the states that it writes.
 
-    Of the ranks that hold a parameter, the one with the largest shard writes it; ranks with equal
-    shards take turns. So little is exchanged, except at ZeRO stage 3.
+    In the background, the rank with the largest shard of a parameter writes it, and ranks with
+    equal shards take turns: little is exchanged beside training, except at ZeRO stage 3. While
+    training waits, all data-parallel ranks take turns, so that each writes an equal share.
 
     Args:
         engine: engine whose state is saved.
@@ -110,6 +111,7 @@ class StateCollector:
         groups: the rank grid.
         group: gloo group of all ranks; None in a single process.
         batch_bytes: state of the parameters that are exchanged at a time; bounds the memory.
+        in_turn: all data-parallel ranks take turns in writing.
 
     Collective over all ranks.
     """
@@ -121,6 +123,8 @@ class StateCollector:
         groups: ProcessGroups,
         group: ProcessGroup | None,
         batch_bytes: float = math.inf,
+        *,
+        in_turn: bool = False,
     ) -> None:
         self._engine = engine
         self._groups = groups
@@ -145,7 +149,8 @@ class StateCollector:
             if num_bytes >= batch_bytes:
                 self._batches.append({})
                 num_bytes = 0
-            self._batches[-1][name] = _assembly(spec, number, [held[number] for held in ranges])
+            held = [of_rank[number] for of_rank in ranges]
+            self._batches[-1][name] = _assembly(spec, number, held, in_turn=in_turn)
             num_bytes += 4 * self._num_kinds * math.prod(spec.local_shape)
 
     def copy(self) -> Copies:
@@ -251,13 +256,17 @@ def _writes(spec: ParameterSpec, number: int, groups: ProcessGroups) -> bool:
     return is_own_turn and spec.length > 0
 
 
-def _assembly(spec: ParameterSpec, number: int, held: list[tuple[int, int]]) -> _Assembly:
+def _assembly(
+    spec: ParameterSpec, number: int, held: list[tuple[int, int]], *, in_turn: bool
+) -> _Assembly:
     """Choose who writes a parameter; ``held``: start and length by data-parallel rank."""
     longest = max(length for _, length in held)
-    candidates = [dp_rank for dp_rank, (_, length) in enumerate(held) if length == longest]
+    largest = [dp_rank for dp_rank, (_, length) in enumerate(held) if length == longest]
+    candidates = range(len(held)) if in_turn else largest
     writer = candidates[number % len(candidates)]
     if longest == math.prod(spec.local_shape):
-        return _Assembly(spec, writer, {writer: held[writer]})
+        source = writer if writer in largest else largest[0]
+        return _Assembly(spec, writer, {source: held[source]})
     return _Assembly(spec, writer, {rank: shard for rank, shard in enumerate(held) if shard[1]})
 
 
@@ -381,7 +390,8 @@ class Saver:
     fence: Fence = UNLOCKED
     timeout_minutes: float = 30.0
     _save: tuple[Work, writer.StagedCheckpoint, Retention] | None = field(default=None, init=False)
-    _collector: StateCollector | None = field(default=None, init=False)
+    _collectors: dict[bool, StateCollector] = field(default_factory=dict, init=False)
+    _group: ProcessGroup | None = field(default=None, init=False)
 
     @property
     def in_flight(self) -> bool:
@@ -430,7 +440,7 @@ class Saver:
         """
         assert self._save is None, "call finish() first"
         began = time.monotonic() if began is None else began
-        collector = self._collector = self._collector or self._new_collector()
+        collector = self._collector(in_turn=not in_background)
         metadata = with_engine_state(metadata, self.engine, self.groups)
         kinds = state_kinds(metadata.config)
         shapes = {name: spec.logical_shape for name, spec in self.specs.items()}
@@ -445,12 +455,17 @@ class Saver:
         work = Work("checkpoint", collector, write, began, in_background=in_background)
         self._save = work, staged, retention or Retention()
 
-    def _new_collector(self) -> StateCollector:
-        group = None
-        if self.groups.world_size > 1:
+    def _collector(self, *, in_turn: bool) -> StateCollector:
+        """Return the collector, built at the first save of its kind. Collective: all ranks."""
+        if self.groups.world_size > 1 and self._group is None:
             timeout = datetime.timedelta(minutes=self.timeout_minutes)
-            group = dist.new_group(backend="gloo", timeout=timeout)
-        return StateCollector(self.engine, self.specs, self.groups, group, writer.FILE_BYTES)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+        if in_turn not in self._collectors:
+            self._collectors[in_turn] = StateCollector(
+                self.engine, self.specs, self.groups, self._group, writer.FILE_BYTES,
+                in_turn=in_turn,
+            )  # fmt: skip
+        return self._collectors[in_turn]
 
     def poll(self) -> Saved | None:
         """Commit the save in flight if all ranks have written it. Collective: all ranks.

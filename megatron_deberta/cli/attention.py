@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_deberta.cli.arguments import add_shared
-from megatron_deberta.errors import ConfigError
+from megatron_deberta.errors import ConfigError, refusals
 from megatron_deberta.files import write_atomically
 
 if TYPE_CHECKING:
@@ -61,7 +61,6 @@ def run(args: argparse.Namespace) -> None:
     if args.text and os.path.isdir(args.text):
         raise ConfigError(f"{args.text} is a folder; the last argument must be the text")
     from megatron_deberta.attention_maps.drawing import draw, write_page
-    from megatron_deberta.train.start import refusals
 
     contents = []
     with refusals():

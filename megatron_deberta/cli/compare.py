@@ -16,7 +16,7 @@ import argparse
 from pathlib import Path
 
 from megatron_deberta.cli.arguments import add_shared, number, prepare_output, refuse_options
-from megatron_deberta.errors import ConfigError
+from megatron_deberta.errors import ConfigError, refusals
 from megatron_deberta.files import write_atomically
 
 
@@ -38,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Compare, and print the table."""
     from megatron_deberta.evaluate import compare
-    from megatron_deberta.train.start import refusals
 
     a, b = Path(args.a), Path(args.b)
     for path in (a, b):

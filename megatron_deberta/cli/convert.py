@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_deberta.cli.arguments import add_shared, number, prepare_output, refuse_options
 from megatron_deberta.config.objective_rules import trained_forms
-from megatron_deberta.errors import ConfigError, MissingModelError
+from megatron_deberta.errors import ConfigError, MissingModelError, refusals
 from megatron_deberta.files import FileLock, write_atomically
 
 if TYPE_CHECKING:
@@ -154,7 +154,6 @@ def run(args: argparse.Namespace) -> None:
     refuse_existing(Path(args.output))
     if args.checkpoint:
         return _export(args)
-    from megatron_deberta.train.start import refusals
 
     with refusals():
         return _import(args)
@@ -287,7 +286,6 @@ def _export(args: argparse.Namespace) -> None:
     from megatron_deberta.objectives import build_objective
     from megatron_deberta.report.training_facts import training_facts
     from megatron_deberta.tasks.reading import split_to_predict
-    from megatron_deberta.train.start import refusals
 
     _check_target(args)
     with refusals():

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_deberta.cli.arguments import add_shared, number, prepare_output, refuse_options
-from megatron_deberta.errors import ConfigError
+from megatron_deberta.errors import ConfigError, refusals
 from megatron_deberta.files import write_atomically
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ def run(args: argparse.Namespace) -> None:
     prepare_output("--output", args.output)
     prepare_output("--leaderboard", args.leaderboard, is_folder=True)
     from megatron_deberta.evaluate.outputs import build_ensemble, check_same_task, find_runs
-    from megatron_deberta.train.start import refusals
 
     for path in args.runs:
         if not Path(path).is_dir():

@@ -29,7 +29,7 @@ from megatron_deberta.cli.arguments import (
     number,
     prepare_output,
 )
-from megatron_deberta.errors import ConfigError
+from megatron_deberta.errors import ConfigError, refusals
 from megatron_deberta.files import write_atomically
 from megatron_deberta.text.jobs.progress import ProgressDisplay
 
@@ -94,7 +94,6 @@ def run(args: argparse.Namespace) -> None:
             reason = owner if task else f"{getattr(args, name)}: {args.task} has no splits"
             raise ConfigError(f"--{name.replace('_', '-')} {reason}; remove it")
     prepare_output("--output", args.output)
-    from megatron_deberta.train.start import refusals
 
     if own:
         with refusals():

@@ -25,7 +25,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_deberta.cli.arguments import add_shared, number, refuse_options
-from megatron_deberta.errors import ConfigError
+from megatron_deberta.errors import ConfigError, refusals
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +58,6 @@ def run(args: argparse.Namespace) -> None:
     if not args.prior_weight:
         refuse_options(args, ["prior_shards"], "needs --prior-weight above 0")
     from megatron_deberta.hf.fill_mask import open_filler
-    from megatron_deberta.train.start import refusals
 
     with refusals():
         filler = open_filler(Path(args.model), args.tokenizer)

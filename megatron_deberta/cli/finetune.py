@@ -26,7 +26,7 @@ from megatron_deberta.cli.arguments import (
 )
 from megatron_deberta.config import save_config
 from megatron_deberta.distributed.environment import read_environment
-from megatron_deberta.errors import EXIT_DONE
+from megatron_deberta.errors import EXIT_DONE, refusals
 
 RUN_FILE = "finetune.yaml"
 """In the run folder: the resolved run, which ranks started by ``--ranks`` read."""
@@ -67,7 +67,6 @@ def run(args: argparse.Namespace) -> int:
     from megatron_deberta.evaluate.models import open_source_model
     from megatron_deberta.finetune.settings import describe_settings, finetune_config
     from megatron_deberta.tasks.task import load_task
-    from megatron_deberta.train.start import refusals
 
     with refusals():
         model = open_source_model(Path(args.model), args.tokenizer)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_deberta.cli.arguments import add_shared, number, run_folder
-from megatron_deberta.errors import EXIT_DONE, ConfigError
+from megatron_deberta.errors import EXIT_DONE, ConfigError, refusals
 
 if TYPE_CHECKING:
     from megatron_deberta.finetune.checkpoint_curve import CurveRun
@@ -70,7 +70,6 @@ def run(args: argparse.Namespace) -> int:
     )
     from megatron_deberta.finetune.inputs import fingerprint_inputs
     from megatron_deberta.tasks.task import DEV, load_task
-    from megatron_deberta.train.start import refusals
 
     if read_environment().world_size > 1:
         raise ConfigError("finetune-checkpoints starts its own ranks; run it alone, with --ranks N")

@@ -16,7 +16,7 @@ import argparse
 from pathlib import Path
 
 from megatron_deberta.cli.arguments import add_shared, number
-from megatron_deberta.errors import ConfigError
+from megatron_deberta.errors import ConfigError, refusals
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print the texts with their continuations."""
     from megatron_deberta.hf.generation import Sampling, open_generator
-    from megatron_deberta.train.start import refusals
 
     if args.temperature == 0:
         for name in ("top_k", "top_p", "seed"):

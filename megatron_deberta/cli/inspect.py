@@ -47,7 +47,7 @@ from megatron_deberta.data.shards.statistics import (
     document_lengths,
 )
 from megatron_deberta.data.vocabulary import Vocabulary
-from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.errors import ConfigError, DataError, refusals
 from megatron_deberta.files import temporary_name
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 
@@ -290,7 +290,6 @@ def _open_generator(path: Path, tokenizer: Tokenizer) -> Generate:
     from megatron_deberta.hf.loading import build_model, open_trained_model
     from megatron_deberta.model import DropoutSeeds, ModelInputs
     from megatron_deberta.objectives.rtd import draws
-    from megatron_deberta.train.start import refusals
 
     with refusals():
         trained = open_trained_model(path)

@@ -31,7 +31,7 @@ from megatron_deberta.cli.arguments import (
     number,
     prepare_output,
 )
-from megatron_deberta.errors import ConfigError, MissingInputError
+from megatron_deberta.errors import ConfigError, MissingInputError, refusals
 from megatron_deberta.files import write_atomically
 
 if TYPE_CHECKING:
@@ -66,7 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Predict and write the predictions."""
     from megatron_deberta.evaluate.predict import open_predictor
-    from megatron_deberta.train.start import refusals
 
     texts = _texts(args)
     prepare_output("--output", args.output)

@@ -26,7 +26,14 @@ from megatron_deberta.cli.arguments import add_shared
 from megatron_deberta.cli.submit import check_fit, submission_problem
 from megatron_deberta.cluster.profile import load_profile
 from megatron_deberta.cluster.slurm.submit import describe_arrays, profile_of_ranks, submit_arrays
-from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE, ConfigError, printable
+from megatron_deberta.errors import (
+    EXIT_DONE,
+    EXIT_FAILURE,
+    EXIT_USAGE,
+    ConfigError,
+    printable,
+    refusals,
+)
 from megatron_deberta.finetune.search import SearchConfig, load_search
 from megatron_deberta.tasks.task import load_task
 
@@ -74,7 +81,6 @@ def run(args: argparse.Namespace) -> int:
         record_inputs,
     )
     from megatron_deberta.finetune.search import INPUTS_FILE, configure_runs, list_runs, read_result
-    from megatron_deberta.train.start import refusals
 
     search = load_search(args.search, args.overrides)
     task = load_task(search.task)

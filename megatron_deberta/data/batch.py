@@ -12,7 +12,6 @@ from torch import Tensor
 from megatron_deberta.model.inputs import ModelInputs, RowPacking
 
 # Label of a padding position.
-IGNORED_LABEL = -100
 
 _Self = TypeVar("_Self", bound="MicroBatch")
 

@@ -11,11 +11,12 @@ import numpy.typing as npt
 import torch
 
 from megatron_deberta.data.arrays import Integers
-from megatron_deberta.data.batch import IGNORED_LABEL, Batch, MicroBatch
+from megatron_deberta.data.batch import Batch, MicroBatch
 from megatron_deberta.data.dataset.rows import RowBatch, RowSource
 from megatron_deberta.data.masking import MaskedRows
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.model.inputs import ModelInputs
+from megatron_deberta.ops.cross_entropy import IGNORED_LABEL
 
 # Sample index of a padding row without labels.
 FILLER = -1

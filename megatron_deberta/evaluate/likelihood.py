@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from megatron_deberta.data.arrays import Booleans, Integers
-from megatron_deberta.data.batch import IGNORED_LABEL, Batch
+from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.distributed.control import sum_over_batch_ranks
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.evaluate.validation import evaluation_mode, never
 from megatron_deberta.model.inputs import ModelInputs
+from megatron_deberta.ops.cross_entropy import IGNORED_LABEL
 
 Metric = Literal["original", "within_word_l2r"]
 """``original`` masks the scored token only; ``within_word_l2r`` also the later tokens of its word,

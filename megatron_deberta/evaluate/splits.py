@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatron_deberta.config.schema import Head, RunConfig
 from megatron_deberta.data.arrays import Integers
-from megatron_deberta.data.batch import IGNORED_LABEL, TaskBatch
+from megatron_deberta.data.batch import TaskBatch
 from megatron_deberta.data.bin_packing import best_fit
 from megatron_deberta.distributed.control import (
     broadcast_text,
@@ -31,6 +31,7 @@ from megatron_deberta.evaluate.validation import Evaluation, evaluate, never
 from megatron_deberta.model.heads import num_outputs
 from megatron_deberta.model.inputs import ModelInputs, RowPacking
 from megatron_deberta.objectives import build_objective
+from megatron_deberta.ops.cross_entropy import IGNORED_LABEL
 from megatron_deberta.tasks.encoding import EncodedDataset, encode
 from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.reading import read_examples

@@ -15,8 +15,7 @@ from torch.nn import functional
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.errors import ModelInputError
 from megatron_deberta.model.dropout import DropoutSeeds
-
-_IGNORED_LABEL = -100
+from megatron_deberta.ops.cross_entropy import IGNORED_LABEL
 
 
 @dataclass(frozen=True)
@@ -207,7 +206,7 @@ def check_inputs(
     if has_positions:
         _check_values("position_ids", position_ids, limit, "positions")
     if labels is not None and labels.device.type == "cpu":
-        scored = labels.masked_fill(labels == _IGNORED_LABEL, 0)
+        scored = labels.masked_fill(labels == IGNORED_LABEL, 0)
         _check_values("labels", scored, config.vocab_size, "rows of vocab_size, or -100")
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_deberta.data.batch import IGNORED_LABEL, TaskBatch
+from megatron_deberta.data.batch import TaskBatch
 from megatron_deberta.model import DebertaForTask, DropoutSeeds, RuntimeOptions
 from megatron_deberta.model.embeddings import Perturbation
 from megatron_deberta.model.flops import training_flops_per_token
@@ -26,6 +26,7 @@ from megatron_deberta.objectives.objective import (
     export_command,
 )
 from megatron_deberta.objectives.sift import Sift
+from megatron_deberta.ops.cross_entropy import IGNORED_LABEL
 
 TASK, SIFT = "task", "sift"
 """Names of the two losses."""

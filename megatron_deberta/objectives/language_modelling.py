@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.data.batch import IGNORED_LABEL, Batch
+from megatron_deberta.data.batch import Batch
 from megatron_deberta.model import DebertaForPretraining, DropoutSeeds
 from megatron_deberta.model.flops import pretraining_flops_per_token
 from megatron_deberta.model.heads import TokenLoss
@@ -30,7 +30,7 @@ from megatron_deberta.objectives.objective import (
     Objective,
     export_command,
 )
-from megatron_deberta.ops.cross_entropy import CrossEntropy
+from megatron_deberta.ops.cross_entropy import IGNORED_LABEL, CrossEntropy
 
 MASKED, NEXT_SENTENCE, AUTOREGRESSIVE = "masked", "next_sentence", "autoregressive"
 """Names of the losses of pretraining models."""

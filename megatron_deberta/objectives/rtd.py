@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_deberta.config.schema import ModelConfig, RunConfig
-from megatron_deberta.data.batch import IGNORED_LABEL, Batch
+from megatron_deberta.data.batch import Batch
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.model import DebertaForPretraining, DropoutSeeds, RuntimeOptions
 from megatron_deberta.model.dropout import site_id
@@ -35,7 +35,7 @@ from megatron_deberta.objectives.objective import (
     Update,
     export_command,
 )
-from megatron_deberta.ops.cross_entropy import CrossEntropy
+from megatron_deberta.ops.cross_entropy import IGNORED_LABEL, CrossEntropy
 
 GENERATOR, DISCRIMINATOR = "generator", "discriminator"
 """Names of the two losses."""

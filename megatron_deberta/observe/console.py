@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
@@ -21,37 +21,11 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
 from megatron_deberta.errors import MegatronDebertaError
+from megatron_deberta.observe.metrics import StepRecord
 
 LevelName = Literal["debug", "info", "warning"]
 PACKAGE = "megatron_deberta"
 HANDLER_NAME = "megatron_deberta"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepRecord:
-    """Metrics of the steps since the last record, rates of all ranks together.
-
-    Learning rate, gradient norm, loss scale and further metrics are those of the last step.
-    """
-
-    step: int
-    loss: float
-    """Mean loss over the steps since the last record, in nats per target."""
-    learning_rate: float
-    grad_norm: float
-    """Global gradient norm of the last step, before clipping."""
-    loss_scale: float
-    tokens_per_second: float
-    utilization: float
-    """MFU: model FLOP/s over the measured matrix rate; NaN if not measured."""
-    hardware_utilization: float
-    """The same, including recomputed FLOPs."""
-    flops_per_second: float
-    matmul_flops_per_second: float
-    """Matrix rate of all ranks, measured at start-up."""
-    seconds_left: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Further losses and accuracies of the objective, by name."""
 
 
 def describe_record(record: StepRecord) -> list[tuple[str, str]]:

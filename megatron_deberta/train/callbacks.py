@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from megatron_deberta.checkpoint.retention import Retention
@@ -21,8 +21,7 @@ from megatron_deberta.evaluate.selection import SCORE, Selection, record_selecti
 from megatron_deberta.evaluate.validation import Evaluation
 from megatron_deberta.evaluate.validation_samples import FILE_NAME as SAMPLES_FILE
 from megatron_deberta.evaluate.validation_samples import SampleRecorder, SampleWriter
-from megatron_deberta.observe.console import StepRecord
-from megatron_deberta.observe.metrics import JsonLines, RecordKind
+from megatron_deberta.observe.metrics import JsonLines, RecordKind, StepRecord
 from megatron_deberta.observe.progress import Section
 from megatron_deberta.observe.timeline import Timeline
 from megatron_deberta.train.data import Validator
@@ -86,7 +85,7 @@ class LogMetrics(Callback):
             self._losses.append(result.loss)
         records.console.advance(step)
         if result.skip is not None:
-            _record_skip(records, step, result)
+            records.record_skip(step, result)
         if self._is_due(trainer) or trainer.ending is not None:
             self._write(trainer, records, result)
         self._last = result
@@ -102,15 +101,9 @@ class LogMetrics(Callback):
         return step % trainer.segment.config.log.every == 0 or is_end_of_phase
 
     def _write(self, trainer: Trainer, records: RunRecords, result: StepResult) -> None:
-        step = trainer.state.step
-        record = self._record(trainer, result)
+        labels = {"consumed_samples": trainer.state.consumed_samples, **self._labels}
+        records.record_step(self._record(trainer, result), labels)
         self._losses = []
-        records.console.update(record)
-        values = asdict(record)
-        values |= values.pop("metrics")
-        values.pop("step")
-        values["consumed_samples"] = trainer.state.consumed_samples
-        records.writer.write(step, {**values, **self._labels})
 
     def _record(self, trainer: Trainer, result: StepResult) -> StepRecord:
         meter, step = trainer.meter, trainer.state.step
@@ -135,17 +128,6 @@ class LogMetrics(Callback):
             seconds_left=seconds_left,
             metrics=result.metrics,
         )
-
-
-def _record_skip(records: RunRecords, step: int, result: StepResult) -> None:
-    """Record and show that an update was skipped."""
-    norm = result.outcome.grad_norm
-    records.writer.write(
-        step, {"skip": str(result.skip), "loss": result.loss, "grad_norm": norm}, kind="guard"
-    )
-    records.console.note(
-        f"step {step}: no update, {result.skip} | loss {result.loss:.4f} | grad norm {norm:.3f}"
-    )
 
 
 @dataclass(frozen=True)

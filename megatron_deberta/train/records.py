@@ -24,12 +24,14 @@ from megatron_deberta.observe.console import LiveConsole
 from megatron_deberta.observe.metrics import (
     MetricsWriter,
     RecordKind,
+    StepRecord,
     WandbWriter,
     plot_loss,
     read_metrics,
 )
 from megatron_deberta.train.stability.rollback import Rollback
 from megatron_deberta.train.stability.verdict import Verdict
+from megatron_deberta.train.state import StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -67,21 +69,21 @@ class RunRecords:
         fence: Fence = UNLOCKED,
         resolved: RunConfig | None = None,
     ) -> None:
-        self.config = self._config = config
-        self.run_dir = self._run_dir = Path(config.train.run_dir)
-        self._run_dir.mkdir(parents=True, exist_ok=True)
+        self.config = config
+        self.run_dir = Path(config.train.run_dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
         fence.check()
-        save_config(resolved or config, self._run_dir / "config.yaml")
+        save_config(resolved or config, self.run_dir / "config.yaml")
         self.first_step = first_step
         self.writer = MetricsWriter(
-            self._run_dir,
+            self.run_dir,
             resume_step=first_step,
             tensorboard=config.log.tensorboard,
             wandb=_open_wandb(resolved or config),
             check=fence.check,
         )
         self.console = LiveConsole(
-            last_step, first_step=first_step, title=str(self._run_dir), console=terminal
+            last_step, first_step=first_step, title=str(self.run_dir), console=terminal
         )
         self.longest_step = 0.0
         self.longest_check = 0.0
@@ -102,12 +104,12 @@ class RunRecords:
 
         It is computed at every start, because data or validation may have changed.
         """
-        batches = validation_loader(self._config, vocabulary, 0, 1, corpora)
+        batches = validation_loader(self.config, vocabulary, 0, 1, corpora)
         if batches is None:
             return
         frequencies = unigram_log_probabilities(corpora.train, corpora.weights, vocabulary.size)
         # Of the form to which ``loss`` belongs.
-        is_causal = causal_fraction(self._config.objective) == 1
+        is_causal = causal_fraction(self.config.objective) == 1
         of_loss = (batch for batch in batches if batch.inputs.causal == is_causal)
         total, targets = unigram_cross_entropy(frequencies, of_loss)
         self._unigram = total / max(targets, 1)
@@ -144,6 +146,28 @@ class RunRecords:
         return not any(
             record["kind"] == kind and record["step"] == step and UNIGRAM_METRIC not in record
             for record in read_metrics(self.writer.path)
+        )
+
+    def record_step(self, record: StepRecord, labels: Mapping[str, float]) -> None:
+        """Record and show the steps since the last record.
+
+        Args:
+            record: their metrics; its fields and ``metrics`` are the keys of the line.
+            labels: further keys.
+        """
+        self.console.update(record)
+        values = asdict(record)
+        values |= values.pop("metrics")
+        step = values.pop("step")
+        self.writer.write(step, {**values, **labels})
+
+    def record_skip(self, step: int, result: StepResult) -> None:
+        """Record and show that an update was skipped."""
+        norm = result.outcome.grad_norm
+        values = {"skip": str(result.skip), "loss": result.loss, "grad_norm": norm}
+        self.writer.write(step, values, kind="guard")
+        self.console.note(
+            f"step {step}: no update, {result.skip} | loss {result.loss:.4f} | grad norm {norm:.3f}"
         )
 
     def report_minimal_pairs(self, step: int, evaluation: Evaluation) -> None:
@@ -188,8 +212,8 @@ class RunRecords:
 
     def plot(self) -> None:
         """Draw ``loss.png``."""
-        unit = build_objective(self._config).loss_unit
-        picture = self._run_dir / "loss.png"
+        unit = build_objective(self.config).loss_unit
+        picture = self.run_dir / "loss.png"
         plot_loss(self.writer.path, picture, unigram=self._unigram, unit=unit)
 
 

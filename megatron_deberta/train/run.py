@@ -28,7 +28,7 @@ from megatron_deberta.distributed.topology import (
     shutdown,
 )
 from megatron_deberta.engine.factory import build_engine
-from megatron_deberta.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REQUEUE
+from megatron_deberta.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REQUEUE, refusals
 from megatron_deberta.evaluate.minimal_pairs import open_minimal_pairs
 from megatron_deberta.observe.console import setup_logging
 from megatron_deberta.observe.progress import ProgressObserver, Section
@@ -47,7 +47,7 @@ from megatron_deberta.train.local_checkpoints import LocalCheckpoints, SaveLocal
 from megatron_deberta.train.preemption import StopSignal
 from megatron_deberta.train.setup import build_rank_model, choose_background_saves, set_determinism
 from megatron_deberta.train.stability.guard import Guard
-from megatron_deberta.train.start import OpenWeights, choose_start, load_start, refusals
+from megatron_deberta.train.start import OpenWeights, choose_start, load_start
 from megatron_deberta.train.state import Ending, FolderLock
 from megatron_deberta.train.summary import describe_end, describe_nothing_left, describe_start
 from megatron_deberta.train.trainer import Callback, Trainer

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,14 +24,12 @@ from megatron_deberta.distributed.control import broadcast_from_rank_zero, raise
 from megatron_deberta.distributed.parallelize.plan import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import Engine
-from megatron_deberta.errors import EXIT_USAGE, CheckpointError, ConfigError, DataError
+from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.train.stability.guard import GuardState
 from megatron_deberta.train.stability.rollback import guard_state, resumed_position
 from megatron_deberta.train.state import TrainState
 
 logger = logging.getLogger(__name__)
-
-_LASTING_ERRORS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +70,6 @@ class Start:
 
 # Opens weights for another head, from a folder that is no checkpoint.
 OpenWeights = Callable[[Path, RunConfig], TaskHead]
-
-
-@contextmanager
-def refusals() -> Iterator[None]:
-    """Set the exit code of errors that a restart would only repeat to that of a usage error.
-
-    For work before the first step. A failing file system may recover, so its errors keep theirs.
-    """
-    try:
-        yield
-    except (CheckpointError, DataError) as error:
-        cause = error.__cause__
-        if not isinstance(cause, OSError) or isinstance(cause, _LASTING_ERRORS):
-            error.exit_code = EXIT_USAGE
-        raise
 
 
 def choose_start(

@@ -24,7 +24,7 @@ from megatron_deberta.distributed.control import raise_on_all_ranks
 from megatron_deberta.distributed.parallelize.build import ShardedModel
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import Engine
-from megatron_deberta.errors import ReplicaError
+from megatron_deberta.errors import ReplicaError, refusals
 from megatron_deberta.evaluate.selection import Selection, open_selection
 from megatron_deberta.evaluate.validation import Evaluation
 from megatron_deberta.observe.metrics import RecordKind
@@ -39,7 +39,6 @@ from megatron_deberta.train.stability.guard import Guard
 from megatron_deberta.train.stability.replicas import check_replicas
 from megatron_deberta.train.stability.rerun import FaultReports, RerunStep
 from megatron_deberta.train.stability.rollback import Rollback, rollback
-from megatron_deberta.train.start import refusals
 from megatron_deberta.train.state import Ending, FolderLock, StepResult, TrainState
 from megatron_deberta.train.step import TrainStep
 

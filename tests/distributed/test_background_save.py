@@ -7,6 +7,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,13 +29,15 @@ from tests.support.ranks import RankPool, grid
 LAYOUTS = [Layout(2, 1, True, "none"), Layout(1, 3, False, "none"), Layout(1, 0, False, "none")]
 
 
+# So that the ranks exchange and write in several batches
+SMALL_FILES = mock.patch.object(writer, "FILE_BYTES", 20_000)
+
+
 class Run:
     """Training on one layout, step by step."""
 
     def __init__(self, layout: Layout, run_dir: str, ema_decay: float = 0.0) -> None:
         deepspeed_engine.PERSISTENCE_THRESHOLD = 0
-        # So that the ranks exchange and write in several batches
-        writer.FILE_BYTES = 20_000
         config = run_config(layout)
         config = replace(config, optimizer=replace(config.optimizer, ema_decay=ema_decay))
         self.config = config
@@ -50,6 +53,7 @@ class Run:
         self.losses.append(self.take_step(done, micro_batches(done, self.groups)).loss)
 
 
+@SMALL_FILES
 def save_while_training(rank: int, layout: Layout, run_dir: str) -> tuple[list[float], list[int]]:
     """Train two steps while rank 1's writing is blocked, like on a slow disk."""
     run, written = Run(layout, run_dir), threading.Event()
@@ -86,13 +90,12 @@ def save_while_training(rank: int, layout: Layout, run_dir: str) -> tuple[list[f
 
 
 def timeout_of(saver: Saver) -> datetime.timedelta:
-    collector: Any = saver._collector
-    timeout: datetime.timedelta = collector._group._get_backend(
-        torch.device("cpu")
-    ).options._timeout
+    group: Any = saver._group
+    timeout: datetime.timedelta = group._get_backend(torch.device("cpu")).options._timeout
     return timeout
 
 
+@SMALL_FILES
 def save_and_train(rank: int, layout: Layout, run_dir: str) -> list[float]:
     """Train the same run, waiting for the checkpoint."""
     run = Run(layout, run_dir)
@@ -129,6 +132,7 @@ def test_state_is_that_of_the_start_of_the_save(
     assert actual.metadata.scalars == expected.metadata.scalars
 
 
+@SMALL_FILES
 def fail_in_the_background(rank: int, layout: Layout, run_dir: str) -> tuple[str, int]:
     """Make rank 1's disk full; return the error and the number of steps before it."""
     run = Run(layout, run_dir)

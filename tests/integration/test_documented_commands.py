@@ -14,6 +14,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -227,13 +228,14 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     elif program == "python":
         assert arguments[0] == "-m"
         module = ROOT.joinpath(*arguments[1].split("."))
-        assert module.with_suffix(".py").exists() or (module / "__main__.py").exists()
+        is_ours = module.with_suffix(".py").exists() or (module / "__main__.py").exists()
+        assert is_ours or arguments[1] in sys.stdlib_module_names, arguments[1]
     elif "/" in program:
         assert os.access(ROOT / program, os.X_OK), program
         for option in (word for word in arguments if word.startswith("--")):
             assert option in (ROOT / program).read_text(), f"{program} has no option {option}"
     else:
-        assert program in ("source", "pip", "grep"), f"unknown program {program}"
+        assert program in ("source", "pip", "grep", "docker"), f"unknown program {program}"
 
 
 def check_command(arguments: list[str]) -> None:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from megatron_deberta.config.schema import ObjectiveConfig
-from megatron_deberta.data.batch import IGNORED_LABEL, Batch
+from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine import deepspeed_engine
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model.inputs import ModelInputs
+from megatron_deberta.ops.cross_entropy import IGNORED_LABEL
 from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.step import TrainStep
 from tests.support.layout_matrix import GLOBAL_BATCH, Layout, micro_batches, moments, run_config

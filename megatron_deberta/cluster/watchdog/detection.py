@@ -21,6 +21,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_deberta.config.schema import ClusterConfig
+from megatron_deberta.errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_NEVER_REQUEUE,
+    EXIT_REQUEUE,
+    EXIT_USAGE,
+)
 from megatron_deberta.observe.progress import Section
 from megatron_deberta.parsing import Number
 
@@ -30,6 +37,10 @@ STOPPED_STATES = ("T", "t", "Z", "X")
 """``/proc/PID/stat``: stopped, traced, dead."""
 
 Kind = Literal["hang", "death"]
+_ORDERLY = (
+    None, EXIT_DONE, EXIT_USAGE, EXIT_REQUEUE, EXIT_NEVER_REQUEUE, EXIT_INTERRUPTED,
+)  # fmt: skip
+"""Codes of ranks that run, or that ended as they should."""
 MIN_LOST_SHARE = 0.1
 """A straggler loses at least this share of a step."""
 WINDOWS = 2
@@ -199,7 +210,7 @@ _SYMPTOMS: tuple[Callable[[RankView], bool], ...] = (
 
 def diagnose_deaths(views: Sequence[RankView]) -> Diagnosis | None:
     """Diagnose which rank failed first; None if none failed by itself."""
-    failed = [v for v in views if v.code not in (None, 0, 2, 75, 93) and not v.killed]
+    failed = [v for v in views if v.code not in _ORDERLY and not v.killed]
     if not failed:
         return None
     # A rank killed by a signal is the cause; the others then fail with errors.

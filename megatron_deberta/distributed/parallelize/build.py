@@ -116,7 +116,7 @@ def _fill_own_parameters(
     """Replace a module's own meta parameters by initialised ones; True if it has any."""
     own = list(module.named_parameters(recurse=False))
     for leaf, empty in own:
-        spec = specs[f"{path}.{leaf}"]
+        spec = specs[f"{path}.{leaf}" if path else leaf]
         # Padding rows stay zero: no token uses them and the loss excludes them.
         data = initial_weights(config, spec, empty.dtype, device)
         setattr(module, leaf, nn.Parameter(data))

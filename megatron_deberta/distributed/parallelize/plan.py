@@ -85,7 +85,7 @@ def shard_spec(name: str, shape: tuple[int, ...], tp_rank: int, tp_size: int) ->
         return ParameterSpec(name, shape, 0, offset, length, (rows, *shape[1:]))
     dim = next((dim for pattern, dim in _SPLIT if fnmatchcase(part, pattern)), -1)
     if dim < 0 or tp_size == 1:
-        return ParameterSpec(name, shape, None, 0, shape[0], shape)
+        return ParameterSpec(name, shape, None, 0, shape[0] if shape else 1, shape)
     check_tensor_parallel_divides(
         tp_size, {f"{name}.shape[{dim}]": shape[dim]}, error=TopologyError
     )

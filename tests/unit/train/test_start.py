@@ -30,9 +30,10 @@ from megatron_deberta.errors import (
     DataError,
     MegatronDebertaError,
     ReplicaError,
+    refusals,
 )
 from megatron_deberta.train.fingerprint import data_fingerprint
-from megatron_deberta.train.start import Identity, Start, choose_start, load_start, refusals
+from megatron_deberta.train.start import Identity, Start, choose_start, load_start
 from megatron_deberta.train.state import TrainState
 from tests.support.checkpoints import (
     SCALARS,

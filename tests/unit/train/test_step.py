@@ -18,7 +18,7 @@ from megatron_deberta.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from megatron_deberta.data.batch import IGNORED_LABEL, Batch
+from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.parallelize import ShardedModel, build_model
 from megatron_deberta.distributed.topology import ProcessGroups, single_process_groups
 from megatron_deberta.engine.base import Engine, ReadNorm, StepOutcome
@@ -28,6 +28,7 @@ from megatron_deberta.evaluate.validation import evaluate
 from megatron_deberta.model import DropoutSeeds
 from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.objectives import LossSums, ModelLosses, build_objective
+from megatron_deberta.ops.cross_entropy import IGNORED_LABEL
 from megatron_deberta.train.step import TrainStep
 from tests.support.tiny_models import V2
 from tests.support.tolerances import FP32_MODULE
