@@ -14,7 +14,7 @@ from typing import Any
 from megatron_deberta.checkpoint.layout import checkpoints_dir
 from megatron_deberta.config import load_config
 from megatron_deberta.config.phases import Segment, segment_at, segments
-from megatron_deberta.config.schema import DataConfig, ModelConfig, ObjectiveConfig, RunConfig
+from megatron_deberta.config.schema import ModelConfig, ObjectiveConfig, RunConfig
 from megatron_deberta.finetune.data import DEV
 from megatron_deberta.hf.heads import HEADS
 from megatron_deberta.hf.loading import TrainedModel
@@ -152,7 +152,7 @@ def _text_rows(run: RunConfig, parts: Sequence[Segment], step: int) -> dict[str,
     tokens = sum(replace(p, steps=min(p.end, step) - p.first_step).tokens for p in parts if step)
     rows = {
         "tokens": f"{tokens:,}, padding included",
-        "sequence length": _each(parts, lambda one: _lengths(one.data, step)),
+        "sequence length": _each(parts, lambda one: f"{one.data.sequence_length:,}"),
         "packing": _each(parts, lambda one: one.data.packing),
     }
     if run.checkpoint.continue_from:
@@ -165,18 +165,6 @@ def _text_rows(run: RunConfig, parts: Sequence[Segment], step: int) -> dict[str,
 def _each(parts: Iterable[Segment], text: Callable[[RunConfig], str]) -> str:
     """Return the values of the phases of a run, each once."""
     return ", then ".join(dict.fromkeys(text(part.config) for part in parts))
-
-
-def _lengths(data: DataConfig, step: int) -> str:
-    """Return the lengths of rows up to a step."""
-    if not data.short_steps:
-        return f"{data.sequence_length:,}"
-    if 0 < step <= data.short_steps:
-        return f"{data.short_sequence_length:,}"
-    return (
-        f"{data.short_sequence_length:,} in the first {data.short_steps:,} steps, then "
-        f"{data.sequence_length:,}"
-    )
 
 
 def _masking(objective: ObjectiveConfig) -> str:

@@ -35,16 +35,15 @@ from megatron_deberta.config import RunConfig, load_config
 from megatron_deberta.config.phases import segments
 from megatron_deberta.data.build import (
     Corpora,
-    Phase,
     form_targets,
     open_corpora,
     step_forms,
     tokenizer_path,
-    training_phases,
+    training_rows,
 )
 from megatron_deberta.data.collate import Targets
 from megatron_deberta.data.dataset.index_cache import IndexCache
-from megatron_deberta.data.dataset.rows import Row, RowBatch
+from megatron_deberta.data.dataset.rows import Row, RowBatch, RowSource
 from megatron_deberta.data.forms import StepForms
 from megatron_deberta.data.masking import MaskedRows
 from megatron_deberta.data.randomness import Purpose
@@ -121,8 +120,9 @@ def run(args: argparse.Namespace) -> int:
     # Without a run, write no index files.
     cache = IndexCache(config.data.index_cache) if args.prefix else None
     corpora = open_corpora(config, vocabulary, config.data.verify_hashes, cache)
-    phases, choosers = _phases(config, vocabulary, corpora, cache)
-    statistics = [_Statistics(each.length) for each in phases]
+    parts = segments(config)
+    sources = _row_sources(config, vocabulary, corpora, cache)
+    statistics = [_Statistics(part.config.data.sequence_length) for part in parts]
     documents = sum(len(corpus) for corpus in corpora.train)
     tokens = sum(corpus.num_tokens for corpus in corpora.train)
     held_out = corpora.validation
@@ -136,10 +136,11 @@ def run(args: argparse.Namespace) -> int:
     )
     for number in range(max(args.num_samples, args.statistics)):
         sample = np.array([args.first_sample + number])
-        place = max(n for n, each in enumerate(phases) if each.first <= sample[0])
-        batch = phases[place].rows.rows(sample)
+        place = max(n for n, part in enumerate(parts) if part.first_sample <= sample[0])
+        rows, choose = sources[place]
+        batch = rows.rows(sample)
         mask_ids = sample if batch.mask_ids is None else batch.mask_ids
-        targets, is_causal = choosers[place](int(sample[0]))
+        targets, is_causal = choose(int(sample[0]))
         masked = targets(batch.tokens, batch.sizes, mask_ids)
         if number < args.num_samples:
             form = ", autoregressive" * is_causal
@@ -159,20 +160,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _phases(
+def _row_sources(
     config: RunConfig, vocabulary: Vocabulary, corpora: Corpora, cache: IndexCache | None
-) -> tuple[list[Phase], list[_Chooser]]:
-    """Return the rows of each part of a run, and how their targets are chosen."""
-    phases, choosers = [], []
+) -> list[tuple[RowSource, _Chooser]]:
+    """Return the rows of each segment of a run, and how their targets are chosen."""
+    sources = []
     for part in segments(config):
         if part.config.data.train != config.data.train:
             corpora = open_corpora(part.config, vocabulary, config.data.verify_hashes, cache)
-        for phase in training_phases(part.config, vocabulary, corpora, part.stage):
-            purpose = Purpose.TRAINING_MASK
-            targets = form_targets(part.config, vocabulary, phase.length, purpose)
-            phases.append(phase._replace(first=max(phase.first, part.first_sample)))
-            choosers.append(_Chooser(targets, step_forms(part.config, part.first_sample)))
-    return phases, choosers
+        rows = training_rows(part.config, vocabulary, corpora, part.stage)
+        length = part.config.data.sequence_length
+        targets = form_targets(part.config, vocabulary, length, Purpose.TRAINING_MASK)
+        forms = step_forms(part.config, part.first_sample)
+        sources.append((rows, _Chooser(targets, forms)))
+    return sources
 
 
 class _Chooser(NamedTuple):

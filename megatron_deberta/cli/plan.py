@@ -138,7 +138,10 @@ def run(args: argparse.Namespace) -> int:
     if not 0 < failure_days < math.inf:
         raise ConfigError(f"--failure-days {failure_days:g} must be above 0, such as 60")
     num_layouts = _LAYOUTS if args.layouts is None else args.layouts
-    plan = make_plan(config, machine, world_size, search=num_layouts > 0, failure_days=failure_days)
+    plan = make_plan(
+        config, machine, world_size,
+        search=num_layouts > 0, failure_days=failure_days, row_tokens=args.row_tokens,
+    )  # fmt: skip
     if args.json:
         print(json.dumps(plan.to_dict(), indent=1))
         return EXIT_DONE
@@ -196,16 +199,9 @@ def _task_config(
     """Return the fine-tuning run that ``--task`` and its options describe."""
     if args.examples is None:
         raise ConfigError("--task needs --examples N, the number of training examples")
-    config = planned_config(
+    return planned_config(
         run, args.task, args.examples, world_size, overrides, settings=args.settings
     )
-    if args.row_tokens is None or args.row_tokens >= config.data.sequence_length:
-        return config
-    # All steps have such rows.
-    data = replace(
-        config.data, short_steps=config.train.steps, short_sequence_length=args.row_tokens
-    )
-    return replace(config, data=data)
 
 
 def default_profile() -> ClusterProfile:

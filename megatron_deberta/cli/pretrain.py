@@ -179,25 +179,20 @@ def _batches(config: RunConfig, batch: BatchArithmetic, epochs: float) -> list[s
     """Format the batch arithmetic, or the phases."""
     if len(segments(config)) > 1:
         return [f"phase {n}: {line}" for n, line in enumerate(describe_phases(config), 1)]
-    amount = f"{_tokens(config, batch)} in {config.train.steps:,} steps"
+    steps = config.train.steps
+    amount = (
+        f"{batch.tokens_per_step:,} tokens per step, {steps * batch.tokens_per_step:,} in "
+        f"{steps:,} steps"
+    )
     if config.finetune.task:
         # Rows are as long as their examples.
         passes = f" = {epochs:g} epochs" if epochs else ""
-        amount = f"{config.train.steps:,} steps{passes}"
+        amount = f"{steps:,} steps{passes}"
     return [
         f"batch: {config.train.global_batch_size} sequences = {batch.dp_size} data-parallel x "
         f"{batch.micro_batch_size} per micro batch x {batch.accumulation_steps} accumulated; "
         f"{amount}"
     ]
-
-
-def _tokens(config: RunConfig, batch: BatchArithmetic) -> str:
-    """Format the tokens per step, short and long, and of the run."""
-    short_steps = min(config.data.short_steps, config.train.steps)
-    short = batch.short_tokens_per_step
-    total = short * short_steps + batch.tokens_per_step * (config.train.steps - short_steps)
-    first = f"{short:,} tokens per step in the first {short_steps:,}, then " if short_steps else ""
-    return f"{first}{batch.tokens_per_step:,} tokens per step, {total:,}"
 
 
 def _parameter_table(config: RunConfig, tp_size: int) -> list[str]:

@@ -51,10 +51,12 @@ class Stage(NamedTuple):
     Attributes:
         number: from 0; extends the key of the order.
         first_sample: global index of the first sample.
+        is_short: the rows are those of ``data.short_steps``, which have an order of their own.
     """
 
     number: int = 0
     first_sample: int = 0
+    is_short: bool = False
 
 
 FIRST_STAGE = Stage()
@@ -71,8 +73,9 @@ class Segment:
         steps: number of steps.
         first_sample: samples of all earlier steps.
         stage: sequence of rows that it reads.
-        config: config of these steps, without phases; ``train.steps`` is that of the run.
-        phase_config: the same with the batch size after the phase's ramp.
+        config: config of these steps, without phases, batch ramp and ``data.short_steps``;
+            ``train.steps`` is that of the run.
+        phase_config: the same with the batch size and row length at the end of the phase.
     """
 
     phase: int
@@ -92,10 +95,7 @@ class Segment:
     def tokens(self) -> int:
         """Tokens of its steps, padding included."""
         config = self.config
-        short = min(config.data.short_steps, self.steps)
-        full_rows = (self.steps - short) * config.data.sequence_length
-        rows = full_rows + short * config.data.short_sequence_length
-        return rows * config.train.global_batch_size
+        return self.steps * config.data.sequence_length * config.train.global_batch_size
 
 
 def phase_lines(phases: Any, source: str) -> list[str]:
@@ -297,9 +297,14 @@ def _phase(config: RunConfig, text: str, number: int) -> tuple[RunConfig, int, i
 
 
 def _levels(phase: RunConfig, steps: int, tokens: int, number: int) -> list[tuple[RunConfig, int]]:
-    """Return config and steps of each level of a phase's ramp, and of the rest of the phase."""
-    train, length = phase.train, phase.data.sequence_length
+    """Return config and steps of each part of a phase: short rows or the ramp, then the rest."""
+    train, data, length = phase.train, phase.data, phase.data.sequence_length
     full = train.global_batch_size * length
+    if data.short_steps:
+        short = replace(phase, data=replace(data, sequence_length=data.short_sequence_length))
+        if data.short_steps >= steps:
+            return [(short, steps)]
+        return [(short, data.short_steps), (phase, steps - data.short_steps)]
     if not train.ramp_from:
         return [(phase, steps or -(-tokens // full))]
     sizes = _ramp_sizes(phase, number)
@@ -342,9 +347,12 @@ def _next_segment(
     parts: list[Segment], number: int, steps: int, level: RunConfig, phase: RunConfig
 ) -> Segment:
     if not parts:
-        return Segment(number, 0, steps, 0, FIRST_STAGE, level, phase)
+        stage = FIRST_STAGE._replace(is_short=bool(level.data.short_steps))
+        return Segment(number, 0, steps, 0, stage, level, phase)
     before = parts[-1]
     first = before.first_sample + before.steps * before.config.train.global_batch_size
+    if level.data.short_steps:
+        return Segment(number, before.end, steps, first, Stage(0, first), level, phase)
     same = all(getattr(before.config.data, key) == getattr(level.data, key) for key in _ORDER_KEYS)
     stage = before.stage if same else Stage(before.stage.number + 1, first)
     return Segment(number, before.end, steps, first, stage, level, phase)
@@ -353,17 +361,25 @@ def _next_segment(
 def _ending_at(config: RunConfig, total: int) -> RunConfig:
     return replace(
         config,
+        data=replace(config.data, short_steps=0),
         train=replace(
             config.train, steps=total, ramp_from=0, ramp_increment=0, ramp_steps=0, ramp_tokens=0
         ),
     )
 
 
+def phases_of(config: RunConfig) -> list[list[Segment]]:
+    """Return the segments of each phase, of steps with one row length."""
+    groups = itertools.groupby(
+        segments(config), key=lambda part: (part.phase, part.config.data.sequence_length)
+    )
+    return [list(parts) for _, parts in groups]
+
+
 def describe_phases(config: RunConfig) -> list[str]:
     """Describe each phase of a run in a line."""
     lines = []
-    for _, group in itertools.groupby(segments(config), key=lambda part: part.phase):
-        parts = list(group)
+    for parts in phases_of(config):
         last, train = parts[-1].config, parts[-1].config.train
         sizes = f"{train.global_batch_size:,}"
         if len(parts) > 1:

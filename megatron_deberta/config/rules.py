@@ -36,8 +36,6 @@ class BatchArithmetic(NamedTuple):
     accumulation_steps: int
     tokens_per_step: int
     """Tokens per optimizer step, padding included."""
-    short_tokens_per_step: int
-    """Tokens per step in the first ``data.short_steps`` steps."""
 
 
 def validate(config: RunConfig) -> None:
@@ -123,13 +121,7 @@ def batch_arithmetic(config: RunConfig, dp_size: int) -> BatchArithmetic:
         micro_batch_size=micro,
         accumulation_steps=total // unit,
         tokens_per_step=total * config.data.sequence_length,
-        short_tokens_per_step=total * config.data.short_sequence_length,
     )
-
-
-def short_samples(config: RunConfig) -> int:
-    """Return the number of global samples of the steps with short rows."""
-    return config.data.short_steps * config.train.global_batch_size
 
 
 def _check_phases(config: RunConfig) -> None:
@@ -140,7 +132,8 @@ def _check_phases(config: RunConfig) -> None:
         try:
             _validate_alone(part.config)
         except ConfigError as error:
-            raise ConfigError(f"phase {part.phase}: {error}") from error
+            where = "data.short_sequence_length" if part.stage.is_short else f"phase {part.phase}"
+            raise ConfigError(f"{where}: {error}") from error
         data = part.config.data
         if data.train != config.data.train and data.validation_fraction and not data.validation:
             raise ConfigError(
@@ -244,10 +237,11 @@ def _check_parallel(model: ModelConfig, data: DataConfig, parallel: ParallelConf
             "parallel.sequence_parallel=true needs parallel.tensor_parallel_size above 1; "
             "set it to false"
         )
-    lengths = {"data.sequence_length": data.sequence_length}
-    if data.short_steps:
-        lengths["data.short_sequence_length"] = data.short_sequence_length
-    check_tensor_parallel_divides(tp_size, lengths, reason="under parallel.sequence_parallel=true")
+    check_tensor_parallel_divides(
+        tp_size,
+        {"data.sequence_length": data.sequence_length},
+        reason="under parallel.sequence_parallel=true",
+    )
 
 
 def check_stage(precision: PrecisionConfig) -> None:

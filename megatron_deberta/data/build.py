@@ -5,17 +5,15 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 import torch
 
 from megatron_deberta.config.objective_rules import causal_fraction
 from megatron_deberta.config.phases import FIRST_STAGE, Stage
-from megatron_deberta.config.rules import short_samples
 from megatron_deberta.config.schema import DataConfig, RunConfig
 from megatron_deberta.data.batch import Batch
-from megatron_deberta.data.collate import BatchBuilder, Builder, PhasedBuilder, Targets
+from megatron_deberta.data.collate import BatchBuilder, Builder, Targets
 from megatron_deberta.data.dataset.blend import BlendedRows
 from megatron_deberta.data.dataset.corpus import Corpus, open_shard, split_validation
 from megatron_deberta.data.dataset.index_cache import IndexCache
@@ -50,20 +48,6 @@ class Corpora:
     weights: tuple[float, ...]
     validation: Corpus | None
     cache: IndexCache
-
-
-class Phase(NamedTuple):
-    """Part of a training run with one row length.
-
-    Attributes:
-        first: index of the first sample.
-        rows: rows by global sample index, from ``first`` on.
-        length: maximum tokens per row.
-    """
-
-    first: int
-    rows: RowSource
-    length: int
 
 
 def parse_prefixes(values: tuple[str, ...], key: str) -> tuple[list[list[str]], list[float]]:
@@ -281,33 +265,34 @@ def validation_rows(
     )
 
 
-def training_phases(
+def training_rows(
     config: RunConfig, vocabulary: Vocabulary, corpora: Corpora, stage: Stage = FIRST_STAGE
-) -> list[Phase]:
-    """Return unmasked training rows: one phase, or short rows followed by full ones.
+) -> RowSource:
+    """Return the unmasked training rows of a segment, by global sample index.
 
     Args:
-        config: the run, or a segment of it.
+        config: the segment.
         vocabulary: of the run's tokenizer.
         corpora: from ``open_corpora``.
         stage: sequence of rows of the segment; the first one is that of a run without phases.
     """
-    data = config.data
-    if stage.number:
-        key = (int(Purpose.PHASE_ROWS), stage.number)
-        rows = _training_rows(config, vocabulary, corpora, data.sequence_length, *key)
-        shifted = ShiftedRows(rows, stage.first_sample)
-        return [Phase(stage.first_sample, shifted, data.sequence_length)]
-    rows = _training_rows(config, vocabulary, corpora, data.sequence_length)
-    first_long = short_samples(config)
-    if first_long == 0:
-        return [Phase(0, rows, data.sequence_length)]
-    short = data.short_sequence_length
-    shorter = _training_rows(config, vocabulary, corpora, short, int(Purpose.SHORT_ROWS))
-    return [
-        Phase(0, shorter, short),
-        Phase(first_long, ShiftedRows(rows, first_long), data.sequence_length),
+    key: tuple[int, ...] = (Purpose.PHASE_ROWS, stage.number) if stage.number else ()
+    if stage.is_short:
+        key = (Purpose.SHORT_ROWS,)
+    sources = [
+        PackedRows(
+            corpus,
+            vocabulary,
+            config.data.sequence_length,
+            config.data.packing,
+            mix64(config.train.seed, component, *key),
+            config.objective.static_masks,
+            corpora.cache,
+        )
+        for component, corpus in enumerate(corpora.train)
     ]
+    rows = sources[0] if len(sources) == 1 else BlendedRows(sources, corpora.weights)
+    return ShiftedRows(rows, stage.first_sample) if stage.first_sample else rows
 
 
 def _check_memory(config: RunConfig) -> None:
@@ -322,25 +307,6 @@ def _check_memory(config: RunConfig) -> None:
         )
 
 
-def _training_rows(
-    config: RunConfig, vocabulary: Vocabulary, corpora: Corpora, length: int, *key: int
-) -> RowSource:
-    """Return unmasked training rows of at most ``length`` tokens; ``key`` extends their seeds."""
-    sources = [
-        PackedRows(
-            corpus,
-            vocabulary,
-            length,
-            config.data.packing,
-            mix64(config.train.seed, component, *key),
-            config.objective.static_masks,
-            corpora.cache,
-        )
-        for component, corpus in enumerate(corpora.train)
-    ]
-    return sources[0] if len(sources) == 1 else BlendedRows(sources, corpora.weights)
-
-
 def _training_builder(
     config: RunConfig,
     vocabulary: Vocabulary,
@@ -348,17 +314,10 @@ def _training_builder(
     stage: Stage,
     consumed_samples: int,
 ) -> Builder[Batch]:
-    phases = training_phases(config, vocabulary, corpora, stage)
+    rows = training_rows(config, vocabulary, corpora, stage)
+    first, *others = _builders(config, vocabulary, rows, config.data.sequence_length)
     forms = step_forms(config, consumed_samples)
-    builders: list[Builder[Batch]] = []
-    for phase in phases:
-        first, *others = _builders(config, vocabulary, phase.rows, phase.length)
-        builders.append(TwoFormBuilder(first, others[0], forms) if others else first)
-    return (
-        builders[0]
-        if len(builders) == 1
-        else PhasedBuilder(builders[0], builders[1], phases[1].first)
-    )
+    return TwoFormBuilder(first, others[0], forms) if others else first
 
 
 def _builders(

@@ -119,25 +119,6 @@ class BatchBuilder:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class PhasedBuilder:
-    """Builds short rows for the first samples and long rows for the rest.
-
-    Attributes:
-        short: builder of the first samples.
-        long: builder of the samples from ``first_long`` on.
-        first_long: a multiple of the global batch size, so no batch mixes lengths.
-    """
-
-    short: Builder[Batch]
-    long: Builder[Batch]
-    first_long: int
-
-    def build(self, samples: Sequence[int]) -> Batch:
-        """Return the batch of the given samples, all short or all long, in that order."""
-        return (self.short if samples[0] < self.first_long else self.long).build(samples)
-
-
 def _fill_targets(
     masked: MaskedRows,
     sizes: Integers,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megatron_deberta.config.phases import Segment, segments
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.data.build import Corpora, open_corpora, training_phases, validation_rows
+from megatron_deberta.data.build import Corpora, open_corpora, training_rows, validation_rows
 from megatron_deberta.data.dataset.blend import BlendedRows
 from megatron_deberta.data.dataset.index_cache import WORTH_KEEPING
 from megatron_deberta.data.dataset.packing import PackedRows
@@ -84,10 +84,8 @@ def _of_segment(part: Segment, vocabulary: Vocabulary, corpora: Corpora) -> Iter
     if validation is not None:
         yield from _of_rows(validation, 0, 1)
     end = part.first_sample + part.steps * part.config.train.global_batch_size
-    phases = training_phases(part.config, vocabulary, corpora, part.stage)
-    ends = [phase.first for phase in phases[1:]] + [end]
-    for phase, last in zip(phases, ends, strict=True):
-        yield from _of_rows(phase.rows, max(phase.first, part.first_sample), min(last, end))
+    rows = training_rows(part.config, vocabulary, corpora, part.stage)
+    yield from _of_rows(rows, part.first_sample, end)
 
 
 def _of_rows(rows: RowSource, begin: int, end: int) -> Iterator[Index]:

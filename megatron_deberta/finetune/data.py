@@ -131,12 +131,11 @@ class TaskData:
         found = score(self.task, self.dev.examples, self.dev.encoded, outputs)
         records.write_baseline({str(name): found[name] for name in self.task.metrics})
 
-    def step_work(self, config: RunConfig) -> tuple[StepWork, StepWork]:
+    def step_work(self, config: RunConfig) -> StepWork:
         """Return the work of a step of examples of mean length."""
         encoded = self.train.encoded
         samples = task_rows(config, encoded, self.tokenizer).num_samples
-        work = rows_work(config, len(encoded.input_ids) / samples)
-        return work, work
+        return rows_work(config, len(encoded.input_ids) / samples)
 
     def describe(self, config: RunConfig, dp_size: int) -> list[tuple[str, str]]:
         """Return the examples per step, and the number of steps and epochs."""

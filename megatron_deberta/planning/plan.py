@@ -8,7 +8,7 @@ from typing import Any
 from megatron_deberta.checkpoint.held_state import FREE_SHARE, copy_bytes, state_bytes
 from megatron_deberta.cluster.profile import check_dtype
 from megatron_deberta.config.divisibility import check_tensor_parallel_divides
-from megatron_deberta.config.phases import describe_phases, segments
+from megatron_deberta.config.phases import describe_phases, phases_of, segments
 from megatron_deberta.config.rules import BatchArithmetic, batch_arithmetic, validate_for_world
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import TopologyError
@@ -189,6 +189,7 @@ def make_plan(
     *,
     search: bool,
     failure_days: float = FAILURE_DAYS,
+    row_tokens: int | None = None,
 ) -> RunPlan:
     """Plan a run; of a run with phases, the step with the largest micro batch.
 
@@ -196,8 +197,10 @@ def make_plan(
         config: the run.
         machine: its machine.
         world_size: number of ranks.
-        search: search the layouts as well, unless the run has phases.
+        search: search the layouts as well, unless the run has phases or a batch ramp.
         failure_days: mean days between failures of one node.
+        row_tokens: length of rows for the time of the run, if they are shorter than those for
+            which it has memory; None: full rows.
 
     Raises:
         ConfigError: the batch does not divide, or the device does not support the number format.
@@ -205,8 +208,11 @@ def make_plan(
     """
     check_machine(config, machine, world_size)
     dp_size = validate_for_world(config, world_size).dp_size
-    parts, seconds = segments(config), run_seconds(config, machine, dp_size)
-    phases = _phase_seconds(config, machine, dp_size) if len(parts) > 1 else {}
+    run, parts = config, segments(config)
+    seconds = run_seconds(run, machine, dp_size, row_tokens)
+    phases = _phase_seconds(run, machine, dp_size) if len(parts) > 1 else {}
+    # Of the parts of a run with short rows only the length differs.
+    is_uniform = len({(part.phase, part.config.train) for part in parts}) == 1
     config = max(parts, key=lambda part: micro_batch_tokens(part.config)).config
     batch = batch_arithmetic(config, dp_size)
     model, data = config.model, config.data
@@ -236,7 +242,9 @@ def make_plan(
         ],
         step=step,
         seconds=seconds,
-        search=search_layouts(config, machine, world_size) if search and not phases else None,
+        search=search_layouts(run, machine, world_size, row_tokens)
+        if search and is_uniform
+        else None,
         phase_seconds=phases,
         local_saves=plan_local_saves(
             config, machine, world_size, step.total, failure_days, parts[-1].end
@@ -245,11 +253,10 @@ def make_plan(
 
 
 def _phase_seconds(config: RunConfig, machine: Machine, dp_size: int) -> dict[str, float]:
-    lines = describe_phases(config)
-    seconds = dict.fromkeys(lines, 0.0)
-    for part in segments(config):
-        seconds[lines[part.phase]] += segment_seconds(part, machine, dp_size)
-    return seconds
+    return {
+        line: sum(segment_seconds(part, machine, dp_size) for part in parts)
+        for line, parts in zip(describe_phases(config), phases_of(config), strict=True)
+    }
 
 
 def _local_saves(plan: LocalSavePlan | None) -> dict[str, Any]:

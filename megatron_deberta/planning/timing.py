@@ -186,14 +186,19 @@ def bytes_per_score(config: RunConfig, device: Device) -> float:
     return device.attention_bytes
 
 
-def run_seconds(config: RunConfig, machine: Machine, dp_size: int) -> float:
+def run_seconds(
+    config: RunConfig, machine: Machine, dp_size: int, row_tokens: int | None = None
+) -> float:
     """Predict the seconds to the last step, including phases and the steps with shorter rows.
 
     Args:
         config: the run.
         machine: devices and links of the cluster.
         dp_size: number of data-parallel ranks.
+        row_tokens: length of rows, if they are shorter than in the config; None: as there.
     """
+    if row_tokens is not None and row_tokens < config.data.sequence_length:
+        config = replace(config, data=replace(config.data, sequence_length=row_tokens))
     return sum(segment_seconds(part, machine, dp_size) for part in segments(config))
 
 
@@ -205,9 +210,4 @@ def segment_seconds(part: Segment, machine: Machine, dp_size: int) -> float:
         machine: devices and links of the cluster.
         dp_size: number of data-parallel ranks.
     """
-    config, short = part.config, min(part.config.data.short_steps, part.steps)
-    seconds = (part.steps - short) * step_time(config, machine, dp_size).total
-    if short:
-        rows = replace(config.data, sequence_length=config.data.short_sequence_length)
-        seconds += short * step_time(replace(config, data=rows), machine, dp_size).total
-    return seconds
+    return part.steps * step_time(part.config, machine, dp_size).total

@@ -71,9 +71,8 @@ class LogMetrics(Callback):
         if len(parts) > 1:
             last = last_step(trainer.config)
             self._work = [
-                (part.first_step, min(part.end, last), work.tokens * work.flops_per_token)
+                (part.first_step, min(part.end, last), trainer.data.step_work(part.config).flops)
                 for part in parts
-                for work, _ in [trainer.data.step_work(part.config)]
             ]
             self._labels = {
                 "phase": segment.phase + 1,

@@ -100,16 +100,13 @@ def choose_background_saves(
     return is_chosen, f"{what} (checkpoint.asynchronous={str(mode).lower()}; {memory})"
 
 
-def build_meter(
-    config: RunConfig, groups: ProcessGroups, first_step: int, work: tuple[StepWork, StepWork]
-) -> ThroughputMeter:
+def build_meter(config: RunConfig, groups: ProcessGroups, work: StepWork) -> ThroughputMeter:
     """Build the throughput meter; measures the matrix multiplication rate of this device.
 
     Args:
         config: the run.
         groups: the rank grid.
-        first_step: completed steps.
-        work: of a step, and of a step with short rows.
+        work: of a step.
     """
     dtype = DTYPES[config.precision.dtype]
 
@@ -117,9 +114,7 @@ def build_meter(
         return measure_matmul_rate(groups.device, dtype) * groups.world_size
 
     return ThroughputMeter(
-        work=work[0],
+        work=work,
         matmul_rate=measure(),
         measure=measure,
-        first_work=work[1],
-        first_steps=config.data.short_steps - first_step,
     )

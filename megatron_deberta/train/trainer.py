@@ -224,7 +224,7 @@ class Trainer:
                 self.sample_log = SampleLog(folder, groups.dp_rank, groups.dp_size, state.step)
                 self.resources.callback(self.sample_log.close)
         self.inputs = InputQueue(loader, groups.device)
-        self.meter = build_meter(config, groups, state.step, data.step_work(config))
+        self.meter = build_meter(config, groups, data.step_work(config))
         self.requests = Requests(self.stop, config.train.run_dir, groups)
         run_dir = None if self.records is None else self.records.run_dir
         examples = data.identity.validation_fingerprint

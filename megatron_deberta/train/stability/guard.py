@@ -57,15 +57,13 @@ class Guard:
 
     Args:
         config: limits.
-        short_steps: ``data.short_steps``; the window is cleared then, because losses depend on the
-            row length.
-        change_steps: last steps of phases, at which the window is cleared for the same reason.
         is_fp16: nonfinite gradients count as overflows of the loss scale.
+        change_steps: last steps of phases and of short rows, at which the window is cleared,
+            because losses depend on the row length and the data.
         state: state to continue from; modified by ``record``.
     """
 
     config: GuardConfig
-    short_steps: int = 0
     is_fp16: bool = False
     change_steps: frozenset[int] = frozenset()
     state: GuardState = field(default_factory=GuardState)
@@ -75,9 +73,12 @@ class Guard:
         """Build the guard of a run."""
         is_fp16 = config.precision.dtype == "fp16"
         parts = itertools.pairwise(segments(config))
-        changes = frozenset(part.end for part, after in parts if part.phase != after.phase)
-        short_steps = config.data.short_steps
-        return cls(config.guard, short_steps, is_fp16, changes, state or GuardState())
+        changes = frozenset(
+            part.end
+            for part, after in parts
+            if part.stage != after.stage or part.phase != after.phase
+        )
+        return cls(config.guard, is_fp16, changes, state or GuardState())
 
     def check_loss(self, loss: float) -> Skip | None:
         """Return the reason to skip the update of a step with this loss, or None."""
@@ -115,7 +116,7 @@ class Guard:
         if skip is None:
             state.losses = [*state.losses, loss][-window:]
             state.norms = [*state.norms, outcome.grad_norm][-window:]
-        if step == self.short_steps or step in self.change_steps:
+        if step in self.change_steps:
             state.losses, state.norms = [], []
         state.skips = [skipped for skipped in state.skips if skipped > step - window]
         if skip not in (None, "overflow"):

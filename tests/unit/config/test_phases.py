@@ -8,7 +8,7 @@ import pytest
 
 from megatron_deberta.config import config_from_dict, config_to_dict, load_config
 from megatron_deberta.config.merge import merge_layers
-from megatron_deberta.config.phases import PHASE_KEYS, segment_at, segments, steps_of_tokens
+from megatron_deberta.config.phases import PHASE_KEYS, Stage, segment_at, segments, steps_of_tokens
 from megatron_deberta.config.rules import validate_for_world
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import ConfigError
@@ -53,12 +53,12 @@ def test_segments(run: RunConfig) -> None:
         for part in segments(run)
     ]
     assert rows == [
-        (0, 0, 2, 4, 64, 0, (0, 0)),
-        (0, 2, 2, 8, 64, 8, (0, 0)),
-        (0, 4, 3, 12, 64, 24, (0, 0)),
-        (0, 7, 3, 16, 64, 60, (0, 0)),
-        (1, 10, 5, 16, 128, 108, (1, 108)),
-        (2, 15, 5, 16, 256, 188, (2, 188)),
+        (0, 0, 2, 4, 64, 0, Stage()),
+        (0, 2, 2, 8, 64, 8, Stage()),
+        (0, 4, 3, 12, 64, 24, Stage()),
+        (0, 7, 3, 16, 64, 60, Stage()),
+        (1, 10, 5, 16, 128, 108, Stage(1, 108)),
+        (2, 15, 5, 16, 256, 188, Stage(2, 188)),
     ]
     assert [part.config.objective.mask_probability for part in segments(run)] == [0.3] * 4 + [
         0.15
@@ -79,7 +79,7 @@ def test_config_survives_a_checkpoint(run: RunConfig) -> None:
 def test_a_run_without_phases_is_one_segment() -> None:
     config = load_config(None, ["train.steps=70", "optimizer.warmup_steps=5"])
     (only,) = segments(config)
-    assert (only.config, only.steps, only.stage) == (config, 70, (0, 0))
+    assert (only.config, only.steps, only.stage) == (config, 70, Stage())
 
 
 def test_a_duration_in_tokens() -> None:
@@ -96,7 +96,7 @@ def test_a_duration_in_tokens() -> None:
 def test_data_order_continues_where_only_the_batch_changes() -> None:
     phases = '["steps=4", "steps=4 train.global_batch_size=8 objective.mask_probability=0.3"]'
     config = load_config(None, [f"train.phases={phases}", "optimizer.warmup_steps=0"])
-    assert {part.stage for part in segments(config)} == {(0, 0)}
+    assert {part.stage for part in segments(config)} == {Stage()}
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,7 @@ def test_model_card_has_the_lengths_up_to_the_step(
     data = DataConfig(train=("books",), short_steps=4, short_sequence_length=8, sequence_length=32)
     rows = {
         3: "| sequence length | 8 |",
-        6: "| sequence length | 8 in the first 4 steps, then 32 |",
+        6: "| sequence length | 8, then 32 |",
     }
     nonfinite = {"step": 6, "kind": "validation", "loss": None}
     for step, row in rows.items():
