@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_deberta.cli.arguments import number, prepare_output, refuse_options
-from megatron_deberta.config.objective_rules import trained_forms
+from megatron_deberta.config.rules import trained_forms
 from megatron_deberta.errors import ConfigError, MissingModelError
 from megatron_deberta.files import FileLock, write_atomically
 
@@ -353,7 +353,7 @@ def _export(args: argparse.Namespace) -> int:
         return 0
     if config.head != "mlm":
         finetune = trained.run.finetune
-        split = split_to_predict(finetune.task, finetune.data) if finetune.task else ""
+        split = split_to_predict(finetune.task, finetune.data or "") if finetune.task else ""
         print(f"Or predict here: {build_objective(trained.run).commands(args.output, split)[0]}")
         return 0
     print(f'Or fill masks here: megatron-deberta fill-mask {args.output} "A [MASK] text."')

@@ -129,7 +129,7 @@ def _rows(
         rows["sequence length"] = f"up to {run.data.sequence_length:,} tokens"
     else:
         rows |= _text_rows(run, parts, step)
-    rate = run.rtd.discriminator_learning_rate if config.head == "discriminator" else 0.0
+    rate = run.rtd.discriminator_learning_rate if config.head == "discriminator" else None
     rows |= {
         "batch size": _each(parts, lambda one: f"{one.train.global_batch_size:,}"),
         "peak learning rate": f"{rate:g}"

@@ -76,7 +76,7 @@ def _accuracy(
     from megatron_deberta.hf.loading import build_task_model
 
     run = trained.run
-    data = args.data or run.finetune.data
+    data = args.data or run.finetune.data or ""
     if not Path(data).is_dir():
         raise ConfigError(
             f"--data: {data or 'no folder'} does not exist; --dtype {args.dtype} measures accuracy "

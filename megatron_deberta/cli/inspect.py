@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
             generate = open_generator(args.generator, tokenizer)
     vocabulary = Vocabulary.of(tokenizer)
     # Without a run, write no index files.
-    cache = IndexCache(config.data.index_cache) if args.prefix else None
+    cache = IndexCache(config.data.index_cache or "") if args.prefix else None
     corpora = open_corpora(config, vocabulary, config.data.verify_hashes, cache)
     parts = segments(config)
     sources = _row_sources(config, vocabulary, corpora, cache)

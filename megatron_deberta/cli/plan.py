@@ -161,7 +161,7 @@ def _world_size(config: RunConfig, args: argparse.Namespace, per_node: int) -> i
         )
     if args.world_size is not None:
         return int(args.world_size)
-    world_size: int = (args.nodes or max(1, config.cluster.nodes)) * per_node
+    world_size: int = (args.nodes or config.cluster.nodes or 1) * per_node
     if args.nodes is None and not args.cluster and not args.task:
         return _usable_devices(config, world_size)
     return world_size

@@ -21,14 +21,13 @@ from collections import Counter
 from contextlib import ExitStack
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from megatron_deberta.checkpoint.resume import FLAG
 from megatron_deberta.cli.arguments import add_run_arguments
 from megatron_deberta.cluster import preflight
 from megatron_deberta.cluster.run_lock import RunLock, raise_if_locked
 from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat
 from megatron_deberta.config import BatchArithmetic, load_config, validate_for_world
+from megatron_deberta.config.loader import config_to_yaml
 from megatron_deberta.config.phases import describe_phases, segments
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.environment import read_environment
@@ -160,12 +159,12 @@ def describe_run(config: RunConfig, ranks: int | None = None) -> str:
     environment = read_environment()
     world_size = environment.world_size if ranks is None else ranks
     if environment.launcher == "none" and ranks is None:
-        world_size = max(1, config.cluster.nodes * config.cluster.ranks_per_node)
+        world_size = max(1, (config.cluster.nodes or 0) * (config.cluster.ranks_per_node or 0))
     batch = validate_for_world(config, world_size)
     tp_size = config.parallel.tensor_parallel_size
     return "\n".join(
         (
-            OmegaConf.to_yaml(OmegaConf.structured(config)),
+            config_to_yaml(config),
             f"ranks: {world_size} = {batch.dp_size} data-parallel x {tp_size} tensor-parallel, "
             "rank = dp_rank * tp_size + tp_rank",
             *_batches(config, batch, epochs),
@@ -175,7 +174,7 @@ def describe_run(config: RunConfig, ranks: int | None = None) -> str:
     )
 
 
-def _batches(config: RunConfig, batch: BatchArithmetic, epochs: float) -> list[str]:
+def _batches(config: RunConfig, batch: BatchArithmetic, epochs: float | None) -> list[str]:
     """Format the batch arithmetic, or the phases."""
     if len(segments(config)) > 1:
         return [f"phase {n}: {line}" for n, line in enumerate(describe_phases(config), 1)]

@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     """Check the run, write the submission's folder, and call sbatch."""
     profile = _profile(args)
     config = load_config(args.config, args.overrides)
-    nodes = config.cluster.nodes if args.nodes is None else args.nodes
+    nodes = (config.cluster.nodes or 0) if args.nodes is None else args.nodes
     config = check_fit(config, profile, nodes)
     min_nodes = nodes if args.min_nodes is None else args.min_nodes
     if not 1 <= min_nodes <= nodes:
@@ -284,7 +284,7 @@ def check_fit(config: RunConfig, profile: ClusterProfile, nodes: int) -> RunConf
     sized = replace(sized, prometheus_file=_absolute(sized.prometheus_file))
     config = replace(config, cluster=sized)
     validate_for_world(config, nodes * profile.ranks_per_node)
-    data, train = config.data, config.train
+    data, train, task = config.data, config.train, config.finetune.task
     return replace(
         config,
         train=replace(
@@ -295,9 +295,7 @@ def check_fit(config: RunConfig, profile: ClusterProfile, nodes: int) -> RunConf
         finetune=replace(
             config.finetune,
             # A name of a packaged task stays.
-            task=_absolute(config.finetune.task)
-            if config.finetune.task.endswith((".yaml", ".yml"))
-            else config.finetune.task,
+            task=_absolute(task) if task and task.endswith((".yaml", ".yml")) else task,
             data=_absolute(config.finetune.data),
             cache=_absolute(config.finetune.cache),
         ),
@@ -316,14 +314,14 @@ def check_fit(config: RunConfig, profile: ClusterProfile, nodes: int) -> RunConf
     )
 
 
-def _absolute(path: str) -> str:
-    """Return an absolute path; an empty string is unchanged."""
-    return os.path.abspath(path) if path else ""
+def _absolute(path: str | None) -> str | None:
+    """Return an absolute path; None: there is none."""
+    return None if path is None else os.path.abspath(path)
 
 
 def _absolute_prefix(text: str) -> str:
     """Return the absolute path of a shard; the weights of a blend are unchanged."""
-    return _absolute(text) if blend_weight(text) is None else text
+    return os.path.abspath(text) if blend_weight(text) is None else text
 
 
 def describe(spec: JobSpec, command: list[str], problem: str) -> str:

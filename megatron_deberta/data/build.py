@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from megatron_deberta.config.objective_rules import causal_fraction
 from megatron_deberta.config.phases import FIRST_STAGE, Stage
+from megatron_deberta.config.rules import causal_fraction
 from megatron_deberta.config.schema import DataConfig, RunConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.collate import BatchBuilder, Builder, Targets
@@ -234,7 +234,7 @@ def validation_loader(
     builder, *others = _builders(config, vocabulary, rows, length, Purpose.VALIDATION_MASK)
     return ValidationLoader(
         builder,
-        min(config.train.eval_steps * config.train.global_batch_size, rows.rows_per_epoch),
+        min(config.train.eval_batches * config.train.global_batch_size, rows.rows_per_epoch),
         config.train.micro_batch_size,
         dp_rank,
         dp_size,
@@ -286,7 +286,7 @@ def training_rows(
             config.data.sequence_length,
             config.data.packing,
             mix64(config.train.seed, component, *key),
-            config.objective.static_masks,
+            config.objective.static_masks or 0,
             corpora.cache,
         )
         for component, corpus in enumerate(corpora.train)

@@ -183,7 +183,7 @@ class Engine(ABC):
     @torch.no_grad()
     def _update_averages(self) -> None:
         """Move the averages towards the weights of an update."""
-        if self._ema_decay:
+        if self._ema_decay is not None:
             averages = [self._adam.state[master][EMA] for master in self._masters]
             torch._foreach_lerp_(averages, list(self._masters), 1 - self._ema_decay)
 

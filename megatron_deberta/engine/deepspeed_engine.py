@@ -100,7 +100,7 @@ class DeepSpeedZeroEngine(Engine):
         if self._loss_scale.dynamic:
             scaler = _ExternalLossScaler(self._loss_scale, groups.device)
             self._engine.optimizer.loss_scaler = scaler
-        self._state = ShardedState(self._engine, has_average=self._ema_decay > 0)
+        self._state = ShardedState(self._engine, has_average=self._ema_decay is not None)
         self._masters = self._state.masters
 
     def backward(self, loss: Tensor) -> None:

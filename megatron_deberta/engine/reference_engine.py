@@ -54,7 +54,7 @@ class ReferenceEngine(Engine):
             config.optimizer,
             allow_apex=groups.device.type == "cuda",
         )
-        if self._ema_decay:
+        if self._ema_decay is not None:
             for master in self._masters:
                 # Moments as well: Adam takes a state that is not empty for complete.
                 moments = {key: torch.zeros_like(master) for key in MOMENTS}
@@ -98,7 +98,7 @@ class ReferenceEngine(Engine):
         for name, master in zip(self._trainable, self._masters, strict=True):
             state = self._adam.state.get(master, {})
             moments = [state.get(key, torch.zeros_like(master)) for key in MOMENTS]
-            average = [state[EMA]] if self._ema_decay else []
+            average = [state[EMA]] if self._ema_decay is not None else []
             tensors = (master, *moments, *average)
             yield (
                 name,
@@ -110,7 +110,7 @@ class ReferenceEngine(Engine):
         for name, master in zip(self._trainable, self._masters, strict=True):
             state = self._adam.state.get(master, {})
             moments = [state.get(key, torch.zeros_like(master)) for key in MOMENTS]
-            average = [state[EMA]] if self._ema_decay else []
+            average = [state[EMA]] if self._ema_decay is not None else []
             tensors = (master, *moments, *average)
             yield name, 0, tuple(tensor.detach().flatten() for tensor in tensors)
 
@@ -123,7 +123,7 @@ class ReferenceEngine(Engine):
             for key in MOMENTS:
                 moment = getattr(state, key).to(master.device, copy=True)
                 self._adam.state[master][key] = moment
-            if self._ema_decay:
+            if self._ema_decay is not None:
                 average = state.weight if state.ema is None else state.ema
                 self._adam.state[master][EMA].copy_(average)
         set_adam_step(self._adam, self._masters, 0)

@@ -172,7 +172,8 @@ def open_task_data(config: RunConfig, groups: ProcessGroups) -> tuple[RunConfig,
     """
     task = load_training_task(config)
     check_task(config, task)
-    tokenizer = load_tokenizer(config.tokenizer.path)
+    tokenizer_path = config.tokenizer.path or ""
+    tokenizer = load_tokenizer(tokenizer_path)
     splits: dict[str, Split] = {}
     for is_turn in (groups.rank == 0, groups.rank != 0):
         # The second pass finds the files of the first.
@@ -187,7 +188,7 @@ def open_task_data(config: RunConfig, groups: ProcessGroups) -> tuple[RunConfig,
         raise ConfigError(f"task {task.name} has no split {TRAIN!r}; name its files")
     train = splits[TRAIN]
     identity = Identity(
-        tokenizer_path=str(Path(config.tokenizer.path).resolve()),
+        tokenizer_path=str(Path(tokenizer_path).resolve()),
         tokenizer_fingerprint=tokenizer.fingerprint,
         data_fingerprint=train.encoded.fingerprint,
         validation_fingerprint=splits[DEV].encoded.fingerprint if DEV in splits else "",
@@ -207,11 +208,11 @@ def planned_steps(config: RunConfig) -> RunConfig:
         ConfigError: the task has no training data.
         DataError: a file is missing or malformed, or the tokenizer cannot be loaded.
     """
-    task = load_task(config.finetune.task)
-    tokenizer = load_tokenizer(config.tokenizer.path)
+    task = load_task(config.finetune.task or "")
+    tokenizer = load_tokenizer(config.tokenizer.path or "")
     if TRAIN not in task.splits:
         raise ConfigError(f"task {task.name} has no split {TRAIN!r}; name its files")
-    examples = read_examples(task, config.finetune.data, TRAIN)
+    examples = read_examples(task, config.finetune.data or "", TRAIN)
     encoded = encode(task, examples, tokenizer, config.data.sequence_length)
     rows = task_rows(config, encoded, tokenizer)
     return with_steps(config, rows)
@@ -223,7 +224,7 @@ def load_training_task(config: RunConfig) -> TaskConfig:
     Raises:
         ConfigError: see `load_task`.
     """
-    name = config.finetune.task
+    name = config.finetune.task or ""
     is_gone = os.path.isabs(name) and not os.path.lexists(name)
     return load_task(run_task_name(name, Path(config.train.run_dir)) if is_gone else name)
 
@@ -239,7 +240,7 @@ def check_warmup(config: RunConfig, origin: str) -> None:
         ConfigError: it does not.
     """
     steps, optimizer = config.train.steps, config.optimizer
-    if not optimizer.warmup_fraction and optimizer.warmup_steps > steps:
+    if optimizer.warmup_fraction is None and optimizer.warmup_steps > steps:
         raise ConfigError(
             f"optimizer.warmup_steps={optimizer.warmup_steps} exceeds the {steps} steps of {origin}"
             "; published settings are meant for the whole data set: add "
@@ -256,7 +257,7 @@ def with_steps(config: RunConfig, rows: TaskRows) -> RunConfig:
     if settings.validations_per_epoch:
         every = max(1, round(per_epoch / settings.validations_per_epoch))
         train = replace(train, eval_every=every)
-    return replace(config, train=train, finetune=replace(settings, epochs=0.0))
+    return replace(config, train=train, finetune=replace(settings, epochs=None))
 
 
 def check_task(config: RunConfig, task: TaskConfig) -> None:
@@ -293,7 +294,7 @@ def read_split(
         tokenizer: the model's tokenizer.
         run_dir: folder of the run, which keeps them if no other is set; None: they are not kept.
     """
-    examples = read_examples(task, config.finetune.data, name)
+    examples = read_examples(task, config.finetune.data or "", name)
     cache = (
         Path(config.finetune.cache) if config.finetune.cache else run_dir and run_dir / "encoded"
     )

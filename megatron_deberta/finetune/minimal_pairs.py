@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_deberta.config.loader import config_from_layers, config_to_dict
-from megatron_deberta.config.objective_rules import trained_forms
+from megatron_deberta.config.rules import trained_forms
 from megatron_deberta.config.schema import LANGUAGE_MODEL_HEADS, PrecisionConfig, RunConfig
 from megatron_deberta.errors import ConfigError, MissingModelError
 from megatron_deberta.finetune.models import SourceModel, open_source_model
@@ -52,7 +52,7 @@ def evaluate_minimal_pairs(
     if "masked" not in trained_forms(config.objective) and metric != "original":
         raise ConfigError(f"--metric {metric} is for masked language models; remove it")
     pairs = read_minimal_pairs(data, limit)
-    loaded = source.load_tokenizer(config.tokenizer.path)
+    loaded = source.load_tokenizer(config.tokenizer.path or "")
     task = build_minimal_pairs(config, loaded, pairs, metric)
     with open_ranks(config, source) as (module, groups):
         scores = task.score(module, groups, advance=advance)
@@ -90,7 +90,7 @@ def language_model_config(source: SourceModel, overrides: Sequence[str]) -> RunC
         parallel=replace(run.parallel, tensor_parallel_size=1, sequence_parallel=False),
         precision=PrecisionConfig(engine="plain"),
         tokenizer=replace(run.tokenizer, path=source.tokenizer_path),
-        train=replace(run.train, blimp_every=0),
+        train=replace(run.train, blimp_every=None),
     )
     return config_from_layers([(str(source.path), config_to_dict(run))], overrides)
 

@@ -16,8 +16,7 @@ from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.checkpoint.task_head import TaskHead, are_placeholders, class_order
 from megatron_deberta.config import config_from_dict
-from megatron_deberta.config.schema import ModelConfig, RunConfig
-from megatron_deberta.config.task_head import with_task_head
+from megatron_deberta.config.schema import ModelConfig, RunConfig, with_task_head
 from megatron_deberta.errors import CheckpointError, DataError, MissingModelError
 from megatron_deberta.hf.config import TOKENIZER_FIELD
 from megatron_deberta.hf.heads import HeadFields, task_head
@@ -203,7 +202,7 @@ def open_release_weights(path: Path, config: RunConfig) -> TaskHead:
 
     release = open_release(path, None, path, adapt=adapt)
     content = read_config(path)
-    _check_tokenizer(path, content, config.tokenizer.path)
+    _check_tokenizer(path, content, config.tokenizer.path or "")
     fields = task_head(content)
     own = replace(release.config, head=fields.head, labels=fields.labels)
     return TaskHead(release, own, model)

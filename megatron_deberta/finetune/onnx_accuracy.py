@@ -40,7 +40,7 @@ def compare_accuracy(
     Raises:
         DataError: a file of the task is missing or malformed.
     """
-    task = load_task(run_task_name(config.finetune.task, Path(config.train.run_dir)))
+    task = load_task(run_task_name(config.finetune.task or "", Path(config.train.run_dir)))
     split = read_split(config, task, DEV, tokenizer, Path(config.train.run_dir))
     sides: dict[str, Logits] = {"torch": ours.logits, "onnx": graph_logits(path, kind)}
     metrics = {

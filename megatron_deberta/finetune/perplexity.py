@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_deberta.config.objective_rules import causal_fraction
+from megatron_deberta.config.rules import causal_fraction
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import CheckpointError, ConfigError, DataError
@@ -117,7 +117,7 @@ def evaluate_perplexity(
             "lower it, or raise data.sequence_length"
         )
     text = read_words(data)
-    loaded = source.load_tokenizer(config.tokenizer.path)
+    loaded = source.load_tokenizer(config.tokenizer.path or "")
     rows, num_unknown = _rows(text, loaded, length, stride, masked)
     tokens_per_batch = config.train.micro_batch_size * length
     parallel = config.parallel

@@ -109,13 +109,13 @@ def open_predictor(
             "predictions would come from random weights; give a fine-tuned model"
         )
     if not task_name and source.run is not None:
-        task_name = run_task_name(source.run.finetune.task, source.path.parents[1])
+        task_name = run_task_name(source.run.finetune.task or "", source.path.parents[1])
     task = load_task(task_name) if task_name else model_task(source.config)
     source = with_classes(source, class_names(task))
     config = prediction_config(task, task_name, source, data, overrides)
     check_task(config, task)
     with open_ranks(config, source) as (module, groups):
-        loaded = source.load_tokenizer(config.tokenizer.path)
+        loaded = source.load_tokenizer(config.tokenizer.path or "")
         yield Predictor(
             config, task, loaded, module, groups, _run_dir(source), source.is_multi_label
         )
@@ -193,7 +193,7 @@ def prediction_config(
         )
     run = replace(
         run,
-        finetune=replace(run.finetune, task=task_name or task.name, data=data, epochs=0.0),
+        finetune=replace(run.finetune, task=task_name or task.name, data=data, epochs=None),
         parallel=replace(run.parallel, tensor_parallel_size=1, sequence_parallel=False),
         precision=PrecisionConfig(engine="plain"),
         tokenizer=replace(run.tokenizer, path=source.tokenizer_path),

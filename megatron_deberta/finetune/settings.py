@@ -11,10 +11,13 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_deberta.config import config_to_dict
-from megatron_deberta.config.loader import config_from_layers
-from megatron_deberta.config.merge import OVERRIDES, merge_layers, parse_overrides
-from megatron_deberta.config.schema import ModelConfig, RunConfig
-from megatron_deberta.config.task_head import with_task_head
+from megatron_deberta.config.loader import (
+    OVERRIDES,
+    config_from_layers,
+    merge_layers,
+    parse_overrides,
+)
+from megatron_deberta.config.schema import ModelConfig, RunConfig, with_task_head
 from megatron_deberta.errors import ConfigError, MegatronDebertaError
 from megatron_deberta.finetune.data import TRAIN, class_names, planned_steps
 from megatron_deberta.finetune.models import SourceModel
@@ -121,7 +124,7 @@ def _num_steps(config: RunConfig, enough: int) -> int:
         examples = _count_examples(config.finetune.task, config.finetune.data)
         per_epoch = -(-examples // max(1, config.train.global_batch_size))
         # An example can have several rows.
-        least = math.ceil(config.finetune.epochs * per_epoch)
+        least = math.ceil((config.finetune.epochs or 0) * per_epoch)
         return least if least >= enough else planned_steps(config).train.steps
     except (MegatronDebertaError, OSError):
         return 0

@@ -162,7 +162,7 @@ def write_import(
         consumed_samples=0,
         config=config_to_dict(run),
         tokenizer_fingerprint=tokenizer.fingerprint,
-        tokenizer_path=run.tokenizer.path,
+        tokenizer_path=str(output / _TOKENIZER_FOLDER),
         why_untrained=why_untrained,
     )
     save_weights(folder, tensors, parameter_shapes(model), metadata)

@@ -101,7 +101,9 @@ class LabelledObjective(Objective):
         """Return the commands that predict and export."""
         folder, export = shlex.quote(run_dir), shlex.quote(str(Path(run_dir) / "hf"))
         finetune = self.config.finetune
-        task, data, split = (shlex.quote(text) for text in (finetune.task, finetune.data, split))
+        task, data, split = (
+            shlex.quote(text or "") for text in (finetune.task, finetune.data, split)
+        )
         return [
             f"megatron-deberta predict {task} --model {folder} --data {data} --split {split}",
             f"megatron-deberta convert --checkpoint {folder} --to hf --output {export}",

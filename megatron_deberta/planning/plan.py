@@ -7,9 +7,13 @@ from typing import Any
 
 from megatron_deberta.checkpoint.held_state import FREE_SHARE, copy_bytes, state_bytes
 from megatron_deberta.cluster.profile import check_dtype
-from megatron_deberta.config.divisibility import check_tensor_parallel_divides
 from megatron_deberta.config.phases import describe_phases, phases_of, segments
-from megatron_deberta.config.rules import BatchArithmetic, batch_arithmetic, validate_for_world
+from megatron_deberta.config.rules import (
+    BatchArithmetic,
+    batch_arithmetic,
+    check_tensor_parallel_divides,
+    validate_for_world,
+)
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import TopologyError
 from megatron_deberta.model import count_parameters
@@ -79,7 +83,10 @@ class RunPlan:
     @property
     def saves_in_background(self) -> bool | None:
         """Whether scheduled checkpoints are asynchronous; None: the memory of nodes is unknown."""
-        mode, local = self.config.checkpoint.asynchronous, self.config.checkpoint.local_every > 0
+        mode, local = (
+            self.config.checkpoint.asynchronous,
+            self.config.checkpoint.local_every is not None,
+        )
         if mode != "auto":
             return mode
         if not self.machine.host_gib:
@@ -136,12 +143,15 @@ class RunPlan:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON types, with units in the names."""
         search = self.search or Search(choices=[], refusals=[])
+        rows = self.config.train.global_batch_size
+        # A key of this format, also of runs without short rows.
+        short_tokens = rows * self.config.data.short_sequence_length
         return {
             "world_size": self.world_size,
             "ranks_per_node": self.machine.ranks_per_node,
             "device": asdict(self.machine.device),
             "layout": layout(self.config),
-            "batch": self.batch._asdict(),
+            "batch": self.batch._asdict() | {"short_tokens_per_step": short_tokens},
             "parameters": self.parameters,
             "rank_parameters": self.rank_parameters,
             "memory_bytes": {

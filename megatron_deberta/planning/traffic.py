@@ -146,7 +146,7 @@ def _part_gradients(config: RunConfig) -> Iterator[_Purpose]:
     """Yield those of replicated parameters whose gradients cover a rank's own tokens only."""
     model, row = config.model, _token_bytes(config)
     # A layer has two output biases and two norms of two vectors; the embedding has one norm.
-    vectors = 6 * _num_layers(config) + 2 + 2 * (model.conv_kernel_size > 0)
+    vectors = 6 * _num_layers(config) + 2 + 2 * (model.conv_kernel_size is not None)
     yield "all-reduce", "norms and biases", vectors, vectors * row
     if model.absolute_positions == "input":
         yield "all-reduce", "position embedding", 1, model.max_position_embeddings * row

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_deberta.config.objective_rules import causal_fraction, single_forms
+from megatron_deberta.config.rules import causal_fraction, single_forms
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.parallelize.plan import vocabulary_rows
 from megatron_deberta.model.flops import (
@@ -36,7 +36,10 @@ def rows_per_sample(config: RunConfig) -> int:
     if config.model.head != "choices":
         return 1
     return max(
-        1, len(load_task(run_task_name(config.finetune.task, Path(config.train.run_dir))).labels)
+        1,
+        len(
+            load_task(run_task_name(config.finetune.task or "", Path(config.train.run_dir))).labels
+        ),
     )
 
 

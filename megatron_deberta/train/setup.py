@@ -87,7 +87,7 @@ def choose_background_saves(
         groups: the rank grid.
         specs: this rank's part of every parameter.
     """
-    mode, local = config.checkpoint.asynchronous, config.checkpoint.local_every > 0
+    mode, local = config.checkpoint.asynchronous, config.checkpoint.local_every is not None
     size = sum(math.prod(spec.local_shape) for spec in specs.values())
     size *= state_bytes(config.optimizer.ema_decay)
     copy = copy_bytes(size, groups.dp_size, config.precision.zero_stage)

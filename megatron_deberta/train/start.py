@@ -144,7 +144,7 @@ def choose_start(
     if config.checkpoint.continue_from:
         return _continue(config, groups, identity)
     if config.finetune.task and config.checkpoint.load_from:
-        path = Path(config.checkpoint.load_from)
+        path = Path(config.checkpoint.load_from or "")
         is_checkpoint = (path / COMMITTED_FILE).exists() or store.find_newest(path) is not None
         if open_weights is None or is_checkpoint:
             reader = _open_weights(config, groups, identity)
@@ -171,7 +171,7 @@ def _extended(reader: CheckpointReader, config: RunConfig) -> StoredRun:
 
 def _continue(config: RunConfig, groups: ProcessGroups, identity: Identity) -> Start:
     """Open ``checkpoint.continue_from`` as the state of a new run."""
-    path = Path(config.checkpoint.continue_from)
+    path = Path(config.checkpoint.continue_from or "")
     if not (path / COMMITTED_FILE).exists():
         path = store.find_newest(path) or path
     reader = store.open_intact(path, groups, hashes=config.checkpoint.verify)
@@ -220,7 +220,7 @@ def load_start(
 
 def _open_weights(config: RunConfig, groups: ProcessGroups, identity: Identity) -> CheckpointReader:
     """Open ``checkpoint.load_from``: a checkpoint, or the newest one of a run folder."""
-    path = Path(config.checkpoint.load_from)
+    path = Path(config.checkpoint.load_from or "")
     if not (path / COMMITTED_FILE).exists():
         path = find_best(path) or store.find_newest(path) or path
     reader = store.open_intact(path, groups, hashes=config.checkpoint.verify)

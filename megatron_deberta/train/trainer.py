@@ -173,7 +173,7 @@ class Trainer:
     def is_finished(self) -> bool:
         """Whether the run has all of its steps, or validations no longer improve."""
         patience = self.config.finetune.patience
-        has_converged = 0 < patience <= self.selection.num_worse
+        has_converged = patience is not None and patience <= self.selection.num_worse
         return has_converged or self.state.step >= last_step(self.config)
 
     def fit(self) -> Ending:

@@ -133,7 +133,7 @@ def _spec(profile: ClusterProfile, config: RunConfig, submission: str) -> JobSpe
     run_dir = Path(config.train.run_dir)
     return make_spec(
         profile,
-        nodes=config.cluster.nodes,
+        nodes=config.cluster.nodes or 0,
         run_dir=run_dir,
         job_name="search",
         submission=run_dir / SUBMISSIONS / submission,

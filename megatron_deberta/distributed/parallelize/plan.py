@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from megatron_deberta.config.divisibility import check_tensor_parallel_divides
+from megatron_deberta.config.rules import check_tensor_parallel_divides
 from megatron_deberta.distributed.parallelize.spec import ParameterSpec
 from megatron_deberta.errors import TopologyError
 from megatron_deberta.model.replaced_tokens import DISCRIMINATOR, GENERATOR

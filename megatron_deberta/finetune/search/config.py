@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatron_deberta.config.loader import CONFIG_ROOTS
-from megatron_deberta.config.merge import (
+from megatron_deberta.config.loader import (
+    CONFIG_ROOTS,
     OVERRIDES,
     holds_text,
     parse_override,

@@ -140,10 +140,11 @@ class Guard:
         return self.state.skips[0] - 1 if self.state.skips else math.inf
 
     def _limit(self, window: Sequence[float], scale: float = 0.0) -> float:
-        if self.config.spike_sigmas == 0 or len(window) < self.config.spike_warmup:
+        sigmas = self.config.spike_sigmas
+        if sigmas is None or len(window) < self.config.spike_warmup:
             return math.inf
         mean = statistics.fmean(window)
         deviation = max(
             statistics.pstdev(window, mean), MIN_RELATIVE_DEVIATION * (scale or abs(mean))
         )
-        return mean + self.config.spike_sigmas * deviation
+        return mean + sigmas * deviation

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from megatron_deberta.checkpoint.reader import Slice
 from megatron_deberta.checkpoint.task_head import TaskHead, class_order
-from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.config.task_head import with_task_head
+from megatron_deberta.config.schema import ModelConfig, with_task_head
 
 
 class Weights:

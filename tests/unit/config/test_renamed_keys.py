@@ -7,14 +7,14 @@ import pytest
 
 from megatron_deberta.checkpoint.resume import changes
 from megatron_deberta.config import RunConfig, config_from_dict, config_to_dict, load_config
-from megatron_deberta.config.renamed_keys import RENAMED_KEYS
+from megatron_deberta.config.loader import RENAMED_KEYS
 from megatron_deberta.errors import ConfigError
 
 OLD_VALUES = {
     "cluster.timeout_minutes": 3.0,
     "data.ledger": True,
     "guard.drift_every": 7,
-    "train.eval_batches": 5,
+    "train.eval_steps": 5,
     "train.stop_after": 9,
 }
 

@@ -59,7 +59,7 @@ def config(write_shard, random_documents):
             sequence_length=32,
             num_workers=0,
         ),
-        train=TrainConfig(global_batch_size=12, micro_batch_size=2, eval_steps=2, seed=7),
+        train=TrainConfig(global_batch_size=12, micro_batch_size=2, eval_batches=2, seed=7),
     )
 
 
@@ -108,7 +108,7 @@ def test_batch_fields(config, vocabulary):
 
 
 def test_a_mask_without_padding_is_dropped(config, vocabulary):
-    config = with_(config, train={"eval_steps": 100})
+    config = with_(config, train={"eval_batches": 100})
     batches = list(build_loaders(config, vocabulary, 0, 1, 0)[1])
     masks = [batch.inputs.attention_mask for batch in batches]
     assert {mask is None for mask in masks} == {True, False}
@@ -302,7 +302,7 @@ def test_damage_found_while_loading_is_one_line(config, write_shard, vocabulary,
 
 @pytest.mark.parametrize(("dp_size", "micro"), [(1, 2), (2, 3), (3, 1), (4, 3)])
 def test_validation_is_fixed_and_ranks_stay_together(config, vocabulary, dp_size, micro):
-    config = with_(config, train={"eval_steps": 100, "micro_batch_size": micro})
+    config = with_(config, train={"eval_batches": 100, "micro_batch_size": micro})
     found, lengths = {}, set()
     for dp_rank in range(dp_size):
         _, loader = build_loaders(config, vocabulary, dp_rank, dp_size, 0)
@@ -324,7 +324,7 @@ def test_validation_is_fixed_and_ranks_stay_together(config, vocabulary, dp_size
 
 
 def test_validation_is_bounded(config, vocabulary):
-    config = with_(config, train={"global_batch_size": 2, "micro_batch_size": 1, "eval_steps": 3})
+    config = with_(config, train={"global_batch_size": 2, "micro_batch_size": 1, "eval_batches": 3})
     _, loader = build_loaders(config, vocabulary, 0, 1, 0)
     assert loader.num_samples == len(loader) == 6
 

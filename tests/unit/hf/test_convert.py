@@ -29,8 +29,8 @@ from megatron_deberta.config.schema import (
     RunConfig,
     TokenizerConfig,
     TrainConfig,
+    with_task_head,
 )
-from megatron_deberta.config.task_head import with_task_head
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.files import FileLock, published_folder, sha256_file
 from megatron_deberta.finetune.models import open_release_weights, open_source_model
