@@ -54,7 +54,7 @@ LAYOUT_MOVES_CODE = (*_packages(_LAYOUTS), "tests/faults/layout_moves.py")
 TEXT_KILLS_CODE = (
     *_packages((
         "cli/deduplicate.py", "cli/executor_arguments.py", "cli/preprocess.py", "cli/text_input.py",
-        "cli/text_job.py", "data/arrays.py", "data/shards", "errors.py", "files.py", "hashing.py",
+        "cli/text_job.py", "data/__init__.py", "data/shards", "errors.py", "files.py", "hashing.py",
         "parsing.py", "processes.py", "text", "tokenizer",
     )),
     "tests/faults/injection", "tests/faults/text_kills.py",

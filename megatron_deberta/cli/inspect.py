@@ -41,13 +41,12 @@ from megatron_deberta.data.build import (
     tokenizer_path,
     training_rows,
 )
-from megatron_deberta.data.collate import Targets
+from megatron_deberta.data.collate import StepForms, Targets
 from megatron_deberta.data.dataset.index_cache import IndexCache
 from megatron_deberta.data.dataset.rows import Row, RowBatch, RowSource
-from megatron_deberta.data.forms import StepForms
 from megatron_deberta.data.masking import MaskedRows
 from megatron_deberta.data.randomness import Purpose
-from megatron_deberta.data.shards.prefixes import is_shard
+from megatron_deberta.data.shards.format import is_shard
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer

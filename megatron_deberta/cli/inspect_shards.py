@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from megatron_deberta.data.shards.format import shard_prefixes
 from megatron_deberta.data.shards.manifest import read_manifest
-from megatron_deberta.data.shards.prefixes import shard_prefixes
 from megatron_deberta.data.shards.reader import IndexedDataset
 from megatron_deberta.data.shards.statistics import (
     PACKINGS,

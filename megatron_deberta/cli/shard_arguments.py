@@ -6,7 +6,7 @@ import argparse
 import os
 
 from megatron_deberta.cli.arguments import number
-from megatron_deberta.data.shards.prefixes import shard_prefixes
+from megatron_deberta.data.shards.format import shard_prefixes
 
 
 def add_shard_arguments(parser: argparse.ArgumentParser) -> None:

@@ -43,7 +43,7 @@ from megatron_deberta.cluster.slurm.submit import (
 )
 from megatron_deberta.config import load_config, save_config, validate_for_world
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.data.shards.prefixes import blend_weight
+from megatron_deberta.data.shards.format import blend_weight
 from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE, ConfigError
 from megatron_deberta.files import FileLock, write_atomically
 

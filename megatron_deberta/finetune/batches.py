@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_deberta.config.schema import Head
-from megatron_deberta.data.arrays import Integers
+from megatron_deberta.data import Integers
 from megatron_deberta.data.batch import IGNORED_LABEL, TaskBatch
-from megatron_deberta.data.bin_packing import best_fit
+from megatron_deberta.data.dataset.best_fit import best_fit
 from megatron_deberta.model.inputs import ModelInputs, RowPacking
 from megatron_deberta.tasks.encoded import EncodedDataset
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from megatron_deberta.data.arrays import Integers
+from megatron_deberta.data import Integers
 from megatron_deberta.data.randomness import Purpose, hash_values, mix64
 
 # Batches whose examples are sorted by length together. Larger pools have less padding; smaller ones

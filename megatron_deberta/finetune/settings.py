@@ -34,7 +34,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "finetune": {"epochs": 3.0, "validations_per_epoch": 1.0},
     "data": {"num_workers": 0},
     # Losses of small batches vary too much to be compared.
-    "guard": {"spike_sigmas": 0.0},
+    "guard": {"spike_sigmas": None},
     "checkpoint": {"keep_last": 1, "save_every": 500},
 }
 
@@ -70,9 +70,9 @@ def finetune_config(
     given = {override.partition("=")[0].strip() for override in overrides}
     for name, replaced in (("steps", "epochs"), ("eval_every", "validations_per_epoch")):
         if f"train.{name}" in given:
-            layers["finetune"][replaced] = 0.0
+            layers["finetune"][replaced] = None
     if given & {"optimizer.warmup_steps"}:
-        layers["optimizer"]["warmup_fraction"] = 0.0
+        layers["optimizer"]["warmup_fraction"] = None
     dropout = layers.pop("model", {}).get("head_dropout", model.config.head_dropout)
     architecture = with_task_head(model.config, task.head, class_names(task), dropout)
     layers["model"] = config_to_dict(architecture)
@@ -84,7 +84,7 @@ def finetune_config(
     layers["train"].setdefault("run_dir", os.path.join("runs", task.name))
     layers["finetune"] |= {
         "task": absolute_task_name(task_name),
-        "data": os.path.abspath(data) if data else "",
+        "data": os.path.abspath(data) if data else None,
     }
     _shorten_warmup(layers, overrides)
     config = config_from_layers([(f"task {task.name}", layers)], overrides)
@@ -200,7 +200,7 @@ def choose_settings(task: TaskConfig, model: ModelConfig, name: str = "") -> dic
     found = task.settings.get(settings_name(task, model, name), {})
     keys = {key: v[0] if isinstance(v, list) else v for key, v in found.items()}
     if keys.get("optimizer.warmup_steps"):
-        keys.setdefault("optimizer.warmup_fraction", 0.0)
+        keys.setdefault("optimizer.warmup_fraction", None)
     return keys
 
 

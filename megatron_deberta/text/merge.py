@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Sequence
 
-from megatron_deberta.data.shards.format import idx_path
+from megatron_deberta.data.shards.format import idx_path, refuse_duplicates, refuse_existing
 from megatron_deberta.data.shards.manifest import ShardManifest
 from megatron_deberta.data.shards.merge import (
     DamagedPartError,
@@ -16,7 +16,6 @@ from megatron_deberta.data.shards.merge import (
     shard_part,
     sum_manifests,
 )
-from megatron_deberta.data.shards.prefixes import refuse_duplicates, refuse_existing
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.text.jobs.executors import RunOptions, local_engine
 from megatron_deberta.text.jobs.folder import JobFolder, plan_digest

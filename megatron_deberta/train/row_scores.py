@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from megatron_deberta.data.arrays import Integers
+from megatron_deberta.data import Integers
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.train.evaluate import never

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_deberta.data.arrays import Booleans, Integers
+from megatron_deberta.data import Booleans, Integers
 from megatron_deberta.data.batch import IGNORED_LABEL, Batch
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.model.inputs import ModelInputs

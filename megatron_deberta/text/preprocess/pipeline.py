@@ -12,10 +12,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megatron_deberta.data.shards.format import bin_path, idx_path
+from megatron_deberta.data.shards.format import bin_path, idx_path, refuse_existing
 from megatron_deberta.data.shards.manifest import ShardManifest, read_manifest
 from megatron_deberta.data.shards.merge import shard_layout, shard_part
-from megatron_deberta.data.shards.prefixes import refuse_existing
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.text.jobs.executors import (
     Call,

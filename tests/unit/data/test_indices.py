@@ -14,10 +14,15 @@ import pytest
 from megatron_deberta.cli.main import main
 from megatron_deberta.config.phases import segments
 from megatron_deberta.config.schema import DataConfig, RunConfig, TrainConfig
-from megatron_deberta.data import indices
-from megatron_deberta.data.build import open_corpora, training_rows, validation_rows
+from megatron_deberta.data import build as build_module
+from megatron_deberta.data.build import (
+    build_index,
+    list_indices,
+    open_corpora,
+    training_rows,
+    validation_rows,
+)
 from megatron_deberta.data.dataset import index_cache
-from megatron_deberta.data.indices import build_index, list_indices
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.train import data as train_data
 
@@ -29,7 +34,7 @@ PHASES = (
 
 @pytest.fixture(autouse=True)
 def _keep_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (index_cache, indices):
+    for module in (index_cache, build_module):
         monkeypatch.setattr(module, "WORTH_KEEPING", 10)
 
 
@@ -140,6 +145,6 @@ def test_command_builds_them_on_any_number_of_workers(
     assert content[0] == content[1]
     assert len(content[0]) > 10
 
-    monkeypatch.setattr(indices, "WORTH_KEEPING", 1 << 20)
+    monkeypatch.setattr(build_module, "WORTH_KEEPING", 1 << 20)
     assert main(call) == 0
     assert "nothing to build" in capsys.readouterr().out

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_deberta.config.schema import Head
-from megatron_deberta.data.arrays import Integers
+from megatron_deberta.data import Integers
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.finetune.batches import OutputCollector, TaskBatchBuilder, TaskBatches
 from megatron_deberta.finetune.order import EpochOrder

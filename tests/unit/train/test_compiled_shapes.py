@@ -23,8 +23,7 @@ from megatron_deberta.config.phases import segments
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.build import form_targets
-from megatron_deberta.data.collate import FILLER, BatchBuilder
-from megatron_deberta.data.forms import NextTokens
+from megatron_deberta.data.collate import FILLER, BatchBuilder, NextTokens
 from megatron_deberta.data.randomness import Purpose
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.distributed.parallelize import build_model

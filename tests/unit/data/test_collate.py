@@ -12,7 +12,7 @@ import torch
 from megatron_deberta.config.schema import DataConfig, ObjectiveConfig, RunConfig, TrainConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.build import build_loaders
-from megatron_deberta.data.forms import NextTokens, StepForms, TwoFormBuilder
+from megatron_deberta.data.collate import NextTokens, StepForms, TwoFormBuilder
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.model.inputs import ModelInputs
 
