@@ -13,7 +13,7 @@ import pytest
 
 from megatron_deberta.cli.main import main
 from megatron_deberta.config.phases import segments
-from megatron_deberta.config.schema import DataConfig, RunConfig, TrainConfig
+from megatron_deberta.config.schema import DataConfig, Phase, RunConfig, TrainConfig
 from megatron_deberta.data import build as build_module
 from megatron_deberta.data.build import (
     build_index,
@@ -27,8 +27,11 @@ from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.train import data as train_data
 
 PHASES = (
-    "steps=9 data.sequence_length=16",
-    "steps=21 train.ramp_from=4 train.ramp_increment=4 train.ramp_steps=6",
+    Phase(steps=9, overrides=(("data.sequence_length", 16),)),
+    Phase(
+        steps=21,
+        overrides=(("train.ramp_from", 4), ("train.ramp_increment", 4), ("train.ramp_steps", 6)),
+    ),
 )
 
 

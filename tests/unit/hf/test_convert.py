@@ -26,6 +26,7 @@ from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import (
     DataConfig,
     ModelConfig,
+    Phase,
     RunConfig,
     TokenizerConfig,
     TrainConfig,
@@ -185,9 +186,19 @@ def test_model_card_has_the_scores_as_metadata(run_dir: Path, tmp_path: Path) ->
 
 def test_model_card_has_every_phase_up_to_the_step(run_dir: Path, tmp_path: Path) -> None:
     phases = (
-        "steps=2 data.sequence_length=16 objective.mask_probability=0.4 train.global_batch_size=8",
-        "steps=4 data.train=[/home/me/news.idx] optimizer.learning_rate=1e-5",
-        "steps=20000 data.sequence_length=24 data.train=[never]",
+        Phase(
+            steps=2,
+            overrides=(
+                ("data.sequence_length", 16),
+                ("objective.mask_probability", 0.4),
+                ("train.global_batch_size", 8),
+            ),
+        ),
+        Phase(
+            steps=4,
+            overrides=(("data.train", ("/home/me/news.idx",)), ("optimizer.learning_rate", 1e-5)),
+        ),
+        Phase(steps=20000, overrides=(("data.sequence_length", 24), ("data.train", ("never",)))),
     )
     train = TrainConfig(steps=20006, phases=phases, global_batch_size=4)
     data = DataConfig(
