@@ -1,4 +1,4 @@
-"""Package metadata; the settings of build, lint and tests are in ``pyproject.toml``."""
+"""Build of the package; its metadata and the settings of tools are in ``pyproject.toml``."""
 
 import re
 from pathlib import Path
@@ -7,25 +7,7 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-MPI = ["mpi4py>=4"]
-DASK = ["distributed", "dask-jobqueue"]
-# onnxscript is torch's exporter, which `convert --to onnx` is timed against.
-ONNX = ["onnx>=1.17", "onnxruntime>=1.17", "onnxscript"]
-DEV = [
-    *MPI,
-    *DASK,
-    *ONNX,
-    "codespell",
-    "mypy>=2",
-    "openmpi; platform_system == 'Linux'",
-    "peft",
-    "pytest>=9",
-    "pytest-xdist",
-    "ruff>=0.15",
-    "sentence-transformers",
-    "triton; platform_system == 'Linux'",
-    "types-PyYAML",
-]
+REPOSITORY = "https://github.com/megatron-deberta/megatron-deberta"
 
 
 class BuildWithConfigs(build_py):
@@ -53,23 +35,13 @@ class BuildWithConfigs(build_py):
         return outputs if self.editable_mode else [*outputs, *self._configs()]
 
 
-def read_version() -> str:
-    """Take the version from the package without importing it."""
-    text = (ROOT / "megatron_deberta" / "__init__.py").read_text(encoding="utf-8")
-    match = re.search(r'^__version__ = "([^"]+)"', text, re.MULTILINE)
-    if match is None:
-        raise RuntimeError("megatron_deberta/__init__.py states no __version__")
-    return match.group(1)
+def read_description() -> str:
+    """Return README.md with links to the repository, because relative ones fail on PyPI."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.sub(r"\]\((?![a-z]+:|#)", f"]({REPOSITORY}/blob/main/", text)
 
 
 setup(
-    name="megatron-deberta",
-    version=read_version(),
-    description="Pretraining of DeBERTa with tensor parallelism and DeepSpeed ZeRO",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
-    long_description_content_type="text/markdown",
-    license="Apache-2.0",
-    python_requires=">=3.10",
     packages=find_packages(include=["megatron_deberta", "megatron_deberta.*"]),
     package_data={
         "megatron_deberta": ["py.typed"],
@@ -79,54 +51,7 @@ setup(
         "megatron_deberta.ops.native": ["kernels.cpp", "vectors.h"],
         "megatron_deberta.report": ["page.*"],
     },
+    long_description=read_description(),
+    long_description_content_type="text/markdown",
     cmdclass={"build_py": BuildWithConfigs},
-    install_requires=[
-        "torch>=2.6,<3",
-        # Private names of DeepSpeed are patched, so the minor version is fixed.
-        "deepspeed>=0.19,<0.20",
-        "numpy>=1.26",
-        "omegaconf>=2.4",
-        "safetensors",
-        "sentencepiece",
-        "tokenizers",
-        "transformers>=5",
-        "orjson",
-        "packaging",
-        "psutil",
-        # Validates what is read; `extra` of `validate_json` is new in 2.12.
-        "pydantic>=2.12,<3",
-        "pyyaml",
-        "rensa",
-        "zstandard",
-        "isal",
-        "pyarrow",
-        "gigatoken",
-        "sentencex",
-        "rich",
-        "tensorboard",
-        "jinja2",
-        "matplotlib",
-        "plotext>=5.3,<6",
-        "protobuf",
-        "scikit-learn",
-        "scipy",
-        "seqeval",
-        "prometheus_client",
-        "typing-extensions",
-    ],
-    extras_require={
-        "mpi": MPI,
-        "dask": DASK,
-        "onnx": ONNX,
-        "wandb": ["wandb>=0.19"],
-        "dev": DEV,
-        "all": [*MPI, *DASK, *ONNX],
-    },
-    entry_points={"console_scripts": ["megatron-deberta = megatron_deberta.cli.main:main"]},
-    classifiers=[
-        "License :: OSI Approved :: Apache Software License",
-        "Operating System :: POSIX :: Linux",
-        "Programming Language :: Python :: 3",
-        "Topic :: Scientific/Engineering :: Artificial Intelligence",
-    ],
 )

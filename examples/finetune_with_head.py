@@ -17,8 +17,7 @@ from megatron_deberta.cli.main import main
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.heads import num_outputs
 from megatron_deberta.objectives import OBJECTIVES
-from megatron_deberta.objectives.classification import Classification
-from megatron_deberta.objectives.labelled import RowsModel
+from megatron_deberta.objectives.labelled import Classification, RowsModel
 
 
 class ResidualClassifier(nn.Module):

@@ -53,7 +53,7 @@ exec 9>"$venv/.lock"
 flock 9
 
 cd "$root"
-wanted="$(cat requirements.txt requirements-dev.txt setup.py <(echo "$torch $root") | sha256sum)"
+wanted="$(cat requirements.txt requirements-dev.txt setup.py pyproject.toml <(echo "$torch $root") | sha256sum)"
 installed() {
   [[ -f "$venv/.stamp-$1" && "$(cat "$venv/.stamp-$1")" == "$wanted" ]]
 }

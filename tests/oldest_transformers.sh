@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tests `megatron_deberta.hf.accelerate` and our exports with the oldest supported transformers, and
-# inside GLiNER, which requires an older transformers than requirements.txt names.
+# Tests `megatron_deberta.hf.use_fast_attention` and our exports with the oldest supported
+# transformers, and inside GLiNER, which requires an older transformers than requirements.txt names.
 #
 #   tests/oldest_transformers.sh           continuous integration calls it (.ci/run)
 #   tests/oldest_transformers.sh -k lora   with these arguments for pytest
@@ -23,5 +23,5 @@ fi
 export PYTHONPATH="$folder:$PWD" OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 python -c 'import transformers; print("transformers", transformers.__version__)'
-python -m pytest tests/parity/test_accelerate.py tests/parity/test_gliner.py \
+python -m pytest tests/parity/test_fast_attention.py tests/parity/test_gliner.py \
   tests/parity/test_other_libraries.py "$@"

@@ -33,7 +33,7 @@ from megatron_deberta.ops import (
     disentangled_attention,
     relative_positions,
 )
-from megatron_deberta.planning.devices import DEVICES
+from megatron_deberta.planning.machine import DEVICES
 
 HEAD_SIZE, DROPOUT = 64, 0.1
 POSITIONS = RelativePositions(512, 256)

@@ -32,25 +32,21 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.lib.compiling import SHARED_BYTES, resources, write_by_version
-from megatron_deberta.ops.triton import backward as backward
-from megatron_deberta.ops.triton import far as far
-from megatron_deberta.ops.triton import forward as forward
-from megatron_deberta.ops.triton import gathered as gathered
-from megatron_deberta.ops.triton import table_gradients as tables
+from megatron_deberta.ops.triton import consecutive, gathered, tables
 from megatron_deberta.ops.triton.settings import WIDE_HEAD, tile_size, warps_and_stages
 from megatron_deberta.ops.triton.tiles import DropoutArguments, HeadTensor
 
 KERNELS = {
-    "forward": forward.forward_kernel,
-    "key": backward.key_kernel,
-    "key_gradient": backward.key_gradient_kernel,
-    "query_gradient": backward.query_gradient_kernel,
+    "forward": consecutive.forward_kernel,
+    "key": consecutive.key_kernel,
+    "key_gradient": consecutive.key_gradient_kernel,
+    "query_gradient": consecutive.query_gradient_kernel,
     "table_gradient": tables.table_gradient_kernel,
     "fold": tables.fold_kernel,
-    "far_key": far.far_key_kernel,
-    "end_products": far.end_products_kernel,
-    "end_gradient": far.end_gradient_kernel,
-    "output_products": backward.output_products_kernel,
+    "far_key": consecutive.far_key_kernel,
+    "end_products": consecutive.end_products_kernel,
+    "end_gradient": consecutive.end_gradient_kernel,
+    "output_products": consecutive.output_products_kernel,
     "gathered_forward": gathered.gathered_forward_kernel,
     "gathered_query": gathered.gathered_query_kernel,
     "gathered_key": gathered.gathered_key_kernel,

@@ -135,7 +135,7 @@ def loader_cases(
     """
     average = round(corpus.num_tokens / len(corpus), 1)
     for masking, micro_batch, packing in itertools.product(
-        ("uniform", "released"), (8, 64), FORMATS
+        ("uniform", "microsoft"), (8, 64), FORMATS
     ):
         length = FORMATS[packing]
         sources = [
@@ -280,7 +280,7 @@ def masking(args: argparse.Namespace) -> dict[str, Any]:
     corpus = Corpus([IndexedDataset(args.books)])
     length = 512
     rows = PackedRows(corpus, vocabulary, length, "full_sentences", 1)
-    objective = ObjectiveConfig(masking="released")
+    objective = ObjectiveConfig(masking="microsoft")
     masker = Masker(objective, vocabulary, length, 1, Purpose.TRAINING_MASK)
     text = Text(
         vocabulary.is_special.tolist(),

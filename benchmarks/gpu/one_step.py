@@ -28,7 +28,7 @@ from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.build import build_loaders, tokenizer_path
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.distributed.environment import read_environment
-from megatron_deberta.distributed.topology import init_process_groups, shutdown
+from megatron_deberta.distributed.topology import choose_device, init_process_groups, shutdown
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model.flops import training_flops_per_token
 from megatron_deberta.observe.throughput import measure_matmul_rate
@@ -36,7 +36,7 @@ from megatron_deberta.ops.dispatch import choose_backend
 from megatron_deberta.planning.memory import estimate_memory
 from megatron_deberta.tokenizer import load_tokenizer
 from megatron_deberta.train.prefetch import InputQueue
-from megatron_deberta.train.setup import DTYPES, build_rank_model, choose_device, set_determinism
+from megatron_deberta.train.setup import DTYPES, build_rank_model, set_determinism
 from megatron_deberta.train.step import TrainStep
 
 # The first match counts; kernels without a match are ``elementwise and rest``.

@@ -24,7 +24,7 @@ from benchmarks.step.sides import Ours, Setting, Stock, without_mask_decoder
 from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.distributed.topology import shutdown
-from megatron_deberta.hf import accelerate
+from megatron_deberta.hf import use_fast_attention
 from megatron_deberta.observe.throughput import measure_matmul_rate
 
 DEPTHS = (4, 12)
@@ -137,7 +137,7 @@ def resume(record: Record) -> None:
 
 
 def extras(record: Record) -> None:
-    """``accelerate`` against the stock model, and a step on a row of 24,528 tokens."""
+    """``use_fast_attention`` against the stock model, and a step on a row of 24,528 tokens."""
     device, small = torch.device(record.options.device), record.options.small
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     rows, length = (4, 64) if small else (32, 512)
@@ -150,12 +150,12 @@ def extras(record: Record) -> None:
 
 
 def accelerated(setting: Setting, tokens: int, length: int, small: bool) -> Item:
-    """Time training steps of the stock model, with and without ``accelerate``."""
+    """Time training steps of the stock model, with and without ``use_fast_attention``."""
     batch = make_batch(setting.model, tokens, length, setting.device)
 
     def build() -> Stock:
         side = Stock(setting)
-        accelerate(side.model)
+        use_fast_attention(side.model)
         return side
 
     found = race({"ours": build, "stock": partial(Stock, setting)}, batch, setting, tokens, small)
@@ -163,7 +163,7 @@ def accelerated(setting: Setting, tokens: int, length: int, small: bool) -> Item
     side = Stock(Setting(check, setting.device, torch.float32))
     with torch.no_grad():
         stock = float(side.loss(batch, 1))
-        with accelerate(side.model):
+        with use_fast_attention(side.model):
             difference = abs(float(side.loss(batch, 1)) - stock) / stock
     wrong = [] if difference < 1e-4 else [f"the losses differ by {difference:.1e}"]
     return {**found, "loss_difference": difference, "wrong": wrong}

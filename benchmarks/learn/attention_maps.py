@@ -22,7 +22,7 @@ from benchmarks.learn.ablations import Experiment, train
 from benchmarks.lib.measuring import write_json
 from benchmarks.lib.provenance import ROOT, provenance
 from megatron_deberta.attention_maps.compute import TERMS, TextMaps, compute_maps
-from megatron_deberta.attention_maps.picture import draw
+from megatron_deberta.attention_maps.drawing import draw
 from megatron_deberta.files import write_atomically
 
 CONFIG = ROOT / "configs" / "runs" / "attention_maps_cpu.yaml"

@@ -37,8 +37,8 @@ from megatron_deberta.checkpoint.layout import committed_steps, step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.config import load_config
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
+from megatron_deberta.evaluate.compare import welch_p
 from megatron_deberta.files import write_atomically
-from megatron_deberta.finetune.compare.paired import welch_p
 from megatron_deberta.observe.metrics import read_metrics
 
 RESULT = ROOT / "benchmarks" / "results" / "cpu" / "finetune_study.json"

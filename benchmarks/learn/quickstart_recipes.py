@@ -64,7 +64,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "1,000 steps, convolution of 5 tokens": (*THOUSAND, "model.conv_kernel_size=5"),
     "1,000 steps, one pass of the mask decoder": (*THOUSAND, "model.mask_decoder_passes=1"),
     "1,700 steps, one pass": (
-        *THOUSAND, "model.mask_decoder_passes=1", "model.conv_init=release", "train.steps=1700",
+        *THOUSAND, "model.mask_decoder_passes=1", "model.conv_init=microsoft", "train.steps=1700",
         "train.eval_every=1700", "checkpoint.save_every=1700",
     ),
 }  # fmt: skip

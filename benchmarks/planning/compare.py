@@ -27,13 +27,18 @@ from benchmarks.lib.measuring import read_json, write_json
 from benchmarks.lib.provenance import ROOT, provenance, source_digest
 from benchmarks.planning.ranks import WORLD_SIZE, dry_run, engine_step, peak_bytes, reference_extra
 from megatron_deberta.config import RunConfig, load_config
-from megatron_deberta.planning.memory import estimate_memory, local_parameters
-from megatron_deberta.planning.traffic import (
+from megatron_deberta.planning.memory import (
+    estimate_memory,
+    local_parameters,
+    masked_tokens,
+    micro_batch_rows,
+)
+from megatron_deberta.planning.step import (
     Traffic,
     data_parallel_traffic,
+    rank_flops,
     tensor_parallel_traffic,
 )
-from megatron_deberta.planning.work import masked_tokens, micro_batch_rows, rank_flops
 
 SPLIT = ("parallel.tensor_parallel_size=4",)
 SEQUENCE = (*SPLIT, "parallel.sequence_parallel=true")

@@ -33,7 +33,7 @@ from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model import DropoutSeeds, ModelInputs
 from megatron_deberta.model.flops import is_task_head, reads_first_token
 from megatron_deberta.objectives import ModelLosses
-from megatron_deberta.planning.work import micro_batch_rows
+from megatron_deberta.planning.memory import micro_batch_rows
 from megatron_deberta.train.setup import DTYPES, build_rank_model
 
 WORLD_SIZE = 256

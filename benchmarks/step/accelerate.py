@@ -1,4 +1,4 @@
-"""Speed and peak memory of ``megatron_deberta.hf.accelerate`` on a CPU against the stock model.
+"""Speed and peak memory of ``hf.use_fast_attention`` on a CPU against the stock model.
 
 A sequence classifier of base width with four layers is fine-tuned with transformers' ``Trainer``
 (dropout 0.1), and computes logits, on rows of a real task with their padding and on full rows.
@@ -36,7 +36,7 @@ from benchmarks.step.finetune import CASES as TASKS
 from benchmarks.step.finetune import Contender, describe, prepare
 from benchmarks.step.finetune_sides import TurnCallback, Turns, collate
 from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.hf import accelerate
+from megatron_deberta.hf import use_fast_attention
 
 SIDES = ("accelerated", "stock")
 PROFILED = 7
@@ -110,7 +110,7 @@ def check(case: Case, rows: list[dict[str, Tensor]], layers: int) -> dict[str, f
     model, batch = build(layers, 0.0).eval(), collate(rows[: case.batch_size])
     with torch.no_grad():
         stock = model(**batch)
-        with accelerate(model):
+        with use_fast_attention(model):
             ours = model(**batch)
     difference = {
         name: float((ours[name] - stock[name]).abs().max() / stock[name].abs().max())
@@ -155,7 +155,7 @@ def run_side(case: Case, side: str, rows: list[dict[str, Tensor]], args: Any) ->
     """Take part in the comparison as one side, in this process."""
     model = build(args.layers)
     if side == "accelerated":
-        accelerate(model)
+        use_fast_attention(model)
     (train if case.train else infer)(model, rows, case.batch_size, args.turns)
 
 
@@ -169,7 +169,7 @@ def profile(case: Case, rows: list[dict[str, Tensor]], layers: int) -> dict[str,
     for side in SIDES:
         model = build(layers)
         if side == "accelerated":
-            accelerate(model)
+            use_fast_attention(model)
         model(**batch).loss.backward()
         with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
             model(**batch).loss.backward()

@@ -39,8 +39,7 @@ from benchmarks.step.finetune_sides import CPU, STOCK, Rows, Work, collate, trai
 from megatron_deberta.config.schema import ModelConfig, with_task_head
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
-from megatron_deberta.finetune.batches import TaskRows
-from megatron_deberta.finetune.data import class_names
+from megatron_deberta.evaluate.splits import TaskRows, class_names
 from megatron_deberta.tasks.encoding import encode
 from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.reading import read_examples

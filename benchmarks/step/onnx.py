@@ -29,14 +29,13 @@ from torch import Tensor
 
 from benchmarks.lib.provenance import provenance, version
 from megatron_deberta.config.schema import ModelConfig, with_task_head
+from megatron_deberta.evaluate.predict import compare_accuracy
 from megatron_deberta.files import write_atomically
-from megatron_deberta.finetune.onnx_accuracy import compare_accuracy
 from megatron_deberta.hf.config import SpecialIds, choose_model_type
 from megatron_deberta.hf.export_model import write_hf_model
 from megatron_deberta.hf.loading import build_model, build_task_model, open_trained_model
-from megatron_deberta.hf.onnx.check import Batch, graph_runner, our_output
+from megatron_deberta.hf.onnx.check import Batch, graph_runner, our_output, time_graph
 from megatron_deberta.hf.onnx.graph import graph_kind, write_graph
-from megatron_deberta.hf.onnx.timing import time_graph
 from megatron_deberta.model import DebertaForMaskedLM, task_model
 from megatron_deberta.tokenizer import Tokenizer
 

@@ -29,9 +29,9 @@ from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.data.batch import TaskBatch
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
-from megatron_deberta.finetune.batches import TaskRows
+from megatron_deberta.evaluate.splits import TaskRows
 from megatron_deberta.model import DropoutSeeds
-from megatron_deberta.tasks.encoded import EncodedDataset
+from megatron_deberta.tasks.encoding import EncodedDataset
 
 NUM_BATCHES = 6
 ORDERS = {"random rows": False, "rows of similar length": True}

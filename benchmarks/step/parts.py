@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.autograd import DeviceType
 
-from megatron_deberta.model import dropout, embeddings, heads, layers, mask_decoder, tp_hooks
+from megatron_deberta.model import dropout, embeddings, encoder, heads, layers, parallel_layers
 from megatron_deberta.model.attention import DisentangledSelfAttention
 
 PARTS: dict[type[nn.Module], str] = {
@@ -28,9 +28,9 @@ PARTS: dict[type[nn.Module], str] = {
     DisentangledSelfAttention: "attention projections",
     layers.FeedForward: "FFN",
     layers.ConvolutionBranch: "convolution",
-    tp_hooks.LayerNorm: "norms and dropout",
+    parallel_layers.LayerNorm: "norms and dropout",
     dropout.Dropout: "norms and dropout",
-    mask_decoder.EnhancedMaskDecoder: "mask decoder",
+    encoder.EnhancedMaskDecoder: "mask decoder",
     heads.MaskedLanguageModelHead: "vocabulary head and loss",
 }
 CORE = "attention core"

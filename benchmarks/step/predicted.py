@@ -37,7 +37,7 @@ from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.model.flops import training_flops_per_token
 from megatron_deberta.ops import batched, chunked, dispatch
-from megatron_deberta.planning.devices import Device, find_device
+from megatron_deberta.planning.machine import Device, find_device
 
 MODELS = {
     "DeBERTa-base": ("configs/models/base.yaml", 32),
@@ -45,7 +45,7 @@ MODELS = {
 }
 """Configs, and rows per micro batch as in ``configs/runs/*_h100.yaml``."""
 OPTIMIZER_BYTES = 46
-"""Per parameter and step: AdamW 28 (planning.timing), 16-bit weights 2, clearing, norm and a sum of
+"""Per parameter and step: AdamW 28 (planning.step), 16-bit weights 2, clearing, norm and a sum of
 16-bit gradients in fp32 16."""
 _ALLOCATIONS = ("empty", "new_empty", "_unsafe_view", "detach", "alias", "lift_fresh")
 

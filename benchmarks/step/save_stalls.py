@@ -24,11 +24,10 @@ import torch.distributed as dist
 from benchmarks.lib.measuring import write_json
 from benchmarks.lib.provenance import provenance
 from benchmarks.step.batch import make_batch
-from megatron_deberta.checkpoint.background import Saver
 from megatron_deberta.checkpoint.layout import CheckpointMetadata
-from megatron_deberta.checkpoint.local.nodes import Nodes
-from megatron_deberta.checkpoint.local.saver import LocalSaver
+from megatron_deberta.checkpoint.local.saver import LocalSaver, Nodes
 from megatron_deberta.checkpoint.retention import Retention
+from megatron_deberta.checkpoint.saver import Saver
 from megatron_deberta.config import config_to_dict
 from megatron_deberta.config.schema import (
     ModelConfig,

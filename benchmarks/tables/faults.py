@@ -20,7 +20,7 @@ _TRAINING = (
 )  # fmt: skip
 _CHECKPOINT = ("checkpoint", "distributed")
 _STARTS = (
-    _RUN, "cluster/run_lock.py", "checkpoint/fence.py", "checkpoint/writer.py", "train/run.py",
+    _RUN, "cluster/run_lock.py", "checkpoint/writer.py", "train/run.py",
 )  # fmt: skip
 _SLURM = (
     _RUN, "cli/launch.py", "cli/submit.py", "checkpoint", "cluster", "data", "engine", "train",
@@ -28,7 +28,7 @@ _SLURM = (
 _LAYOUTS = (
     _RUN, "checkpoint", "data", "engine", "model", "objectives", "distributed", "train",
 )  # fmt: skip
-_SUPERVISION = ("hang", "heartbeat", "ranks", "report_exchange", "report_store", "supervisor")
+_SUPERVISION = ("detection", "heartbeat", "ranks", "reports", "supervisor")
 ALL_POINTS = 0
 
 
@@ -41,7 +41,7 @@ HANGS_CODE = (
     "tests/faults/hangs.py",
 )  # fmt: skip
 FROZEN_DISKS_CODE = (
-    "megatron_deberta/cluster/event_log.py",
+    "megatron_deberta/cluster/slurm/history.py",
     *(f"megatron_deberta/cluster/watchdog/{name}.py" for name in _SUPERVISION),
     "megatron_deberta/observe", "tests/faults/forked_ranks.py", "tests/faults/frozen_disks.py",
 )  # fmt: skip
@@ -53,8 +53,8 @@ SLURM_CODE = (
 LAYOUT_MOVES_CODE = (*_packages(_LAYOUTS), "tests/faults/layout_moves.py")
 TEXT_KILLS_CODE = (
     *_packages((
-        "cli/deduplicate.py", "cli/executor_arguments.py", "cli/preprocess.py", "cli/text_input.py",
-        "cli/text_job.py", "data/__init__.py", "data/shards", "errors.py", "files.py", "hashing.py",
+        "cli/deduplicate.py", "cli/preprocess.py", "cli/text_job.py",
+        "data/__init__.py", "data/shards", "errors.py", "files.py", "hashing.py",
         "parsing.py", "processes.py", "text", "tokenizer",
     )),
     "tests/faults/injection", "tests/faults/text_kills.py",
@@ -74,9 +74,9 @@ _LOST_NODES_TITLES = {
 HOSTILE_FILES_CODE = (
     "megatron_deberta/parsing.py", *_packages((
         "config/yaml_reader.py", "config/loader.py", "checkpoint/layout.py", "checkpoint/reader.py",
-        "cluster/event_log.py", "cluster/bad_nodes.py", "cluster/profile.py", "cluster/run_lock.py",
-        "cluster/slurm/history.py", "cluster/slurm/status.py", "cluster/watchdog/report_store.py",
-        "data/sample_log.py", "data/shards", "hf/config.py", "hf/import_model.py",
+        "cluster/profile.py", "cluster/run_lock.py", "cluster/slurm/history.py",
+        "cluster/slurm/status.py", "cluster/watchdog/reports.py",
+        "data/sample_log.py", "data/shards", "hf/config.py", "hf/published.py",
         "observe/metrics.py", "text/jobs/folder.py", "tokenizer",
         "train/stability/rollback.py",
     )),

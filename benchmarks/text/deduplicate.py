@@ -201,8 +201,7 @@ def sketches() -> dict[str, Any]:
     """Measure speed and estimation error of two MinHash libraries on the same hashes."""
     import datasketch
 
-    from megatron_deberta.text.deduplicate.settings import PERMUTATIONS
-    from megatron_deberta.text.deduplicate.sign import make_sketches
+    from megatron_deberta.text.deduplicate.sign import PERMUTATIONS, make_sketches
 
     os.environ["RAYON_NUM_THREADS"] = "1"
     generator = np.random.default_rng(0)

@@ -36,13 +36,16 @@ from benchmarks.lib.measuring import ResourceWatch, read_json, write_json
 from benchmarks.lib.provenance import ROOT, provenance, source_digest
 from megatron_deberta.data.shards.format import dtype_for_vocab
 from megatron_deberta.files import HashedFile, sha256_file
-from megatron_deberta.text.preprocess.encoding import PROBE_CHARACTERS, PROBE_DOCUMENTS
+from megatron_deberta.text.preprocess.encoding import (
+    PROBE_CHARACTERS,
+    PROBE_DOCUMENTS,
+    fast_bpe_encoder,
+)
 from megatron_deberta.text.preprocess.worker import ENCODED_BYTES
-from megatron_deberta.text.readers.cutting import RecordReader
+from megatron_deberta.text.readers.reading import RecordReader
 from megatron_deberta.text.readers.records import ReadOptions, parse_records
 from megatron_deberta.text.readers.sources import find_sources
 from megatron_deberta.tokenizer import load_tokenizer
-from megatron_deberta.tokenizer.batch_encoders import fast_bpe_encoder
 from megatron_deberta.tokenizer.training import train_sentencepiece
 
 OUTPUT = ROOT / "benchmarks" / "results" / "cpu" / "preprocess.json"

@@ -14,12 +14,12 @@ from torch import nn
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.errors import ConfigError
-from megatron_deberta.finetune.models import open_source_model
+from megatron_deberta.evaluate.models import open_source_model
 from megatron_deberta.hf.loading import build_encoder
 from megatron_deberta.model import DebertaModel, ModelInputs
 from megatron_deberta.model.attention import DisentangledSelfAttention
 from megatron_deberta.model.layers import Layer
-from megatron_deberta.ops.maps import AttentionMaps
+from megatron_deberta.ops.reference import AttentionMaps
 from megatron_deberta.tokenizer import Tokenizer
 
 PROBABILITIES = "probabilities"
@@ -169,8 +169,8 @@ def record_maps(
 
     def record(number: int) -> Any:
         def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-            hidden, layout, context, *_ = arguments
-            found[number] = cast(DisentangledSelfAttention, module).maps(hidden, layout, context)
+            hidden, tokens, context, *_ = arguments
+            found[number] = cast(DisentangledSelfAttention, module).maps(hidden, tokens, context)
 
         return hook
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -36,6 +37,65 @@ class Slice(NamedTuple):
         return tensor.narrow(self.dim, self.start, self.stop - self.start)
 
 
+class WeightSource(Protocol):
+    """Weights by canonical name, such as those of a checkpoint."""
+
+    @property
+    def path(self) -> Path:
+        """Where they are stored."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Logical shape by canonical name."""
+
+    def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
+        """Read a parameter in fp32; arguments as in `CheckpointReader.tensor`."""
+
+
+class StoredRun(WeightSource, Protocol):
+    """Weights with the metadata of their checkpoint."""
+
+    @property
+    def metadata(self) -> CheckpointMetadata:
+        """Metadata of the checkpoint."""
+
+
+class WeightView:
+    """Weights of another source, unchanged; subclasses override ``tensor`` or ``shapes``.
+
+    Args:
+        source: the weights.
+
+    Attributes:
+        path: where they are stored.
+        shapes: logical shape by canonical name.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        self.path = source.path
+        self.shapes = source.shapes
+
+    def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
+        """Read a parameter in fp32; arguments as in `CheckpointReader.tensor`."""
+        return self._source.tensor(name, kind, part)
+
+
+class RunView(WeightView):
+    """View of a checkpoint, with its metadata.
+
+    Args:
+        source: the checkpoint.
+
+    Attributes:
+        metadata: of the checkpoint.
+    """
+
+    def __init__(self, source: StoredRun) -> None:
+        super().__init__(source)
+        self.metadata = source.metadata
+
+
 class CheckpointReader:
     """Reader of a committed checkpoint.
 
@@ -46,6 +106,9 @@ class CheckpointReader:
 
     Attributes:
         path: folder of the step.
+        metadata: step, config, fingerprints and scalars.
+        shapes: logical shape by canonical name, in the model's order.
+        kinds: ``KINDS``, with ``EMA`` if the run averages, or ``("weight",)`` for imported weights.
 
     Raises:
         CheckpointError: it is not committed, or its manifest is damaged.
@@ -53,26 +116,15 @@ class CheckpointReader:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._manifest = _read_manifest(self.path)
+        manifest = _read_manifest(self.path)
+        self.metadata = manifest.metadata
+        self.shapes = manifest.parameters
+        self.kinds = manifest.kinds
+        self._files = manifest.files
         self._fragments: dict[str, list[Fragment]] = {name: [] for name in self.shapes}
-        for fragment in self._manifest.fragments:
+        for fragment in manifest.fragments:
             self._fragments[fragment.parameter].append(fragment)
         self._open_files: dict[str, Any] = {}
-
-    @property
-    def metadata(self) -> CheckpointMetadata:
-        """Step, config, fingerprints and scalars."""
-        return self._manifest.metadata
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Logical shape by canonical name, in the model's order."""
-        return self._manifest.parameters
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """``KINDS``, with ``EMA`` if the run averages, or ``("weight",)`` for imported weights."""
-        return self._manifest.kinds
 
     def verify(self, *, hashes: bool = True, share: int = 0, num_shares: int = 1) -> None:
         """Verify tensor files against the manifest.
@@ -85,7 +137,7 @@ class CheckpointReader:
         Raises:
             CheckpointError: a file is missing, truncated or altered.
         """
-        for entry in self._manifest.files[share::num_shares]:
+        for entry in self._files[share::num_shares]:
             file = self.path / entry.name
             try:
                 size = file.stat().st_size
@@ -98,7 +150,7 @@ class CheckpointReader:
                 raise CheckpointError(f"{file}: SHA-256 differs from the manifest's; it is damaged")
 
     def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
-        """Read a parameter, or a part of it.
+        """Read a parameter, or a slice of it.
 
         Args:
             name: canonical name.
@@ -126,13 +178,13 @@ class CheckpointReader:
         key = tensor_key(kind, name)
         # Files first: their headers are checked against the manifest's shapes before any memory
         # is allocated for these.
-        parts = [
+        overlaps = [
             found
             for fragment in self._fragments[name]
             if (found := self._open_overlap(fragment, key, requested)) is not None
         ]
-        result = torch.empty([len(indices) for indices in requested], dtype=torch.float32)
-        for tensor, source, target in parts:
+        result = torch.empty([len(extent) for extent in requested], dtype=torch.float32)
+        for tensor, source, target in overlaps:
             result[target] = tensor[source]
         return result
 

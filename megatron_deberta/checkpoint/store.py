@@ -1,34 +1,37 @@
-"""Saving and loading of a run's state, for any parallel layout."""
+"""Finding and loading of checkpoints, for any parallel layout, and weights as a checkpoint."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_deberta.checkpoint import writer
-from megatron_deberta.checkpoint.fence import UNLOCKED, Fence
 from megatron_deberta.checkpoint.layout import (
+    COMMITTED_FILE,
     KINDS,
     WEIGHT,
     CheckpointMetadata,
     checkpoints_dir,
     committed_steps,
+    find_best,
     state_kinds,
     step_dir,
 )
-from megatron_deberta.checkpoint.reader import CheckpointReader, Slice
-from megatron_deberta.checkpoint.retention import Retention, delete_expired
+from megatron_deberta.checkpoint.reader import (
+    CheckpointReader,
+    Slice,
+    StoredRun,
+    WeightSource,
+)
 from megatron_deberta.distributed.control import all_reduce_any, broadcast_from_rank_zero
-from megatron_deberta.distributed.parallelize.spec import ParameterSpec
+from megatron_deberta.distributed.parallelize.plan import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups, single_process_groups
 from megatron_deberta.engine.base import Engine, ParameterState
 from megatron_deberta.errors import CheckpointError
@@ -37,44 +40,6 @@ logger = logging.getLogger(__name__)
 
 HEAD_PREFIXES = ("pooler.", "classifier.", "qa_outputs.")
 """Parameters of the heads of labelled tasks."""
-
-
-def save(
-    run_dir: str | os.PathLike[str],
-    engine: Engine,
-    specs: Mapping[str, ParameterSpec],
-    groups: ProcessGroups,
-    metadata: CheckpointMetadata,
-    *,
-    retention: Retention | None = None,
-    fence: Fence = UNLOCKED,
-) -> Path:
-    """Save and commit a checkpoint, then delete expired ones. Collective: all ranks.
-
-    Each parameter is gathered over data-parallel ranks, which take turns in writing; each
-    tensor-parallel rank writes its own part without padding. Older checkpoints are kept until the
-    new one is committed.
-
-    Args:
-        run_dir: folder of the run, on a file system shared by all ranks.
-        engine: engine whose state is saved.
-        specs: this rank's part of every parameter.
-        groups: the rank grid.
-        metadata: metadata of the run; engine scalars and layout are filled in here.
-        retention: which older checkpoints are kept; None: all.
-        fence: lock of the run folder.
-
-    Returns:
-        The committed folder.
-
-    Raises:
-        CheckpointError: the disk is full or cannot be written on any rank; the staged files are
-            deleted and older checkpoints are intact.
-    """
-    path = _write_and_commit(*stage(run_dir, engine, specs, groups, metadata, fence))
-    if groups.rank == 0 and retention is not None:
-        delete_expired(run_dir, metadata.step, retention)
-    return path
 
 
 def save_weights(
@@ -98,66 +63,12 @@ def save_weights(
         CheckpointError: the disk is full or cannot be written.
     """
     specs = {
-        name: ParameterSpec(name, tuple(shape), None, 0, shape[0], tuple(shape))
-        for name, shape in shapes.items()
+        name: ParameterSpec(name, shape, None, 0, shape[0], shape) for name, shape in shapes.items()
     }
-    states = ((name, {WEIGHT: tensor.float()}) for name, tensor in weights)
+    states = ((specs[name], {WEIGHT: tensor.float()}) for name, tensor in weights)
     groups = single_process_groups(torch.device("cpu"))
-    staged = writer.begin(run_dir, specs, groups, metadata, (WEIGHT,))
-    return _write_and_commit(staged, writer.owned_states(states, specs, groups))
-
-
-def stage(
-    run_dir: str | os.PathLike[str],
-    engine: Engine,
-    specs: Mapping[str, ParameterSpec],
-    groups: ProcessGroups,
-    metadata: CheckpointMetadata,
-    fence: Fence = UNLOCKED,
-) -> tuple[writer.StagedCheckpoint, Iterator[writer.OwnedState]]:
-    """Begin a checkpoint and return the states that this rank writes. Collective: all ranks.
-
-    The iterator gathers over data-parallel ranks: every rank must exhaust it. Arguments as in
-    ``save``.
-
-    Raises:
-        CheckpointError: there is too little disk space.
-    """
-    metadata = with_engine_state(metadata, engine, groups)
-    kinds = state_kinds(metadata.config)
-    staged = writer.begin(run_dir, specs, groups, metadata, kinds, fence)
-    return staged, owned_states(engine, specs, groups, kinds)
-
-
-def with_engine_state(
-    metadata: CheckpointMetadata, engine: Engine, groups: ProcessGroups
-) -> CheckpointMetadata:
-    """Return the metadata with the engine's scalars and the parallel layout filled in.
-
-    Args:
-        metadata: of the checkpoint.
-        engine: engine of this rank.
-        groups: process groups.
-    """
-    layout = {"tp_size": groups.tp_size, "dp_size": groups.dp_size}
-    return replace(metadata, scalars=engine.state_dict(), layout=layout)
-
-
-def owned_states(
-    engine: Engine,
-    specs: Mapping[str, ParameterSpec],
-    groups: ProcessGroups,
-    kinds: tuple[str, ...],
-) -> Iterator[writer.OwnedState]:
-    """Gather copies of the states that this rank writes; see ``writer.owned_states``."""
-    states = (
-        (name, {kind: getattr(state, kind) for kind in kinds})
-        for name, state in engine.gather_states()
-    )
-    return writer.owned_states(states, specs, groups)
-
-
-def _write_and_commit(staged: writer.StagedCheckpoint, states: Iterable[writer.OwnedState]) -> Path:
+    staged = writer.StagedCheckpoint(run_dir, metadata, (WEIGHT,), shapes, groups)
+    writer.begin(staged)
     failure: Exception | None = None
     try:
         writer.write(staged, states)
@@ -170,6 +81,17 @@ def find_newest(run_dir: str | os.PathLike[str]) -> Path | None:
     """Return the newest committed checkpoint of a run, unverified; None if there is none."""
     steps = committed_steps(run_dir)
     return step_dir(run_dir, steps[-1]) if steps else None
+
+
+def find_checkpoint(path: Path) -> Path | None:
+    """Return the checkpoint that a path given by the user means, unverified; None: there is none.
+
+    Args:
+        path: folder of a checkpoint, or of a run: the best checkpoint, or else the newest one.
+    """
+    if (path / COMMITTED_FILE).exists():
+        return path
+    return find_best(path) or find_newest(path)
 
 
 def choose_intact(
@@ -234,29 +156,6 @@ def open_intact(path: Path, groups: ProcessGroups, *, hashes: bool = True) -> Ch
     if all_reduce_any(failure is not None, groups):
         raise failure or CheckpointError(f"{path} is damaged, as reported by another rank")
     return reader
-
-
-class WeightSource(Protocol):
-    """Weights by canonical name, such as those of a checkpoint."""
-
-    @property
-    def path(self) -> Path:
-        """Where they are stored."""
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Logical shape by canonical name."""
-
-    def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
-        """Read a parameter in fp32; arguments as in `CheckpointReader.tensor`."""
-
-
-class StoredRun(WeightSource, Protocol):
-    """Weights with the metadata of their checkpoint."""
-
-    @property
-    def metadata(self) -> CheckpointMetadata:
-        """Metadata of the checkpoint."""
 
 
 def load_initial(
@@ -345,8 +244,8 @@ def local_part(whole: Tensor, spec: ParameterSpec) -> Tensor:
 
 def _local_part(reader: WeightSource, spec: ParameterSpec, kind: str) -> Tensor:
     """Read this rank's part of a parameter, zero-padded to its local shape."""
-    part = Slice(spec.split_dim, spec.offset, spec.offset + spec.length)
-    return _padded(reader.tensor(spec.name, kind, part), spec)
+    indices = Slice(spec.split_dim, spec.offset, spec.offset + spec.length)
+    return _padded(reader.tensor(spec.name, kind, indices), spec)
 
 
 def _padded(part: Tensor, spec: ParameterSpec) -> Tensor:

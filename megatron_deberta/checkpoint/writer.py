@@ -1,24 +1,31 @@
-"""Two-phase writing of checkpoints: stage all files under a hidden name, then rename and commit."""
+"""Two-phase writing of checkpoints: stage all files under a hidden name, then rename and commit.
+
+A process that has lost the lock of its run folder cannot commit. Rank 0 checks the lock before each
+commit. A process that is suspended between the check and the commit finds its staging folder
+deleted: its name contains the number of the lock, and the next holder deletes the staging folders
+of others before it reads the newest checkpoint.
+"""
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import logging
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
-from megatron_deberta.checkpoint.fence import UNLOCKED, Fence
 from megatron_deberta.checkpoint.layout import (
     COMMITTED_FILE,
-    KINDS,
     MANIFEST_FILE,
     STAGING_PREFIX,
     UNCOMMITTED_FILE,
@@ -37,9 +44,8 @@ from megatron_deberta.checkpoint.layout import (
     tensor_key,
 )
 from megatron_deberta.checkpoint.retention import delete, delete_leftovers
-from megatron_deberta.checkpoint.tensor_writer import write_tensors
 from megatron_deberta.distributed.control import raise_on_all_ranks
-from megatron_deberta.distributed.parallelize.spec import ParameterSpec
+from megatron_deberta.distributed.parallelize.plan import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import CheckpointError
 from megatron_deberta.files import fsync_path, write_durably
@@ -51,10 +57,24 @@ FILE_BYTES = 512 * 2**20
 # Required free disk space, as a multiple of the checkpoint's size.
 SPACE_MARGIN = 1.2
 
-# Canonical name, and local tensors by kind, of every parameter.
-States: TypeAlias = Iterable[tuple[str, Mapping[str, Tensor]]]
 # State of a parameter that this rank writes, without padding.
 OwnedState: TypeAlias = tuple[ParameterSpec, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Lock under which a process writes to a run folder.
+
+    Attributes:
+        number: number of the lock, the same on every rank; 0: there is none.
+        check: called on rank 0 before each commit; does not return if the lock has been lost.
+    """
+
+    number: int = 0
+    check: Callable[[], None] = lambda: None
+
+
+UNLOCKED = Fence()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +82,19 @@ class StagedCheckpoint:
     """A checkpoint that is being written and is not committed.
 
     Attributes:
+        run_dir: the run folder.
+        metadata: metadata of the checkpoint.
+        kinds: kinds of tensors that are stored of each parameter.
+        shapes: logical shape by canonical name, in the model's order.
+        groups: process groups.
+        fence: lock of the run folder.
         num_parts: ranks that write a part; 0: all ranks of ``groups``.
     """
 
     run_dir: str | os.PathLike[str]
     metadata: CheckpointMetadata
     kinds: tuple[str, ...]
-    shapes: dict[str, tuple[int, ...]]
+    shapes: Mapping[str, tuple[int, ...]]
     groups: ProcessGroups
     fence: Fence = UNLOCKED
     num_parts: int = 0
@@ -85,81 +111,106 @@ class StagedCheckpoint:
         return self.final.with_name(f"{STAGING_PREFIX}{self.final.name}{suffix}")
 
 
-def begin(
-    run_dir: str | os.PathLike[str],
-    specs: Mapping[str, ParameterSpec],
-    groups: ProcessGroups,
-    metadata: CheckpointMetadata,
-    kinds: tuple[str, ...] = KINDS,
-    fence: Fence = UNLOCKED,
-) -> StagedCheckpoint:
+def begin(staged: StagedCheckpoint) -> None:
     """Check free disk space and create the staging folder. Collective: all ranks.
-
-    Args:
-        run_dir: the run folder.
-        specs: this rank's part of every parameter, by canonical name.
-        groups: process groups.
-        metadata: metadata of the checkpoint.
-        kinds: kinds of tensors that are stored of each parameter.
-        fence: lock of the run folder.
 
     Raises:
         CheckpointError: there is too little space, or the folder cannot be created.
-    """
-    shapes = {name: spec.logical_shape for name, spec in specs.items()}
-    staged = StagedCheckpoint(run_dir, metadata, kinds, shapes, groups, fence)
-    prepare(staged)
-    return staged
-
-
-def prepare(staged: StagedCheckpoint) -> None:
-    """Check free disk space and create the staging folder. Collective: all ranks.
-
-    Raises:
-        CheckpointError: see ``begin``.
     """
     with _discard_on_failure(staged):
         if staged.groups.rank == 0:
             _prepare(staged)
 
 
-def owned_states(
-    states: States, specs: Mapping[str, ParameterSpec], groups: ProcessGroups
-) -> Iterator[OwnedState]:
-    """Yield the states that this rank writes: replicated parameters go to the ranks in turn.
-
-    Collective: data-parallel ranks, if ``states`` gathers; every rank must exhaust the iterator.
-
-    Args:
-        states: canonical name, and local tensors by kind, of every parameter, in the same order on
-            every rank.
-        specs: this rank's part of every parameter, by canonical name.
-        groups: process groups.
-    """
-    for number, (name, tensors) in enumerate(states):
-        spec = specs[name]
-        dp_turn = number % groups.dp_size == groups.dp_rank
-        tp_turn = spec.dim is not None or number % groups.tp_size == groups.tp_rank
-        if dp_turn and tp_turn and spec.length:
-            yield spec, {kind: spec.true_part(t).contiguous() for kind, t in tensors.items()}
-
-
 def write(staged: StagedCheckpoint, states: Iterable[OwnedState]) -> None:
     """Write this rank's fragments and their index. Issues no collectives of its own.
 
     Raises:
-        OSError, SafetensorError: the disk is full or cannot be written.
+        OSError: the disk is full or cannot be written.
     """
-    remaining = iter(states)
+    remaining, rank = iter(states), staged.groups.rank
+    files: list[FileEntry] = []
+    fragments: list[Fragment] = []
     try:
-        writer = _FragmentWriter(staged.staging, staged.groups.rank)
-        for spec, tensors in remaining:
-            writer.add(spec, tensors)
-        writer.finish()
+        for name, tensors, contained in tensor_files(remaining, rank, FILE_BYTES):
+            files.append(FileEntry(name, *write_tensors(staged.staging / name, tensors)))
+            fragments += contained
+        index = part_index_json(files, fragments)
+        write_durably(staged.staging / part_index_file(rank), index)
     finally:
-        # After a failure, take part in the remaining gathers: the other ranks wait in them.
+        # After a failure, take part in the remaining exchanges: the other ranks wait in them.
         for _ in remaining:
             pass
+
+
+def tensor_files(
+    states: Iterable[OwnedState], rank: int, file_bytes: int
+) -> Iterator[tuple[str, dict[str, Tensor], list[Fragment]]]:
+    """Divide the states that a rank writes into files.
+
+    Args:
+        states: the states; their tensors must not be modified until the file is written.
+        rank: the rank.
+        file_bytes: bytes of tensors at which a file is complete.
+
+    Yields:
+        Name of the file, its tensors by key, and the fragments that they are.
+    """
+    tensors: dict[str, Tensor] = {}
+    fragments: list[Fragment] = []
+    number = num_bytes = 0
+    for spec, state in states:
+        name = tensor_file(rank, number)
+        for kind, tensor in state.items():
+            tensors[tensor_key(kind, spec.name)] = tensor
+            num_bytes += tensor.nbytes
+        fragments.append(Fragment(spec.name, name, spec.split_dim, spec.offset, spec.length))
+        if num_bytes >= file_bytes:
+            yield name, tensors, fragments
+            tensors, fragments, number, num_bytes = {}, [], number + 1, 0
+    if tensors:
+        yield tensor_file(rank, number), tensors, fragments
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
+    """Write and flush a new file in fp32, with the bytes of ``safetensors.torch.save_file``.
+
+    A file that is read back for its hash would verify although it was corrupted on the way to the
+    disk; this hash is of the tensors.
+
+    Args:
+        path: the file; must not exist.
+        tensors: by name; any shape and device.
+
+    Returns:
+        Size of the file and its hexadecimal SHA-256.
+
+    Raises:
+        OSError: the disk is full or the folder not writable.
+    """
+    header = {}
+    start = 0
+    for name, tensor in sorted(tensors.items()):
+        end = start + 4 * tensor.numel()
+        shape = list(tensor.shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+        start = end
+    content = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # The tensors begin at a multiple of 8.
+    content += b" " * (-len(content) % 8)
+    digest = hashlib.sha256()
+    with path.open("xb") as stream:
+        for piece in (len(content).to_bytes(8, "little"), content):
+            digest.update(piece)
+            stream.write(piece)
+        for name in header:
+            flat = tensors[name].detach().to("cpu", torch.float32).contiguous().reshape(-1)
+            data = flat.view(torch.uint8).numpy().data
+            digest.update(data)
+            stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return 8 + len(content) + start, digest.hexdigest()
 
 
 def commit(staged: StagedCheckpoint, error: Exception | None) -> Path:
@@ -228,39 +279,6 @@ def _prepare(staged: StagedCheckpoint) -> None:
     staged.staging.mkdir()
 
 
-class _FragmentWriter:
-    """Buffers a rank's fragments and writes them to files of about ``FILE_BYTES``."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder = folder
-        self._rank = rank
-        self._buffer: dict[str, Tensor] = {}
-        self._files: list[FileEntry] = []
-        self._fragments: list[Fragment] = []
-
-    def add(self, spec: ParameterSpec, tensors: Mapping[str, Tensor]) -> None:
-        """Add a parameter's state by kind; the tensors must not be modified afterwards."""
-        self._buffer |= {tensor_key(kind, spec.name): tensor for kind, tensor in tensors.items()}
-        file = tensor_file(self._rank, len(self._files))
-        self._fragments.append(Fragment(spec.name, file, spec.split_dim, spec.offset, spec.length))
-        if sum(tensor.nbytes for tensor in self._buffer.values()) >= FILE_BYTES:
-            self._flush()
-
-    def finish(self) -> None:
-        """Write the remaining fragments and the index."""
-        self._flush()
-        index = part_index_json(self._files, self._fragments)
-        write_durably(self._folder / part_index_file(self._rank), index)
-
-    def _flush(self) -> None:
-        if not self._buffer:
-            return
-        path = self._folder / tensor_file(self._rank, len(self._files))
-        size, sha256 = write_tensors(path, self._buffer)
-        self._buffer = {}
-        self._files.append(FileEntry(path.name, size, sha256))
-
-
 def _publish(staged: StagedCheckpoint) -> None:
     """Merge the ranks' indices into the manifest, rename the folder, and commit it."""
     staging, final = staged.staging, staged.final
@@ -273,7 +291,7 @@ def _publish(staged: StagedCheckpoint) -> None:
         fragments += part_fragments
         index.unlink()
     manifest = CheckpointManifest(
-        staged.metadata, staged.kinds, staged.shapes, tuple(files), tuple(fragments)
+        staged.metadata, staged.kinds, dict(staged.shapes), tuple(files), tuple(fragments)
     )
     content = manifest.to_json()
     # Commit only what can be read back.

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import did_you_mean
 
-CONFIG_CHANGE_HELP = "resume with another optimizer, precision or number of steps"
 FORMER_OPTIONS = {
     "--all-links": "--all-attempts",
     "--allow-bad": "--max-bad-fraction",
@@ -70,21 +70,93 @@ def number(
     return parse
 
 
-def refuse_options(args: argparse.Namespace, options: Mapping[str, str], why: str) -> None:
+SHARED: dict[str, dict[str, Any]] = {
+    "config": {
+        "metavar": "RUN.yaml",
+        "help": "configuration of the run; packaged ones are called configs/runs/NAME.yaml",
+    },
+    "overrides": {
+        # With the default, argparse does not call them required.
+        "nargs": "*", "default": [], "metavar": "section.key=value",
+        "help": "replaces a value of the configuration, such as train.steps=1000",
+    },
+    "run_dir": {
+        "metavar": "RUN_DIR", "help": "folder of the run (train.run_dir of its configuration)",
+    },
+    "shards": {
+        "nargs": "*", "default": [], "metavar": "SHARD",
+        "help": "path without .bin/.idx, any file of a shard, or a folder of shards",
+    },
+    "task": {"default": "", "metavar": "TASK", "help": "task file, or name such as sst2"},
+    "--allow-config-change": {
+        "action": "store_true",
+        "help": "resume with another optimizer, precision or number of steps",
+    },
+    "--cluster": {"metavar": "PROFILE"},
+    "--data": {"default": "", "metavar": "DIR", "help": "folder of the task's files"},
+    "--dry-run": {
+        "action": "store_true",
+        "help": "print the resolved configuration, ranks, batch and parameters, and exit",
+    },
+    "--every": {
+        "type": number(int, 1), "metavar": "N",
+        "help": "use every n-th kept checkpoint, and the last one",
+    },
+    "--jobs": {
+        "type": number(int, 1), "default": len(os.sched_getaffinity(0)), "metavar": "N",
+        "help": "number of threads (default: the CPU cores, %(default)s here)",
+    },
+    "--json": {"action": "store_true", "help": "print JSON"},
+    "--leaderboard": {
+        "default": "", "metavar": "DIR", "help": "folder for the leaderboard's files",
+    },
+    "--model": {
+        "required": True, "metavar": "MODEL", "help": "run, checkpoint, export or release",
+    },
+    "--no-check": {
+        "action": "store_true",
+        "help": "do not check torch, tokenizer, data, checkpoint and run folder first, for a "
+        "cluster whose files are not visible from here",
+    },
+    "--nodes": {
+        "type": int, "metavar": "N", "help": "number of nodes (default: cluster.nodes)",
+    },
+    "--output": {"default": "", "metavar": "FILE"},
+    "--prefix": {
+        "action": "append", "default": [], "metavar": "SHARD", "help": "the same, as an option",
+    },
+    "--ranks": {"type": number(int, 1), "metavar": "N"},
+    "--seed": {"type": int, "metavar": "N"},
+    "--settings": {"default": "", "metavar": "NAME"},
+    "--split": {"metavar": "NAME"},
+    "--task": {"default": "", "metavar": "TASK", "help": "task file, or name such as sst2"},
+    "--tokenizer": {
+        "default": "", "metavar": "DIR", "help": "tokenizer (default: the model's own)",
+    },
+    "--trust-profile": {
+        "action": "store_true",
+        "help": "allow the profile to run code: an interpreter, a container, or environment "
+        "variables besides the usual ones for tuning",
+    },
+}  # fmt: skip
+"""Arguments of several commands: keywords of ``add_argument`` by name; ``add_shared``."""
+
+
+def refuse_options(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
     """Reject options that would be passed over in silence.
 
     Args:
         args: the arguments; an option that is not given is None, False or empty.
-        options: the options by attribute of ``args``.
+        names: the options as attributes of ``args``, such as ``save_config``.
         why: end of the message, such as "is for exports".
 
     Raises:
         ConfigError: one is given.
     """
-    for name, option in options.items():
+    for name in names:
         value = getattr(args, name)
-        if value is not None and value is not False and value != "" and value != []:
-            raise ConfigError(f"{option} {why}; remove it")
+        if value is not None and value is not False and value not in ("", []):
+            raise ConfigError(f"--{name.replace('_', '-')} {why}; remove it")
 
 
 def prepare_output(option: str, path: str, *, is_folder: bool = False) -> None:
@@ -114,25 +186,31 @@ def prepare_output(option: str, path: str, *, is_folder: bool = False) -> None:
         raise ConfigError(f"{option} {path}: files in {folder} cannot be written; choose another")
 
 
+def add_shared(parser: argparse._ActionsContainer, *names: str, **changes: Any) -> None:
+    """Declare arguments of ``SHARED``.
+
+    Args:
+        parser: of the command, or a group of it.
+        names: keys of ``SHARED``.
+        changes: replace keywords of ``add_argument``, such as ``help``.
+    """
+    for name in names:
+        # A copy, because a command may change a list that is a default.
+        parser.add_argument(name, **copy.deepcopy(SHARED[name]) | changes)
+
+
 def add_run_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Declare the run's configuration file and the overrides of its values."""
-    count = None if required else "?"
-    parser.add_argument(
-        "config", nargs=count, metavar="RUN.yaml",
-        help="configuration of the run; packaged ones are called configs/runs/NAME.yaml",
-    )  # fmt: skip
-    parser.add_argument(
-        # With the default, argparse does not call them required.
-        "overrides", nargs="*", default=[], metavar="section.key=value",
-        help="replaces a value of the configuration, such as train.steps=1000",
-    )  # fmt: skip
+    add_shared(parser, "config", nargs=None if required else "?")
+    add_shared(parser, "overrides")
 
 
-def add_run_dir_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare the folder of a run; ``run_folder`` reads it."""
-    parser.add_argument(
-        "run_dir", metavar="RUN_DIR", help="folder of the run (train.run_dir of its configuration)"
-    )
+def add_task_arguments(parser: argparse.ArgumentParser, *, is_required: bool = True) -> None:
+    """Declare task, model, data and overrides; without ``is_required`` only the model is."""
+    add_shared(parser, "task", nargs=None if is_required else "?")
+    add_shared(parser, "--model")
+    add_shared(parser, "--data", required=is_required)
+    add_shared(parser, "--tokenizer", "overrides")
 
 
 def run_folder(args: argparse.Namespace) -> Path:
@@ -159,3 +237,11 @@ def with_current_names(arguments: Sequence[str], program: str) -> list[str]:
             print(f"{program}: warning: {option} is now {name}", file=sys.stderr)
         current.append(f"{name or option}{equals}{value}")
     return current
+
+
+def shard_names(args: argparse.Namespace, *, each_once: bool = True) -> list[str]:
+    """Return the prefixes of the shards named on the command line."""
+    # Imported here because it imports NumPy.
+    from megatron_deberta.data.shards.format import shard_prefixes
+
+    return shard_prefixes([*args.prefix, *args.shards], each_once=each_once)

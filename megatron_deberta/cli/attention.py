@@ -18,7 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_deberta.errors import EXIT_DONE, ConfigError
+from megatron_deberta.cli.arguments import add_shared
+from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import write_atomically
 
 if TYPE_CHECKING:
@@ -46,12 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", action="append", metavar="FILE",
         help=".html or .png; may be repeated (default: attention.html)",
     )  # fmt: skip
-    parser.add_argument(
-        "--tokenizer", default="", metavar="DIR", help="tokenizer (default: the models' own)"
-    )
+    add_shared(parser, "--tokenizer", help="tokenizer (default: the models' own)")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Write the files and print their names."""
     outputs = [Path(name) for name in args.output or ["attention.html"]]
     for path in outputs:
@@ -61,8 +60,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--output {path}: must be a file in an existing folder")
     if args.text and os.path.isdir(args.text):
         raise ConfigError(f"{args.text} is a folder; the last argument must be the text")
-    from megatron_deberta.attention_maps.page import write_page
-    from megatron_deberta.attention_maps.picture import draw
+    from megatron_deberta.attention_maps.drawing import draw, write_page
     from megatron_deberta.train.start import refusals
 
     contents = []
@@ -74,7 +72,6 @@ def run(args: argparse.Namespace) -> int:
     for path, content in zip(outputs, contents, strict=True):
         write_atomically(path, content)
         print(f"{path}: {len(content) / 1e6:.1f} MB")
-    return EXIT_DONE
 
 
 def _compute(args: argparse.Namespace, default: str) -> list[TextMaps]:

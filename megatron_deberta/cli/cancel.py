@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_deberta.cli.arguments import add_run_dir_argument, run_folder
+from megatron_deberta.cli.arguments import add_shared, run_folder
 from megatron_deberta.cluster.slurm import commands as slurm
 from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.slurm.submit import SUBMISSIONS, JobSpec, stop_signal
-from megatron_deberta.errors import EXIT_DONE, ConfigError
+from megatron_deberta.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_run_dir_argument(parser)
+    add_shared(parser, "run_dir")
     parser.add_argument("--now", action="store_true", help="end at once, without a checkpoint")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Cancel all jobs of the run's last submission."""
     history = JobHistory(run_folder(args))
     jobs = history.submitted_jobs()
@@ -42,4 +42,3 @@ def run(args: argparse.Namespace) -> int:
         slurm.call(["scancel", job] if args.now else ["scancel", signal, job])
         print(f"job {job}: {'cancelled' if args.now else 'saving, then ending'}")
     print(f"{args.run_dir}: no further job attempt will start")
-    return EXIT_DONE

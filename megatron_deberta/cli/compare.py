@@ -15,8 +15,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_deberta.cli.arguments import number, prepare_output, refuse_options
-from megatron_deberta.errors import EXIT_DONE, ConfigError
+from megatron_deberta.cli.arguments import add_shared, number, prepare_output, refuse_options
+from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import write_atomically
 
 
@@ -24,25 +24,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     for name in ("a", "b"):
         parser.add_argument(name, metavar=name.upper(), help="run, folder of runs, or predictions")
-    parser.add_argument("--split", default="dev", metavar="NAME", help="labelled split")
-    parser.add_argument(
-        "--data", default="", metavar="DIR", help="folder of the task's files (default: the runs')"
-    )
-    parser.add_argument("--task", default="", metavar="TASK", help="task of prediction files")
+    add_shared(parser, "--split", default="dev", help="labelled split")
+    add_shared(parser, "--data", help="folder of the task's files (default: the runs')")
+    add_shared(parser, "--task", help="task of prediction files")
     parser.add_argument(
         "--resamples", type=number(int, 100), default=10_000, metavar="N",
         help="resamples of each test over examples",
     )  # fmt: skip
-    parser.add_argument(
-        "--seed", type=number(int, 0), default=0, metavar="N", help="seed of the resamples"
-    )
-    parser.add_argument("--output", default="", metavar="FILE", help="also write JSON")
+    add_shared(parser, "--seed", type=number(int, 0), default=0, help="seed of the resamples")
+    add_shared(parser, "--output", help="also write JSON")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Compare, and print the table."""
-    from megatron_deberta.finetune.compare import sides
-    from megatron_deberta.finetune.compare.table import format_comparison
+    from megatron_deberta.evaluate import compare
     from megatron_deberta.train.start import refusals
 
     a, b = Path(args.a), Path(args.b)
@@ -50,20 +45,19 @@ def run(args: argparse.Namespace) -> int:
         if not path.exists():
             raise ConfigError(f"{path}: no such file or folder; give runs or prediction files")
     options = {"split": args.split, "resamples": args.resamples, "seed": args.seed}
-    are_files = [sides.holds_predictions(path) for path in (a, b)]
+    are_files = [compare.holds_predictions(path) for path in (a, b)]
     if are_files[0] != are_files[1]:
         raise ConfigError(f"{a} and {b}: give two folders of runs, or prediction files twice")
     if not are_files[0]:
-        refuse_options(args, {"task": "--task"}, "is for prediction files; runs have their own")
+        refuse_options(args, ["task"], "is for prediction files; runs have their own")
     prepare_output("--output", args.output)
     if are_files[0] and (not args.task or not args.data):
         raise ConfigError("prediction files need --task and --data, which have the labels")
     with refusals():
         if are_files[0]:
-            found = sides.compare_files(a, b, task_name=args.task, data=args.data, **options)
+            found = compare.compare_files(a, b, task_name=args.task, data=args.data, **options)
         else:
-            found = sides.compare_runs(a, b, data=args.data, **options)
-    print(format_comparison((args.a, args.b), found))
+            found = compare.compare_runs(a, b, data=args.data, **options)
+    print(compare.format_comparison((args.a, args.b), found))
     if args.output:
-        write_atomically(Path(args.output), sides.to_json(found))
-    return EXIT_DONE
+        write_atomically(Path(args.output), compare.to_json(found))

@@ -29,7 +29,7 @@ from rich.table import Table
 from megatron_deberta.cli.arguments import add_run_arguments, refuse_options
 from megatron_deberta.config import RunConfig, load_config, schema
 from megatron_deberta.config.loader import config_to_yaml
-from megatron_deberta.errors import EXIT_DONE, ConfigError
+from megatron_deberta.errors import ConfigError
 
 _TITLE = """\
 # Configuration keys
@@ -58,31 +58,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--markdown", action="store_true", help="list them as docs/keys.md")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Print a configuration or the keys."""
     if bool(args.config) == bool(args.section):
         raise ConfigError("give either RUN.yaml, to print what it resolves to, or --list [SECTION]")
     if args.config:
-        refuse_options(args, {"markdown": "--markdown"}, "is for --list")
+        refuse_options(args, ["markdown"], "is for --list")
         print(config_to_yaml(load_config(args.config, args.overrides)), end="")
-        return EXIT_DONE
+        return
     sections = {section.name for section in fields(RunConfig)}
     if args.section not in {"all", *sections}:
         raise ConfigError(f"--list {args.section}: must be one of {', '.join(sorted(sections))}")
     keys = [key for key in list_keys() if args.section in ("all", key.name.split(".")[0])]
     if args.markdown:
         print(markdown(keys), end="")
-        return EXIT_DONE
+        return
     if not sys.stdout.isatty():
         # For grep and cut.
         print("\n".join("\t".join(key) for key in keys))
-        return EXIT_DONE
+        return
     console = Console(file=sys.stdout, highlight=False)
     table = Table("key", "type", "default", "meaning", box=SIMPLE)
     for key in keys:
         table.add_row(*map(escape, key))
     console.print(table)
-    return EXIT_DONE
 
 
 def list_keys() -> list[Key]:

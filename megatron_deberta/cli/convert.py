@@ -17,32 +17,33 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from megatron_deberta.cli.arguments import number, prepare_output, refuse_options
+from megatron_deberta.cli.arguments import add_shared, number, prepare_output, refuse_options
 from megatron_deberta.config.rules import trained_forms
 from megatron_deberta.errors import ConfigError, MissingModelError
 from megatron_deberta.files import FileLock, write_atomically
 
 if TYPE_CHECKING:
     from megatron_deberta.config.schema import ModelConfig, RunConfig
+    from megatron_deberta.hf.heads import GraphKind
     from megatron_deberta.hf.loading import TrainedModel
 
-_EXPORT_OPTIONS = {
-    "to": "--to", "dtype": "--dtype", "form": "--form", "encoder": "--encoder",
-    "no_timing": "--no-timing", "average": "--average", "ema": "--ema",
-    "moving_average": "--moving-average", "data": "--data", "every": "--every",
-}  # fmt: skip
-_IMPORT_OPTIONS = {
-    "generator": "--generator", "new_generator": "--new-generator",
-    "generator_sha256": "--generator-sha256", "generator_only": "--generator-only",
-    "allow_pickle_weights_only": "--allow-pickle-weights-only", "sha256": "--sha256",
-    "seed": "--seed",
-}  # fmt: skip
+_EXPORT_OPTIONS = (
+    "to", "dtype", "form", "encoder", "no_timing", "average", "ema", "moving_average", "data",
+    "every",
+)  # fmt: skip
+_IMPORT_OPTIONS = (
+    "generator", "new_generator", "generator_sha256", "generator_only",
+    "allow_pickle_weights_only", "sha256", "seed",
+)  # fmt: skip
+_MAX_LOSS = 0.005
+"""Loss of the task's first metric by an ONNX graph that is reported as large."""
 REVISIONS = "revisions.json"
 """In the output of ``--every``: the exported checkpoints."""
 
@@ -50,9 +51,7 @@ REVISIONS = "revisions.json"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the subcommand's arguments."""
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to create")
-    parser.add_argument(
-        "--tokenizer", default="", metavar="DIR", help="tokenizer (default: the model's own)"
-    )
+    add_shared(parser, "--tokenizer")
     export = parser.add_argument_group("export")
     export.add_argument(
         "--checkpoint", metavar="DIR", help="run folder (newest checkpoint) or checkpoint folder"
@@ -89,12 +88,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--moving-average", action="store_true",
         help="the average of the weights over updates that optimizer.ema_decay keeps",
     )  # fmt: skip
-    export.add_argument(
-        "--data", default="", metavar="DIR",
+    add_shared(
+        export, "--data",
         help="onnx: the task's files, to measure accuracy on dev (default with int8: the run's)",
     )  # fmt: skip
-    export.add_argument(
-        "--every", type=number(int, 1), metavar="N",
+    add_shared(
+        export, "--every",
         help="export every n-th kept checkpoint of a run, and the last one, to folders below "
         "--output that can be pushed as revisions of one repository",
     )  # fmt: skip
@@ -133,13 +132,10 @@ def _add_import_arguments(imported: argparse._ArgumentGroup) -> None:
         "--sha256", default="", metavar="HEX",
         help="SHA-256 of the weight file; required for pickles",
     )  # fmt: skip
-    imported.add_argument(
-        "--seed", type=int, metavar="N",
-        help="seed of new parameters, which the file lacks (default: 0)",
-    )  # fmt: skip
+    add_shared(imported, "--seed", help="seed of new parameters, which the file lacks (default: 0)")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Convert and print a summary."""
     if bool(args.checkpoint) == bool(args.source):
         raise ConfigError(
@@ -164,13 +160,12 @@ def run(args: argparse.Namespace) -> int:
         return _import(args)
 
 
-def _export_revisions(args: argparse.Namespace) -> int:
+def _export_revisions(args: argparse.Namespace) -> None:
     """Export several checkpoints of a run; those that are exported already are skipped."""
-    from megatron_deberta.checkpoint.layout import committed_steps
+    from megatron_deberta.checkpoint.layout import committed_steps, step_dir
+    from megatron_deberta.hf.export_model import refuse_existing
 
-    refuse_options(
-        args, {"average": "--average", "ema": "--ema"}, "excludes --every, of single checkpoints"
-    )
+    refuse_options(args, ["average", "ema"], "excludes --every, of single checkpoints")
     run, output = Path(args.checkpoint), Path(args.output)
     steps = committed_steps(run)
     if not steps:
@@ -178,13 +173,38 @@ def _export_revisions(args: argparse.Namespace) -> int:
             f"{run} has no committed checkpoint; --every needs the run's folder"
         )
     chosen = sorted({*steps[args.every - 1 :: args.every], steps[-1]})
+    checkpoints = [step_dir(run, step) for step in chosen]
+    folders = [output / checkpoint.name for checkpoint in checkpoints]
     with _revisions_lock(output):
-        revisions = _export_steps(args, run, output, chosen)
+        before = _read_revisions(output)
+        entries = [
+            _revision(args, checkpoint, step)
+            for checkpoint, step in zip(checkpoints, chosen, strict=True)
+        ]
+        exported = [
+            _is_exported(folder, before.get(folder.name), entry)
+            for folder, entry in zip(folders, entries, strict=True)
+        ]
+        for folder, is_exported in zip(folders, exported, strict=True):
+            if not is_exported:
+                refuse_existing(folder)
+        known = {name: entry for name, entry in before.items() if (output / name).exists()}
+        for checkpoint, folder, entry, is_exported in zip(
+            checkpoints, folders, entries, exported, strict=True
+        ):
+            if is_exported:
+                print(f"{folder}: exported before")
+                continue
+            # Before the export: what a killed command has exported is known to the next one.
+            known[folder.name] = entry
+            content = json.dumps(list(known.values()), indent=2) + "\n"
+            write_atomically(output / REVISIONS, content.encode())
+            one = {"checkpoint": str(checkpoint), "output": str(folder), "every": None}
+            _export(argparse.Namespace(**vars(args) | one))
     print("Push the revisions, the last one also as main, with:")
-    for name in [revision["revision"] for revision in revisions]:
-        print(f"  hf upload USER/NAME {output / str(name)} . --revision {name}")
-    print(f"  hf upload USER/NAME {output / str(revisions[-1]['folder'])} .")
-    return 0
+    for folder in folders:
+        print(f"  hf upload USER/NAME {folder} . --revision {folder.name}")
+    print(f"  hf upload USER/NAME {folders[-1]} .")
 
 
 @contextmanager
@@ -206,41 +226,10 @@ def _revisions_lock(output: Path) -> Iterator[None]:
         lock.release()
 
 
-def _export_steps(
-    args: argparse.Namespace, run: Path, output: Path, chosen: Sequence[int]
-) -> list[dict[str, object]]:
-    """Export the steps that are not exported yet; return the entries of all."""
-    from megatron_deberta.checkpoint.layout import step_dir
-    from megatron_deberta.hf.export_model import refuse_existing
+def _revision(args: argparse.Namespace, checkpoint: Path, step: int) -> dict[str, object]:
+    """Return the entry of ``revisions.json`` for a checkpoint: what is exported, and how."""
+    from megatron_deberta.checkpoint.layout import COMMITTED_FILE
 
-    before = _read_revisions(output)
-    for step in chosen:
-        folder = output / step_dir(run, step).name
-        if not _is_exported(folder, before.get(folder.name), _revision(args, run, step)):
-            refuse_existing(folder)
-    revisions = []
-    known = {name: entry for name, entry in before.items() if (output / name).exists()}
-    for step in chosen:
-        checkpoint, entry = step_dir(run, step), _revision(args, run, step)
-        folder = output / checkpoint.name
-        revisions.append(entry)
-        if _is_exported(folder, before.get(folder.name), entry):
-            print(f"{folder}: exported before")
-            continue
-        # Before the export: what a killed command has exported is known to the next one.
-        known[folder.name] = entry
-        content = json.dumps(list(known.values()), indent=2) + "\n"
-        write_atomically(output / REVISIONS, content.encode())
-        one = {"checkpoint": str(checkpoint), "output": str(folder), "every": None}
-        _export(argparse.Namespace(**vars(args) | one))
-    return revisions
-
-
-def _revision(args: argparse.Namespace, run: Path, step: int) -> dict[str, object]:
-    """Return the entry of ``revisions.json`` for a step: what is exported, and how."""
-    from megatron_deberta.checkpoint.layout import COMMITTED_FILE, step_dir
-
-    checkpoint = step_dir(run, step)
     mark = (checkpoint / COMMITTED_FILE).read_text(encoding="ascii", errors="replace").strip()
     return {
         "revision": checkpoint.name,
@@ -291,17 +280,16 @@ def _is_exported(folder: Path, before: dict[str, Any] | None, entry: dict[str, o
     return True
 
 
-def _export(args: argparse.Namespace) -> int:
-    from megatron_deberta.cli.convert_card import training_facts
-    from megatron_deberta.cli.convert_onnx import check_options, onnx_extension
+def _export(args: argparse.Namespace) -> None:
     from megatron_deberta.hf.export_model import GENERATOR_FOLDER, export_model
     from megatron_deberta.hf.loading import open_trained_model
     from megatron_deberta.hf.model_card import loading_lines
     from megatron_deberta.objectives import build_objective
+    from megatron_deberta.report.training_facts import training_facts
     from megatron_deberta.tasks.reading import split_to_predict
     from megatron_deberta.train.start import refusals
 
-    check_options(args)
+    _check_target(args)
     with refusals():
         trained = open_trained_model(Path(args.checkpoint), args.tokenizer)
         trained, averaged = _averaged(trained, args)
@@ -326,7 +314,7 @@ def _export(args: argparse.Namespace) -> int:
         facts=facts[0],
         generator=generator,
         generator_facts=facts[-1],
-        extend=onnx_extension(args, trained) if args.to == "onnx" else None,
+        extend=_onnx_extension(args, trained) if args.to == "onnx" else None,
         why_untrained=trained.reader.metadata.why_untrained,
     )
     print(f"{args.output}: {trained.reader.path} as {export.model_type}, {dtype}")
@@ -344,20 +332,93 @@ def _export(args: argparse.Namespace) -> int:
         print(f"In Python, {what}: {line}")
     if why := trained.reader.metadata.why_untrained:
         print(f"It cannot fill masks before it is trained to: {why}")
-        return 0
-    if config.head == "discriminator":
+    elif config.head == "discriminator":
         fills = Path(args.output) / GENERATOR_FOLDER
         print(
             f'Or fill masks with the generator: megatron-deberta fill-mask {fills} "A [MASK] text."'
         )
-        return 0
-    if config.head != "mlm":
+    elif config.head != "mlm":
         finetune = trained.run.finetune
         split = split_to_predict(finetune.task, finetune.data or "") if finetune.task else ""
         print(f"Or predict here: {build_objective(trained.run).commands(args.output, split)[0]}")
-        return 0
-    print(f'Or fill masks here: megatron-deberta fill-mask {args.output} "A [MASK] text."')
-    return 0
+    else:
+        print(f'Or fill masks here: megatron-deberta fill-mask {args.output} "A [MASK] text."')
+
+
+def _check_target(args: argparse.Namespace) -> None:
+    """Check the combination of ``--to``, ``--dtype`` and the options of ONNX.
+
+    Raises:
+        ConfigError: options contradict each other, or onnx is not installed.
+    """
+    if args.to == "onnx":
+        if args.dtype == "bf16":
+            raise ConfigError("--dtype bf16: onnxruntime has no bf16 on CPU; use fp16 or fp32")
+        from megatron_deberta.hf.onnx.libraries import require_libraries
+
+        require_libraries()
+        return
+    why = f"is for --to onnx, not for --to {args.to}"
+    if args.dtype == "int8":
+        raise ConfigError(f"--dtype int8 {why}")
+    refuse_options(args, ["encoder", "no_timing", "data"], why)
+
+
+def _onnx_extension(args: argparse.Namespace, trained: TrainedModel) -> Callable[[Path], None]:
+    """Return the function that adds the graph to an export and prints its figures."""
+    from megatron_deberta.hf.onnx.export import add_onnx, summary
+
+    config, weights = trained.open("discriminator")
+    accuracy = None
+    is_task = trained.run.finetune.task and not args.encoder
+    if args.data and not is_task:
+        raise ConfigError(f"--data {args.data}: this graph has no task to measure accuracy on")
+    if is_task and (args.data or args.dtype == "int8"):
+        accuracy = _graph_accuracy(args, trained)
+
+    def extend(folder: Path) -> None:
+        report = add_onnx(
+            folder, config, weights, trained.tokenizer,
+            dtype=args.dtype, encoder=args.encoder, timing=not args.no_timing, accuracy=accuracy,
+        )  # fmt: skip
+        for line in summary(report):
+            print(line)
+        found = report.accuracy
+        if found and found["torch"] - found["onnx"] > _MAX_LOSS:
+            print(f"Warning: {args.dtype} loses more than {_MAX_LOSS:.1%} of {found['metric']}.")
+
+    return extend
+
+
+def _graph_accuracy(
+    args: argparse.Namespace, trained: TrainedModel
+) -> Callable[[Path, GraphKind], dict[str, Any]]:
+    """Return the function that scores a graph on the dev split of the run's task.
+
+    Raises:
+        ConfigError: the folder of the task's files does not exist.
+    """
+    from megatron_deberta.evaluate.predict import compare_accuracy
+    from megatron_deberta.hf.loading import build_task_model
+
+    run = trained.run
+    data = args.data or run.finetune.data or ""
+    if not Path(data).is_dir():
+        raise ConfigError(
+            f"--data: {data or 'no folder'} does not exist; --dtype {args.dtype} measures accuracy "
+            f"on the dev split of {run.finetune.task}, give the folder of its files"
+        )
+
+    def measure(path: Path, kind: GraphKind) -> dict[str, Any]:
+        ours = build_task_model(*trained.open())
+        with TemporaryDirectory() as cache:
+            finetune = replace(run.finetune, data=data, cache=cache)
+            # Where the run is now, with its copy of the task.
+            train = replace(run.train, run_dir=str(trained.reader.path.parents[1]))
+            config = replace(run, finetune=finetune, train=train)
+            return compare_accuracy(config, trained.tokenizer, ours, path, kind)
+
+    return measure
 
 
 def _averaged(trained: TrainedModel, args: argparse.Namespace) -> tuple[TrainedModel, str]:
@@ -370,8 +431,8 @@ def _averaged(trained: TrainedModel, args: argparse.Namespace) -> tuple[TrainedM
             average.
         CheckpointError: a checkpoint is damaged.
     """
-    from megatron_deberta.checkpoint.average import MovingAverage, average_checkpoints
     from megatron_deberta.checkpoint.reader import CheckpointReader
+    from megatron_deberta.checkpoint.views import MovingAverage, average_checkpoints
 
     averages_checkpoints = args.average is not None or args.ema is not None
     if args.moving_average:
@@ -410,9 +471,8 @@ def _in_form(config: ModelConfig, run: RunConfig, form: str | None) -> ModelConf
     return replace(config, head="autoregressive") if form == "autoregressive" else config
 
 
-def _import(args: argparse.Namespace) -> int:
-    from megatron_deberta.hf.import_model import import_model
-    from megatron_deberta.hf.import_pair import WeightFile, import_pair
+def _import(args: argparse.Namespace) -> None:
+    from megatron_deberta.hf.import_model import WeightFile, import_model, import_pair
 
     source, directory = args.source
     if source not in ("hf", "microsoft"):
@@ -422,9 +482,7 @@ def _import(args: argparse.Namespace) -> int:
     if args.generator_only and (args.generator or args.new_generator):
         raise ConfigError("--generator-only excludes --generator and --new-generator; give one")
     if not args.generator:
-        refuse_options(
-            args, {"generator_sha256": "--generator-sha256"}, "is for --generator, not given"
-        )
+        refuse_options(args, ["generator_sha256"], "is for --generator, not given")
     pair = args.generator or args.new_generator
     if pair:
         generator = WeightFile(Path(args.generator), args.generator_sha256)
@@ -456,4 +514,3 @@ def _import(args: argparse.Namespace) -> int:
     elif not pair:
         print(f'Fill masks with: megatron-deberta fill-mask {args.output} "A [MASK] text."')
     print(f"Continue with: megatron-deberta pretrain {imported.run_file} data.train=[PREFIX] ...")
-    return 0

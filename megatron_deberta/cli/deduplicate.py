@@ -27,22 +27,17 @@ import argparse
 from pathlib import Path
 
 from megatron_deberta.cli.arguments import refuse_options
-from megatron_deberta.cli.executor_arguments import add_executor_arguments
-from megatron_deberta.cli.text_input import (
-    add_bad_fraction_argument,
-    add_input_arguments,
-    add_rerun_arguments,
-)
 from megatron_deberta.cli.text_job import (
-    add_estimate_arguments,
+    add_input_arguments,
+    add_job_arguments,
     estimated_input,
     not_published,
     open_work,
 )
-from megatron_deberta.errors import EXIT_DONE, ConfigError
-from megatron_deberta.text.deduplicate.output import SUFFIXES
+from megatron_deberta.errors import ConfigError
 from megatron_deberta.text.deduplicate.pipeline import deduplicate
-from megatron_deberta.text.deduplicate.settings import Settings
+from megatron_deberta.text.deduplicate.sign import Settings
+from megatron_deberta.text.jobs.stages import SUFFIXES
 from megatron_deberta.text.readers.checks import find_both_sides
 
 
@@ -59,7 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--exact-only", action="store_true", help="remove exact duplicates only; much faster"
     )
     add_work_arguments(parser)
-    add_estimate_arguments(parser)
 
 
 def add_work_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,29 +61,26 @@ def add_work_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compress", choices=sorted(SUFFIXES), default="none", help="compression of the output"
     )
-    add_executor_arguments(parser)
-    add_bad_fraction_argument(parser)
-    add_rerun_arguments(parser, "an existing folder")
+    add_job_arguments(parser, "an existing folder")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Deduplicate and print a summary."""
     if args.exact_only:
-        near = {"threshold": "--threshold", "ngram": "--ngram"}
-        refuse_options(args, near, "is for near duplicates, not for --exact-only")
+        why = "is for near duplicates, not for --exact-only"
+        refuse_options(args, ["threshold", "ngram"], why)
     settings = Settings(
         threshold=0.7 if args.threshold is None else args.threshold,
         ngram=5 if args.ngram is None else args.ngram,
         exact_only=args.exact_only,
     )
-    output = Path(args.output)
     if args.estimate:
         from megatron_deberta.planning.text_jobs import estimate_deduplicate
 
-        with estimated_input(args, output) as (sources, options, workers):
-            print(estimate_deduplicate(sources, options, settings, args.nodes or 1, workers))
-        return EXIT_DONE
-    with open_work(args, output, "deduplicate") as (sources, options, run_options):
+        with estimated_input(args) as (sources, options, nodes, workers):
+            print(estimate_deduplicate(sources, options, settings, nodes, workers))
+        return
+    with open_work(args, "deduplicate") as (sources, options, run_options):
         if sides := find_both_sides(sources):
             raise ConfigError(
                 f"--input: {sides[0]} and {sides[1]} are the two sides of a split, which the "
@@ -97,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
             )
         summary = deduplicate(
             sources,
-            output,
+            Path(args.output),
             settings,
             options,
             run=run_options,
@@ -105,11 +96,10 @@ def run(args: argparse.Namespace) -> int:
         )
     if not summary:
         print(not_published(args.output))
-        return EXIT_DONE
+        return
     removed = summary["removed"]
     print(
         f"{args.output}: {summary['documents']:,} documents = {summary['kept']:,} kept + "
         f"{removed['exact']:,} exact + {removed['near']:,} near duplicates + "
         f"{sum(summary['quarantined'].values()):,} quarantined"
     )
-    return EXIT_DONE

@@ -16,44 +16,28 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import shutil
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 
 from megatron_deberta.checkpoint.layout import state_kinds
-from megatron_deberta.checkpoint.reader import CheckpointReader
-from megatron_deberta.checkpoint.resume import FLAG, check_resume
-from megatron_deberta.checkpoint.store import find_newest
-from megatron_deberta.cli.arguments import CONFIG_CHANGE_HELP, add_run_arguments
+from megatron_deberta.cli.arguments import add_run_arguments, add_shared
 from megatron_deberta.cli.submit import check_fit
-from megatron_deberta.cluster import installation, preflight
+from megatron_deberta.cluster import installation
 from megatron_deberta.cluster.profile import ClusterProfile, load_profile
 from megatron_deberta.cluster.slurm import commands as slurm
 from megatron_deberta.cluster.slurm.status import present_holder
 from megatron_deberta.config import config_to_dict, load_config
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.data.build import parse_prefixes, validation_prefixes
-from megatron_deberta.data.dataset.corpus import open_shard
 from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE, ConfigError, MegatronDebertaError
-from megatron_deberta.model.shapes import parameter_shapes
-from megatron_deberta.ops.kernel_support import can_fuse
 from megatron_deberta.tokenizer import load_tokenizer
-from megatron_deberta.train.data import open_vocabulary
-from megatron_deberta.train.fingerprint import data_fingerprint
-from megatron_deberta.train.vocab_size import with_vocab_size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run_arguments(parser, required=False)
-    parser.add_argument(
-        "--cluster", metavar="PROFILE", help="cluster profile, such as dgx2, or a YAML file"
-    )
-    parser.add_argument(
-        "--nodes", type=int, metavar="N", help="number of nodes (default: cluster.nodes)"
-    )
-    parser.add_argument(FLAG, action="store_true", help=CONFIG_CHANGE_HELP)
+    add_shared(parser, "--cluster", help="cluster profile, such as dgx2, or a YAML file")
+    add_shared(parser, "--nodes", "--allow-config-change")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,6 +67,8 @@ INSTALLATION: Checks = (
 
 def run_checks(args: argparse.Namespace) -> Checks:
     """Return the checks of a run, and with ``--cluster`` those of the cluster."""
+    from megatron_deberta.train.vocab_size import with_vocab_size
+
     config = with_vocab_size(load_config(args.config, args.overrides))
     checks = [
         ("torch", installation.check_torch),
@@ -118,6 +104,8 @@ def file_problem(config: RunConfig, allow_change: bool = False) -> str:
     Returns:
         The problem; empty: there is none.
     """
+    from megatron_deberta.train.vocab_size import with_vocab_size
+
     try:
         for _, check in file_checks(with_vocab_size(config), allow_change):
             check()
@@ -129,6 +117,8 @@ def file_problem(config: RunConfig, allow_change: bool = False) -> str:
 def compiles(config: RunConfig) -> bool:
     """Return whether the run compiles kernels on this machine."""
     import torch
+
+    from megatron_deberta.ops.triton import can_fuse
 
     if config.parallel.fuse is True:
         return True
@@ -171,8 +161,9 @@ def check_space(config: RunConfig) -> str:
     Raises:
         ConfigError: there is not.
     """
-    parameters = sum(map(math.prod, parameter_shapes(config.model).values()))
-    size = parameters * 4 * len(state_kinds(config_to_dict(config)))
+    from megatron_deberta.model import count_parameters
+
+    size = count_parameters(config.model) * 4 * len(state_kinds(config_to_dict(config)))
     free = shutil.disk_usage(_existing(Path(config.train.run_dir))).free
     text = f"{free / 2**30:,.1f} GiB free, a checkpoint takes {size / 2**30:,.1f}"
     if free < 1.2 * size:
@@ -186,6 +177,14 @@ def check_data(config: RunConfig, allow_change: bool) -> str:
     Raises:
         MegatronDebertaError: no, and which two do not.
     """
+    from megatron_deberta.checkpoint.reader import CheckpointReader
+    from megatron_deberta.checkpoint.resume import check_resume
+    from megatron_deberta.checkpoint.store import find_newest
+    from megatron_deberta.data.build import parse_prefixes, validation_prefixes
+    from megatron_deberta.data.dataset.corpus import open_shard
+    from megatron_deberta.train.data import open_vocabulary
+    from megatron_deberta.train.fingerprint import data_fingerprint
+
     if config.finetune.task:
         return check_task_data(config)
     path, tokenizer, vocabulary = open_vocabulary(config)
@@ -212,9 +211,11 @@ def check_task_data(config: RunConfig) -> str:
     Raises:
         MegatronDebertaError: no, and which file or key is wrong.
     """
-    from megatron_deberta.finetune.data import DEV, TRAIN, check_task, load_training_task
-    from megatron_deberta.finetune.models import open_source_model
+    from megatron_deberta.evaluate.models import open_source_model
+    from megatron_deberta.evaluate.splits import check_task
+    from megatron_deberta.finetune.data import load_training_task
     from megatron_deberta.tasks.reading import read_examples
+    from megatron_deberta.tasks.task import DEV, TRAIN
 
     task = load_training_task(config)
     check_task(config, task)
@@ -246,7 +247,7 @@ def check_cluster(config: RunConfig, profile: ClusterProfile, nodes: int) -> str
         TopologyError: the run does not fit.
     """
     check_fit(config, profile, nodes)
-    problem = preflight.torch_problem(profile.gpu_architecture, profile.torch_builds)
+    problem = installation.torch_problem(profile.gpu_architecture, profile.torch_builds)
     if problem and profile.container == "none":
         raise ConfigError(problem)
     return f"{nodes} nodes x {profile.ranks_per_node} ranks"

@@ -14,12 +14,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_deberta.cli.arguments import number, prepare_output, refuse_options
-from megatron_deberta.errors import EXIT_DONE, ConfigError
+from megatron_deberta.cli.arguments import add_shared, number, prepare_output, refuse_options
+from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import write_atomically
 
 if TYPE_CHECKING:
-    from megatron_deberta.finetune.ensemble import Ensemble
+    from megatron_deberta.evaluate.outputs import Ensemble
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,25 +28,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--best", type=number(int, 1), default=7, metavar="K", help="number of runs to average"
     )
-    parser.add_argument(
-        "--data", default="", metavar="DIR", help="folder of the task's files (default: the runs')"
-    )
-    parser.add_argument("--split", metavar="NAME", help="split to predict (default: test)")
-    parser.add_argument("--output", default="", metavar="FILE", help="predictions to write")
-    parser.add_argument(
-        "--leaderboard", default="", metavar="DIR", help="folder for the leaderboard's files"
-    )
+    add_shared(parser, "--data", help="folder of the task's files (default: the runs')")
+    add_shared(parser, "--split", help="split to predict (default: test)")
+    add_shared(parser, "--output", help="predictions to write")
+    add_shared(parser, "--leaderboard")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Select and average the runs; write the predictions."""
     if not args.output and not args.leaderboard:
-        refuse_options(args, {"split": "--split"}, "needs --output or --leaderboard")
+        refuse_options(args, ["split"], "needs --output or --leaderboard")
     args.split = args.split or "test"
     prepare_output("--output", args.output)
     prepare_output("--leaderboard", args.leaderboard, is_folder=True)
-    from megatron_deberta.finetune.ensemble import build_ensemble
-    from megatron_deberta.finetune.outputs import check_same_task, find_runs
+    from megatron_deberta.evaluate.outputs import build_ensemble, check_same_task, find_runs
     from megatron_deberta.train.start import refusals
 
     for path in args.runs:
@@ -63,7 +58,6 @@ def run(args: argparse.Namespace) -> int:
         print(_describe(ensemble))
         if args.output or args.leaderboard:
             _predict(ensemble, args)
-    return EXIT_DONE
 
 
 def _describe(ensemble: Ensemble) -> str:

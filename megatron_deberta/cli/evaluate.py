@@ -17,23 +17,27 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_deberta.cli.arguments import number, prepare_output
-from megatron_deberta.cli.finetune import add_task_arguments
-from megatron_deberta.errors import EXIT_DONE, ConfigError
+from megatron_deberta.cli.arguments import (
+    add_shared,
+    add_task_arguments,
+    number,
+    prepare_output,
+)
+from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import write_atomically
 from megatron_deberta.text.jobs.progress import ProgressDisplay
 
 if TYPE_CHECKING:
     # These import torch, which --help does not need.
-    from megatron_deberta.finetune.perplexity import Perplexity
-    from megatron_deberta.tasks.minimal_pairs import MinimalPairScores
-    from megatron_deberta.train.pseudo_likelihood import Metric
+    from megatron_deberta.evaluate.language_models import Perplexity
+    from megatron_deberta.evaluate.likelihood import Metric
+    from megatron_deberta.evaluate.minimal_pairs import MinimalPairScores
 
 MINIMAL_PAIRS = "blimp"
 PERPLEXITY = "perplexity"
@@ -54,8 +58,8 @@ _OPTIONS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_task_arguments(parser)
-    parser.add_argument("--split", metavar="NAME", help="labelled split (default: dev)")
-    parser.add_argument("--output", default="", metavar="FILE", help="write the metrics as JSON")
+    add_shared(parser, "--split", help="labelled split (default: dev)")
+    add_shared(parser, "--output", help="write the metrics as JSON")
     parser.add_argument(
         "--limit", type=number(int, 1), metavar="N",
         help="blimp: first N pairs of each paradigm (default: all)",
@@ -81,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Evaluate and print the metrics."""
     own = args.task if args.task in (MINIMAL_PAIRS, PERPLEXITY) else None
     for name, task in _OPTIONS.items():
@@ -95,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     if own:
         with refusals():
             return (_run_minimal_pairs if own == MINIMAL_PAIRS else _run_perplexity)(args)
-    from megatron_deberta.finetune.predict import open_predictor
+    from megatron_deberta.evaluate.predict import open_predictor
     from megatron_deberta.tasks.scoring import score
 
     with (
@@ -108,11 +112,15 @@ def run(args: argparse.Namespace) -> int:
         if predictor.groups.rank == 0:
             metrics = score(predictor.task, split.examples, split.encoded, outputs)
             metrics = {"loss": loss, **metrics}
-            print(describe_metrics(metrics))
-            if args.output:
-                content = json.dumps(metrics, indent=2) + "\n"
-                write_atomically(Path(args.output), content.encode())
-    return EXIT_DONE
+            _show(args, describe_metrics(metrics), metrics)
+
+
+def _show(args: argparse.Namespace, text: str, values: Mapping[str, object]) -> None:
+    """Print a result, and write it as JSON if ``--output`` is given."""
+    print(text)
+    if args.output:
+        content = json.dumps(values, indent=2) + "\n"
+        write_atomically(Path(args.output), content.encode())
 
 
 def describe_metrics(metrics: dict[str, float]) -> str:
@@ -130,8 +138,8 @@ def describe_metrics(metrics: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
-def _run_minimal_pairs(args: argparse.Namespace) -> int:
-    from megatron_deberta.finetune.minimal_pairs import evaluate_minimal_pairs
+def _run_minimal_pairs(args: argparse.Namespace) -> None:
+    from megatron_deberta.evaluate.language_models import evaluate_minimal_pairs
 
     metric: Metric = args.metric or "original"
     with _progress(MINIMAL_PAIRS) as advance:
@@ -145,15 +153,18 @@ def _run_minimal_pairs(args: argparse.Namespace) -> int:
             advance=advance,
         )
     if is_first:
-        print(describe(scores))
-        if args.output:
-            content = json.dumps(as_json(scores, metric), indent=2) + "\n"
-            write_atomically(Path(args.output), content.encode())
-    return EXIT_DONE
+        values = {
+            "metric": metric,
+            "num_pairs": scores.num_pairs,
+            "accuracy": scores.accuracy,
+            "fields": scores.fields,
+            "paradigms": [asdict(score) for score in scores.paradigms],
+        }
+        _show(args, describe(scores), values)
 
 
-def _run_perplexity(args: argparse.Namespace) -> int:
-    from megatron_deberta.finetune.perplexity import evaluate_perplexity
+def _run_perplexity(args: argparse.Namespace) -> None:
+    from megatron_deberta.evaluate.language_models import evaluate_perplexity
 
     with _progress(PERPLEXITY) as advance:
         result, is_first = evaluate_perplexity(
@@ -167,11 +178,13 @@ def _run_perplexity(args: argparse.Namespace) -> int:
             advance=advance,
         )
     if is_first:
-        print(describe_perplexity(result))
-        if args.output:
-            content = json.dumps(perplexity_as_json(result), indent=2) + "\n"
-            write_atomically(Path(args.output), content.encode())
-    return EXIT_DONE
+        values = {
+            "perplexity_per_word": result.per_word,
+            "perplexity_per_piece": result.per_piece,
+            "bits_per_byte": result.bits_per_byte,
+            **asdict(result),
+        }
+        _show(args, describe_perplexity(result), values)
 
 
 @contextmanager
@@ -202,16 +215,6 @@ def describe_perplexity(result: Perplexity) -> str:
     return "\n".join(lines)
 
 
-def perplexity_as_json(result: Perplexity) -> dict[str, object]:
-    """Return a result as JSON values."""
-    return {
-        "perplexity_per_word": result.per_word,
-        "perplexity_per_piece": result.per_piece,
-        "bits_per_byte": result.bits_per_byte,
-        **asdict(result),
-    }
-
-
 def describe(scores: MinimalPairScores) -> str:
     """Format a table: a line per paradigm, the mean of each field, and of all paradigms."""
     width = max(len(score.paradigm) for score in scores.paradigms) + 2
@@ -226,14 +229,3 @@ def describe(scores: MinimalPairScores) -> str:
         lines.append(f"{field.replace('_', ' '):<{width}}  {count:>5}  {mean:>8.1%}")
     lines.append(f"{'all':<{width}}  {scores.num_pairs:>5}  {scores.accuracy:>8.1%}")
     return "\n".join(lines)
-
-
-def as_json(scores: MinimalPairScores, metric: str) -> dict[str, object]:
-    """Return the accuracies as JSON values."""
-    return {
-        "metric": metric,
-        "num_pairs": scores.num_pairs,
-        "accuracy": scores.accuracy,
-        "fields": scores.fields,
-        "paradigms": [asdict(score) for score in scores.paradigms],
-    }

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_deberta.cli.arguments import number, refuse_options
+from megatron_deberta.cli.arguments import add_shared, number, refuse_options
 from megatron_deberta.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,9 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top-k", type=number(int, 1), default=5, metavar="K", help="predictions per mask"
     )
-    parser.add_argument(
-        "--tokenizer", default="", metavar="DIR", help="tokenizer (default: the model's own)"
-    )
+    add_shared(parser, "--tokenizer")
     parser.add_argument(
         "--prior-weight", type=number(float, 0), default=0.0, metavar="W",
         help="subtract W times the log-frequency of each token from its score (default: 0)",
@@ -55,10 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Print a table of predictions for every [MASK]."""
     if not args.prior_weight:
-        refuse_options(args, {"prior_shards": "--prior-shards"}, "needs --prior-weight above 0")
+        refuse_options(args, ["prior_shards"], "needs --prior-weight above 0")
     from megatron_deberta.hf.fill_mask import open_filler
     from megatron_deberta.train.start import refusals
 
@@ -79,7 +77,6 @@ def run(args: argparse.Namespace) -> int:
                     escape(prediction.text.strip() or prediction.piece),
                 )
             console.print(table)
-    return 0
 
 
 def read_penalty(filler: MaskFiller, weight: float, shards: Sequence[str]) -> Tensor | None:

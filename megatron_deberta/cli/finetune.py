@@ -18,10 +18,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_deberta.checkpoint.resume import FLAG
-from megatron_deberta.cli.arguments import CONFIG_CHANGE_HELP, number, refuse_options
-from megatron_deberta.config import save_config, validate_for_world
-from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.cli.arguments import (
+    add_shared,
+    add_task_arguments,
+    number,
+    refuse_options,
+)
+from megatron_deberta.config import save_config
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.errors import EXIT_DONE
 
@@ -29,44 +32,15 @@ RUN_FILE = "finetune.yaml"
 """In the run folder: the resolved run, which ranks started by ``--ranks`` read."""
 
 
-def add_task_arguments(parser: argparse.ArgumentParser, *, is_required: bool = True) -> None:
-    """Declare the arguments that name task, model and data.
-
-    Args:
-        parser: of the command.
-        is_required: task and data have to be given; otherwise they are empty by default.
-    """
-    parser.add_argument(
-        "task", metavar="TASK", help="task file, or name such as sst2",
-        nargs=None if is_required else "?", default="",
-    )  # fmt: skip
-    parser.add_argument(
-        "--model", required=True, metavar="MODEL", help="run, checkpoint, export or release"
-    )
-    parser.add_argument(
-        "--data", required=is_required, default="", metavar="DIR", help="folder of the task's files"
-    )
-    parser.add_argument(
-        "--tokenizer", default="", metavar="DIR", help="tokenizer (default: the model's own)"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="section.key=value",
-        help="replaces a value of the configuration, such as train.steps=1000",
-    )  # fmt: skip
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_task_arguments(parser)
-    parser.add_argument(
-        "--settings", default="", metavar="NAME",
+    add_shared(
+        parser, "--settings",
         help="the task's settings to use, or none (default: the release's for this size of model, "
         "else the task's default_settings)",
     )  # fmt: skip
-    parser.add_argument(
-        "--ranks", type=number(int, 1), metavar="N",
-        help="start and supervise this many ranks here, as launch does",
-    )  # fmt: skip
+    add_shared(parser, "--ranks", help="start and supervise this many ranks here, as launch does")
     parser.add_argument(
         "--restarts", type=number(int, 0), metavar="N",
         help="with --ranks: restarts after failures (default: 10)",
@@ -75,22 +49,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--save-config", default="", metavar="RUN.yaml",
         help="write the run for launch, submit and pretrain, and exit",
     )  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="print the run, and exit")
-    parser.add_argument(FLAG, action="store_true", help=CONFIG_CHANGE_HELP)
+    add_shared(parser, "--dry-run", help="print the run, and exit")
+    add_shared(parser, "--allow-config-change")
 
 
 def run(args: argparse.Namespace) -> int:
     """Fine-tune, start ranks, or describe the run."""
     if args.dry_run or args.save_config:
-        starting = {"ranks": "--ranks", "allow_config_change": FLAG}
         option = "--dry-run" if args.dry_run else "--save-config"
-        refuse_options(args, starting, f"starts training, which {option} does not")
+        why = f"starts training, which {option} does not"
+        refuse_options(args, ["ranks", "allow_config_change"], why)
     if args.dry_run:
-        refuse_options(args, {"save_config": "--save-config"}, "writes a file, unlike --dry-run")
+        refuse_options(args, ["save_config"], "writes a file, unlike --dry-run")
     if not args.ranks:
-        refuse_options(args, {"restarts": "--restarts"}, "needs --ranks")
+        refuse_options(args, ["restarts"], "needs --ranks")
     from megatron_deberta.cli.pretrain import describe_run, train
-    from megatron_deberta.finetune.models import open_source_model
+    from megatron_deberta.evaluate.models import open_source_model
     from megatron_deberta.finetune.settings import describe_settings, finetune_config
     from megatron_deberta.tasks.task import load_task
     from megatron_deberta.train.start import refusals
@@ -109,23 +83,10 @@ def run(args: argparse.Namespace) -> int:
         return EXIT_DONE
     if read_environment().rank == 0:
         print(settings, file=sys.stderr)
-    if args.ranks:
-        return _launch(config, args)
-    return train(config, args.allow_config_change)
+    if not args.ranks:
+        return train(config, args.allow_config_change)
+    from megatron_deberta.cli.launch import launch
 
-
-def _launch(config: RunConfig, args: argparse.Namespace) -> int:
-    from megatron_deberta.cluster.entry_point import log_times
-    from megatron_deberta.cluster.run_lock import raise_if_locked
-    from megatron_deberta.cluster.watchdog.local_job import run_local_job
-
-    validate_for_world(config, args.ranks)
-    raise_if_locked(config.train.run_dir)
-    log_times()
-    run_dir = Path(config.train.run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    run_file = run_dir / RUN_FILE
-    save_config(config, run_file)
-    arguments = [str(run_file), *([FLAG] if args.allow_config_change else [])]
+    run_file = Path(config.train.run_dir, RUN_FILE)
     restarts = 10 if args.restarts is None else args.restarts
-    return run_local_job(config, arguments, args.ranks, restarts)
+    return launch(config, args, [str(run_file)], restarts, run_file)

@@ -15,7 +15,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_deberta.cli.arguments import add_run_dir_argument, number, run_folder
+from megatron_deberta.cli.arguments import add_shared, number, run_folder
 from megatron_deberta.errors import EXIT_DONE, ConfigError
 
 if TYPE_CHECKING:
@@ -31,13 +31,9 @@ _OWN_KEYS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_run_dir_argument(parser)
-    parser.add_argument("--task", required=True, help="task file, or name such as sst2")
-    parser.add_argument("--data", required=True, metavar="DIR", help="folder of the task's files")
-    parser.add_argument(
-        "--every", type=number(int, 1), default=1, metavar="N",
-        help="use every n-th kept checkpoint, and the last one",
-    )  # fmt: skip
+    add_shared(parser, "run_dir")
+    add_shared(parser, "--task", "--data", required=True)
+    add_shared(parser, "--every", default=1)
     parser.add_argument(
         "--seeds",
         type=number(int, 1, _MAX_SEEDS),
@@ -45,19 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="runs per checkpoint",
     )
-    parser.add_argument(
-        "--output", default="", metavar="DIR",
+    add_shared(
+        parser, "--output", metavar="DIR",
         help="folder of runs and results (default: finetuned/TASK in the run folder)",
     )  # fmt: skip
-    parser.add_argument(
-        "--settings", default="", metavar="NAME", help="the task's settings, as in finetune"
-    )
-    parser.add_argument("--tokenizer", default="", metavar="DIR", help="the run's tokenizer")
-    parser.add_argument(
-        "--ranks", type=number(int, 1), metavar="N", help="ranks per run, started here"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="section.key=value",
+    add_shared(parser, "--settings", help="the task's settings, as in finetune")
+    add_shared(parser, "--tokenizer", help="the run's tokenizer")
+    add_shared(parser, "--ranks", help="ranks per run, started here")
+    add_shared(
+        parser, "overrides",
         help="replaces a value of every fine-tuning run, such as finetune.epochs=2",
     )  # fmt: skip
 
@@ -65,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run what is missing, and write table and picture after each run."""
     from megatron_deberta.distributed.environment import read_environment
+    from megatron_deberta.evaluate.models import open_source_model
     from megatron_deberta.finetune.checkpoint_curve import (
         CURVE_FILE,
         PICTURE_FILE,
@@ -75,10 +68,8 @@ def run(args: argparse.Namespace) -> int:
         plan_runs,
         write_curve,
     )
-    from megatron_deberta.finetune.data import DEV
     from megatron_deberta.finetune.inputs import fingerprint_inputs
-    from megatron_deberta.finetune.models import open_source_model
-    from megatron_deberta.tasks.task import load_task
+    from megatron_deberta.tasks.task import DEV, load_task
     from megatron_deberta.train.start import refusals
 
     if read_environment().world_size > 1:

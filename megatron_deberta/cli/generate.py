@@ -15,8 +15,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_deberta.cli.arguments import number
-from megatron_deberta.errors import EXIT_DONE, ConfigError
+from megatron_deberta.cli.arguments import add_shared, number
+from megatron_deberta.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,13 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--top-p", type=number(float, 0, 1), metavar="P",
         help="draw from the most probable tokens that have the probability P together",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, metavar="N", help="of the draws (default 0)")
-    parser.add_argument(
-        "--tokenizer", default="", metavar="DIR", help="tokenizer (default: the model's own)"
-    )
+    add_shared(parser, "--seed", help="of the draws (default 0)")
+    add_shared(parser, "--tokenizer")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Print the texts with their continuations."""
     from megatron_deberta.hf.generation import Sampling, open_generator
     from megatron_deberta.train.start import refusals
@@ -63,4 +61,3 @@ def run(args: argparse.Namespace) -> int:
         generator = open_generator(Path(args.model), args.tokenizer)
         for text in args.text:
             print(generator.generate(text, args.tokens, sampling))
-    return EXIT_DONE

@@ -19,8 +19,11 @@ import contextlib
 import itertools
 
 from megatron_deberta.cli.arguments import add_run_arguments
-from megatron_deberta.cli.executor_arguments import add_executor_arguments, executor_options
-from megatron_deberta.cli.text_job import estimated_workers
+from megatron_deberta.cli.text_job import (
+    add_executor_arguments,
+    estimated_workers,
+    executor_options,
+)
 from megatron_deberta.config import load_config
 from megatron_deberta.observe.console import format_duration
 from megatron_deberta.text.jobs.executors import local_engine, remote_engine, run_calls
@@ -37,13 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run_arguments(parser)
     add_executor_arguments(parser, array=False)
-    parser.add_argument(
-        "--estimate", action="store_true",
-        help="only print how much time, disk and memory it would take",
-    )  # fmt: skip
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Build the indices and print where they are."""
     from megatron_deberta.data.build import build_index, list_indices
     from megatron_deberta.data.dataset.index_cache import WORTH_KEEPING
@@ -64,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"disk  at most {entries * _BYTES / 1e9:,.1f} GB")
             print(f"time  about {format_duration(entries * _SECONDS)} of a core")
             print(f"memory  {memory / 1e9:,.1f} GB for {workers} workers")
-            return 0
+            return
         with (
             contextlib.nullcontext(remote) if remote else local_engine(options.workers) as engine,
             ProgressDisplay("index", lambda: engine.workers) as display,
@@ -84,4 +83,3 @@ def run(args: argparse.Namespace) -> int:
             f"nothing to build: indices of fewer than {WORTH_KEEPING:,} documents or sentences "
             "are computed in memory by each process"
         )
-    return 0

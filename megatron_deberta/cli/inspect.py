@@ -18,46 +18,58 @@ followed by what its generator draws there: {cat>dog} is a replaced token, {cat=
 from __future__ import annotations
 
 import argparse
+import os
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from megatron_deberta.cli.arguments import refuse_options
-from megatron_deberta.cli.inspect_shards import (
-    SHARD_OPTIONS,
-    add_shard_statistics_arguments,
-    inspect_shards,
-)
+from megatron_deberta.cli.arguments import add_shared, refuse_options
 from megatron_deberta.config import RunConfig, load_config
 from megatron_deberta.config.phases import segments
-from megatron_deberta.data.build import (
-    Corpora,
-    form_targets,
-    open_corpora,
-    step_forms,
-    tokenizer_path,
-    training_rows,
-)
-from megatron_deberta.data.collate import StepForms, Targets
 from megatron_deberta.data.dataset.index_cache import IndexCache
 from megatron_deberta.data.dataset.rows import Row, RowBatch, RowSource
 from megatron_deberta.data.masking import MaskedRows
 from megatron_deberta.data.randomness import Purpose
-from megatron_deberta.data.shards.format import is_shard
+from megatron_deberta.data.shards.format import is_shard, shard_prefixes
+from megatron_deberta.data.shards.manifest import read_manifest
+from megatron_deberta.data.shards.reader import IndexedDataset
+from megatron_deberta.data.shards.statistics import (
+    PACKINGS,
+    QUANTILES,
+    Packing,
+    ShardStatistics,
+    count_shards,
+    document_lengths,
+)
 from megatron_deberta.data.vocabulary import Vocabulary
-from megatron_deberta.errors import ConfigError
+from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.files import temporary_name
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from megatron_deberta.cli.inspect_generator import Generate
+    # These import torch, which --help does not need.
+    from megatron_deberta.data.build import Corpora
+    from megatron_deberta.data.collate import StepForms, Targets
 
-_NUM_PARTS = 8
-_DATA_OPTIONS = {
-    "first_sample": "--first-sample", "statistics": "--statistics", "generator": "--generator",
-}  # fmt: skip
+Integers = npt.NDArray[np.int64]
+Generate = Callable[[Integers, Integers, int], Integers]
+"""Function of masked tokens ``[N]``, positions ``[M]`` and the sample's index: drawn ``[M]``."""
+
+_DATA_OPTIONS = ("first_sample", "statistics", "generator")
+_SHARD_OPTIONS = ("top", "plot")
+_NUM_BINS = 8
+"""Bins of positions in a row, whose shares of targets are shown."""
+_BAR = 40
+"""Characters of the longest bar of a histogram."""
+_SAMPLE_TOKENS = 60
+"""Tokens shown of a document."""
+_MOST_TOKENS = 200_000_000
+"""Tokens whose frequencies are counted."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,12 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN.yaml|SHARD",
         help="data: run file or shards, then section.key=value overrides; shards: the shards",
     )
-    parser.add_argument(
-        "--prefix", action="append", default=[], metavar="SHARD", help="shard instead of a run"
-    )
-    parser.add_argument(
-        "--tokenizer", default="", metavar="DIR", help="tokenizer (default: the shards' own)"
-    )
+    add_shared(parser, "--prefix", help="shard instead of a run")
+    add_shared(parser, "--tokenizer", help="tokenizer (default: the shards' own)")
     parser.add_argument("--num-samples", type=int, default=3, help="samples printed (default 3)")
     parser.add_argument("--first-sample", type=int, help="data: index of the first sample")
     parser.add_argument("--statistics", type=int, help="data: samples averaged over (default 1000)")
@@ -90,38 +98,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="data: run or checkpoint of replaced-token detection that draws pieces",
     )
-    add_shard_statistics_arguments(parser)
+    group = parser.add_argument_group("inspect shards")
+    group.add_argument("--top", type=int, help="most frequent pieces (default 20)")
+    group.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the document lengths")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Print samples and averages."""
     if args.num_samples < 0 or (args.first_sample or 0) < 0 or (args.statistics or 0) < 0:
         raise ConfigError("--num-samples, --first-sample and --statistics must not be negative")
     if args.what == "shards":
         refuse_options(args, _DATA_OPTIONS, "is for inspect data, not for shards")
-        return inspect_shards(args)
-    refuse_options(args, SHARD_OPTIONS, "is for inspect shards, not for data")
-    args.first_sample = args.first_sample or 0
-    args.statistics = 1000 if args.statistics is None else args.statistics
+        return _inspect_shards(args)
+    refuse_options(args, _SHARD_OPTIONS, "is for inspect shards, not for data")
+    return _inspect_data(args)
+
+
+def _inspect_data(args: argparse.Namespace) -> None:
+    """Print samples and averages over samples."""
+    from megatron_deberta.data.build import open_corpora, tokenizer_path
+
+    first = args.first_sample or 0
+    num_averaged = 1000 if args.statistics is None else args.statistics
     while args.run and is_shard(args.run[0]):
         args.prefix.append(args.run.pop(0))
     config = _config(args)
     tokenizer = load_tokenizer(tokenizer_path(config))
-    generate = None
-    if args.generator:
-        # Imported here because it imports torch.
-        from megatron_deberta.cli.inspect_generator import open_generator
-        from megatron_deberta.train.start import refusals
-
-        with refusals():
-            generate = open_generator(args.generator, tokenizer)
+    generate = _open_generator(args.generator, tokenizer) if args.generator else None
     vocabulary = Vocabulary.of(tokenizer)
     # Without a run, write no index files.
     cache = IndexCache(config.data.index_cache or "") if args.prefix else None
     corpora = open_corpora(config, vocabulary, config.data.verify_hashes, cache)
-    parts = segments(config)
-    sources = _row_sources(config, vocabulary, corpora, cache)
-    statistics = [_Statistics(part.config.data.sequence_length) for part in parts]
     documents = sum(len(corpus) for corpus in corpora.train)
     tokens = sum(corpus.num_tokens for corpus in corpora.train)
     held_out = corpora.validation
@@ -133,58 +140,73 @@ def run(args: argparse.Namespace) -> int:
         f"{held_out_documents:,} documents, {held_out_tokens:,} tokens "
         f"({held_out_tokens / max(tokens + held_out_tokens, 1):.1%})"
     )
-    for number in range(max(args.num_samples, args.statistics)):
-        sample = np.array([args.first_sample + number])
-        place = max(n for n, part in enumerate(parts) if part.first_sample <= sample[0])
-        rows, choose = sources[place]
-        batch = rows.rows(sample)
-        mask_ids = sample if batch.mask_ids is None else batch.mask_ids
-        targets, is_causal = choose(int(sample[0]))
-        masked = targets(batch.tokens, batch.sizes, mask_ids)
-        if number < args.num_samples:
+    segment_samples = _segment_samples(config, vocabulary, corpora, cache)
+    for sample in range(first, first + max(args.num_samples, num_averaged)):
+        part = [each for each in segment_samples if each.first <= sample][-1]
+        batch = part.rows.rows(np.array([sample]))
+        masked, is_causal = part.choose(sample, batch)
+        if sample < first + args.num_samples:
             form = ", autoregressive" * is_causal
-            print(_describe(int(sample[0]), batch.row(0), masked) + form)
+            print(_describe(sample, batch.row(0), masked) + form)
             print(_marked_text(masked, batch.row(0), tokenizer, is_causal))
             if generate is not None:
-                print(_generated_text(generate, int(sample[0]), masked, batch.row(0), tokenizer))
-        if number < args.statistics:
-            statistics[place].add(masked, batch, vocabulary, is_causal)
-    for each in statistics:
+                print(_generated_text(generate, sample, masked, batch.row(0), tokenizer))
+        if sample < first + num_averaged:
+            part.statistics.add(masked, batch, vocabulary, is_causal)
+    for part in segment_samples:
+        found = part.statistics
         # Every row has a first token.
-        if each.tokens_at[0]:
-            print(f"\nover {each.tokens_at[0]} samples:")
-            print(each.report())
-        if each.autoregressive:
-            print(f"\n{each.autoregressive} autoregressive samples")
-    return 0
+        if found.tokens_at[0]:
+            print(f"\nover {found.tokens_at[0]} samples:")
+            print(found.report())
+        if found.autoregressive:
+            print(f"\n{found.autoregressive} autoregressive samples")
 
 
-def _row_sources(
-    config: RunConfig, vocabulary: Vocabulary, corpora: Corpora, cache: IndexCache | None
-) -> list[tuple[RowSource, _Chooser]]:
-    """Return the rows of each segment of a run, and how their targets are chosen."""
-    sources = []
-    for part in segments(config):
-        if part.config.data.train != config.data.train:
-            corpora = open_corpora(part.config, vocabulary, config.data.verify_hashes, cache)
-        rows = training_rows(part.config, vocabulary, corpora, part.stage)
-        length = part.config.data.sequence_length
-        targets = form_targets(part.config, vocabulary, length, Purpose.TRAINING_MASK)
-        forms = step_forms(part.config, part.first_sample)
-        sources.append((rows, _Chooser(targets, forms)))
-    return sources
+class _SegmentSamples(NamedTuple):
+    """Rows of a segment, the choice of their targets, and sums over them."""
 
-
-class _Chooser(NamedTuple):
-    """Choice of the targets of the rows of each form."""
-
+    first: int
+    rows: RowSource
     targets: list[Targets]
     forms: StepForms
+    statistics: _Statistics
 
-    def __call__(self, sample: int) -> tuple[Targets, bool]:
-        """Return what chooses a sample's targets, and whether it is autoregressive."""
+    def choose(self, sample: int, batch: RowBatch) -> tuple[MaskedRows, bool]:
+        """Return a sample with its targets, and whether it is autoregressive."""
         is_causal = self.forms.is_causal(sample)
-        return self.targets[-1 if is_causal else 0], is_causal
+        mask_ids = np.array([sample]) if batch.mask_ids is None else batch.mask_ids
+        targets = self.targets[-1 if is_causal else 0]
+        return targets(batch.tokens, batch.sizes, mask_ids), is_causal
+
+
+def _segment_samples(
+    config: RunConfig, vocabulary: Vocabulary, corpora: Corpora, cache: IndexCache | None
+) -> list[_SegmentSamples]:
+    """Return the rows of each segment of a run, in order."""
+    from megatron_deberta.data.build import (
+        form_targets,
+        open_corpora,
+        step_forms,
+        training_rows,
+    )
+
+    found = []
+    for segment in segments(config):
+        own = segment.config
+        if own.data.train != config.data.train:
+            corpora = open_corpora(own, vocabulary, config.data.verify_hashes, cache)
+        length = own.data.sequence_length
+        found.append(
+            _SegmentSamples(
+                segment.first_sample,
+                training_rows(own, vocabulary, corpora, segment.stage),
+                form_targets(own, vocabulary, length, Purpose.TRAINING_MASK),
+                step_forms(own, segment.first_sample),
+                _Statistics(length),
+            )
+        )
+    return found
 
 
 def _describe(sample: int, row: Row, masked: MaskedRows) -> str:
@@ -254,6 +276,49 @@ def _generated_text(
     return f"generated, {(drawn != masked.labels).sum()} of {drawn.size} replaced:\n{text}"
 
 
+def _open_generator(path: Path, tokenizer: Tokenizer) -> Generate:
+    """Open the generator of a run or checkpoint of replaced-token detection.
+
+    The noise of its draws is that of training; there is no dropout, and attention crosses
+    documents.
+
+    Raises:
+        CheckpointError: there is no model, or a damaged one.
+        ConfigError: it has no generator, or another tokenizer.
+    """
+    import torch
+
+    from megatron_deberta.hf.loading import build_model, open_trained_model
+    from megatron_deberta.model import DropoutSeeds, ModelInputs
+    from megatron_deberta.objectives.rtd import draws
+    from megatron_deberta.train.start import refusals
+
+    with refusals():
+        trained = open_trained_model(path)
+    run = trained.run
+    if run.model.head != "rtd":
+        raise ConfigError(
+            f"--generator {path}: objective.name={run.objective.name} draws no pieces"
+        )
+    if trained.tokenizer.fingerprint != tokenizer.fingerprint:
+        raise ConfigError(
+            f"--generator {path} was trained with another tokenizer than the samples'"
+        )
+    with refusals():
+        model = build_model(*trained.open("generator"))
+
+    @torch.no_grad()
+    def generate(tokens: Integers, positions: Integers, sample: int) -> Integers:
+        logits = model.logits(ModelInputs(torch.from_numpy(tokens)[None]))[0, positions]
+        step = sample // run.train.global_batch_size
+        keys = DropoutSeeds(run.train.seed, step, torch.tensor([sample]))
+        draw = draws(keys, torch.from_numpy(positions)[None], run.rtd.excluded_ids)
+        drawn: Integers = draw(logits)[1].numpy()
+        return drawn
+
+    return generate
+
+
 def _without_space(text: str) -> str:
     """Return a piece without the space before a word; a space alone as an open box."""
     return text.lstrip(" ") or "\u2423"
@@ -312,8 +377,8 @@ class _Statistics:
         rows = max(int(self.tokens_at[0]), 1)
         targets = max(int(self.targets_at.sum()), 1)
         parts = zip(
-            np.array_split(self.targets_at, _NUM_PARTS),
-            np.array_split(self.tokens_at, _NUM_PARTS),
+            np.array_split(self.targets_at, _NUM_BINS),
+            np.array_split(self.tokens_at, _NUM_BINS),
             strict=True,
         )
         share = targets / max(int(self.tokens_at.sum()), 1)
@@ -336,3 +401,150 @@ class _Statistics:
                 + "  ".join(f"{size}: {self.spans[size] / spans:.1%}" for size in longest),
             ]
         )
+
+
+def _inspect_shards(args: argparse.Namespace) -> None:
+    """Print statistics of all shards named, together."""
+    length = 512 if args.sequence_length is None else args.sequence_length
+    top = 20 if args.top is None else args.top
+    if length < 3 or top < 0:
+        raise ConfigError("--sequence-length must be at least 3, and --top not negative")
+    prefixes = shard_prefixes([*args.prefix, *args.run])
+    shards = [IndexedDataset(prefix) for prefix in prefixes]
+    tokenizer = _shard_tokenizer(prefixes, args.tokenizer)
+    statistics = count_shards(shards, _MOST_TOKENS)
+    lengths = document_lengths(shards)
+    packings = {name: count(lengths, length) for name, count in PACKINGS.items()}
+    print(_shard_summary(shards, statistics))
+    print(_lengths_text(statistics, length, lengths, packings))
+    if top:
+        print(_frequent_text(statistics, tokenizer, top))
+    for line in _document_beginnings(shards, tokenizer, args.num_samples):
+        print(line)
+    if tokenizer is None:
+        print("\nno manifest names a tokenizer: give --tokenizer to see text")
+    if args.plot:
+        _draw_lengths(args.plot, lengths, length)
+        print(f"\nplot: {args.plot}")
+
+
+def _shard_tokenizer(prefixes: Sequence[str], path: str) -> Tokenizer | None:
+    """Load the tokenizer given, or else the shards' own; None where no manifest names one.
+
+    Raises:
+        DataError: the shards are not all of that tokenizer, so their ids mean something else.
+    """
+    manifests = {prefix: found for prefix in prefixes if (found := read_manifest(prefix))}
+    for prefix, manifest in manifests.items():
+        first, other = next(iter(manifests.items()))
+        if manifest.tokenizer_fingerprint != other.tokenizer_fingerprint:
+            raise DataError(
+                f"{prefix}: the tokenizer is not that of {first}: fingerprint "
+                f"{manifest.tokenizer_fingerprint} ({manifest.tokenizer_path}), there "
+                f"{other.tokenizer_fingerprint} ({other.tokenizer_path}); inspect them apart"
+            )
+    if not manifests:
+        return load_tokenizer(path) if path else None
+    prefix, manifest = next(iter(manifests.items()))
+    tokenizer = load_tokenizer(path or manifest.tokenizer_path)
+    if tokenizer.fingerprint != manifest.tokenizer_fingerprint:
+        raise DataError(
+            f"{prefix}: the shard was made with another tokenizer: fingerprint "
+            f"{tokenizer.fingerprint[:12]} ({path or manifest.tokenizer_path}), manifest "
+            f"{manifest.tokenizer_fingerprint[:12]} ({manifest.tokenizer_path}); give that as "
+            "--tokenizer, or preprocess again"
+        )
+    return tokenizer
+
+
+def _shard_summary(shards: Sequence[IndexedDataset], statistics: ShardStatistics) -> str:
+    size = sum(shard.num_tokens * shard.dtype.itemsize for shard in shards)
+    types = ", ".join(sorted({shard.dtype.name for shard in shards}))
+    empty = f" ({statistics.num_empty:,} more are empty)" if statistics.num_empty else ""
+    return (
+        f"{len(shards)} shard{'s' * (len(shards) > 1)}: {statistics.num_documents:,} documents"
+        f"{empty}, {statistics.num_sequences:,} sequences, {statistics.num_tokens:,} tokens, "
+        f"{types}, {size / 1e6:,.1f} MB"
+    )
+
+
+def _lengths_text(
+    statistics: ShardStatistics,
+    sequence_length: int,
+    lengths: npt.NDArray[np.int64],
+    packings: dict[str, Packing],
+) -> str:
+    mean = statistics.num_tokens / statistics.num_documents
+    named = "  ".join(
+        f"{share:.0%}: {length:,}"
+        for share, length in zip(QUANTILES, statistics.quantiles, strict=True)
+    )
+    rows = [
+        f"\ntokens a document: mean {mean:,.1f}, {statistics.shortest:,} to {statistics.longest:,}",
+        f"  {named}",
+    ]
+    most = max(int(statistics.histogram.max()), 1)
+    for exponent, count in enumerate(statistics.histogram.tolist()):
+        bar = "#" * round(_BAR * count / most)
+        span = f"{1 << exponent:,}-{(2 << exponent) - 1:,}"
+        rows.append(f"  {span:>19} {count:>12,}  {bar}".rstrip())
+    longer = float((lengths > sequence_length - 2).mean())
+    rows.append(f"\nrows of {sequence_length} tokens ({longer:.1%} of documents are longer):")
+    rows += [
+        f"  {name:<15} {packing.rows:>12,} rows an epoch, {packing.filled:.2%} filled"
+        for name, packing in packings.items()
+    ]
+    return "\n".join(rows)
+
+
+def _frequent_text(statistics: ShardStatistics, tokenizer: Tokenizer | None, top: int) -> str:
+    counts, total = statistics.token_counts, statistics.tokens_counted
+    order = np.argsort(-counts, kind="stable")[:top]
+    used = int((counts > 0).sum())
+    known = "" if tokenizer is None else f" of {tokenizer.vocab_size:,}"
+    rows = [f"\nmost frequent of {total:,} tokens ({used:,}{known} ids come):"]
+    for token in order.tolist():
+        if counts[token]:
+            piece = "" if tokenizer is None else repr(tokenizer.piece_text(token))
+            rows.append(f"  {token:>7} {counts[token] / total:>8.3%}  {piece}".rstrip())
+    if tokenizer is not None:
+        unknown = int(counts[tokenizer.unk_id]) if tokenizer.unk_id < len(counts) else 0
+        rows.append(f"  unknown: {unknown / total:.4%}")
+    return "\n".join(rows)
+
+
+def _document_beginnings(
+    shards: Sequence[IndexedDataset], tokenizer: Tokenizer | None, count: int
+) -> list[str]:
+    """Return the beginnings of documents that are spread evenly over all."""
+    lines = []
+    numbers = np.cumsum([0, *(shard.num_documents for shard in shards)])
+    for number in np.unique(np.linspace(0, numbers[-1] - 1, count).astype(np.int64)).tolist():
+        place = int(np.searchsorted(numbers, number, side="right")) - 1
+        local = number - int(numbers[place])
+        tokens = shards[place].document(local)
+        begin = tokens[:_SAMPLE_TOKENS].tolist()
+        text = " ".join(map(str, begin)) if tokenizer is None else tokenizer.decode(begin)
+        more = " ..." if tokens.size > _SAMPLE_TOKENS else ""
+        name = os.path.basename(shards[place].prefix)
+        lines.append(f"\n{name}, document {local} ({tokens.size:,} tokens):\n  {text}{more}")
+    return lines
+
+
+def _draw_lengths(path: Path, lengths: npt.NDArray[np.int64], sequence_length: int) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    bins = np.geomspace(1, max(int(lengths.max()), 2) + 1, 60).tolist()
+    axes.hist(lengths, bins, label="documents")
+    axes.hist(lengths, bins, weights=lengths / lengths.mean(), histtype="step", label="tokens")
+    axes.axvline(sequence_length, color="black", linestyle=":", label=f"{sequence_length} tokens")
+    axes.set_xscale("log")
+    axes.set_xlabel("tokens a document")
+    axes.set_ylabel("documents (tokens: scaled to the same area)")
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = temporary_name(path)
+    figure.savefig(fresh, format="png", dpi=120)
+    fresh.replace(path)

@@ -11,43 +11,67 @@ Example:
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from pathlib import Path
 
 from megatron_deberta.checkpoint.resume import FLAG
-from megatron_deberta.cli.arguments import CONFIG_CHANGE_HELP, add_run_arguments, number
-from megatron_deberta.cluster.entry_point import log_times
+from megatron_deberta.cli.arguments import add_run_arguments, add_shared, number
 from megatron_deberta.cluster.run_lock import raise_if_locked
 from megatron_deberta.cluster.watchdog.local_job import run_local_job
-from megatron_deberta.config import load_config, validate_for_world
+from megatron_deberta.config import load_config, save_config, validate_for_world
+from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import EXIT_DONE
+from megatron_deberta.observe.console import log_times
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run_arguments(parser)
-    parser.add_argument(
-        "--ranks", type=number(int, 1), required=True, metavar="N",
+    add_shared(
+        parser, "--ranks", required=True,
         help="number of ranks (training processes), one per GPU",
     )  # fmt: skip
     parser.add_argument(
         "--restarts", type=number(int, 0), default=10, metavar="N", help="restarts after failures"
     )
-    parser.add_argument(
-        "--dry-run", action="store_true",
-        help="print the resolved configuration, ranks, batch and parameters, and exit",
-    )  # fmt: skip
-    parser.add_argument(FLAG, action="store_true", help=CONFIG_CHANGE_HELP)
+    add_shared(parser, "--dry-run", "--allow-config-change")
 
 
 def run(args: argparse.Namespace) -> int:
     """Start and supervise the ranks."""
     config = load_config(args.config, args.overrides)
-    validate_for_world(config, args.ranks)
     if args.dry_run:
         from megatron_deberta.cli.pretrain import describe_run
 
         print(describe_run(config, args.ranks))
         return EXIT_DONE
+    return launch(config, args, [args.config, *args.overrides], args.restarts)
+
+
+def launch(
+    config: RunConfig,
+    args: argparse.Namespace,
+    arguments: Sequence[str],
+    restarts: int,
+    run_file: Path | None = None,
+) -> int:
+    """Start and supervise the ranks of a run.
+
+    Args:
+        config: the run.
+        args: ``ranks`` and ``allow_config_change``.
+        arguments: of ``pretrain``, which each rank runs.
+        restarts: most restarts after failures.
+        run_file: where the run is saved before; None: nowhere.
+
+    Returns:
+        The exit code.
+    """
+    validate_for_world(config, args.ranks)
     raise_if_locked(config.train.run_dir)
     log_times()
-    arguments = [args.config, *args.overrides, *([FLAG] if args.allow_config_change else [])]
-    return run_local_job(config, arguments, args.ranks, args.restarts)
+    if run_file is not None:
+        run_file.parent.mkdir(parents=True, exist_ok=True)
+        save_config(config, run_file)
+    flags = [FLAG] if args.allow_config_change else []
+    return run_local_job(config, [*arguments, *flags], args.ranks, restarts)

@@ -16,15 +16,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_deberta.cli.arguments import add_run_dir_argument, run_folder
+from megatron_deberta.cli.arguments import add_shared, run_folder
 from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.slurm.submit import LOGS
-from megatron_deberta.errors import EXIT_DONE, ConfigError
+from megatron_deberta.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_run_dir_argument(parser)
+    add_shared(parser, "run_dir")
     parser.add_argument(
         "--rank", type=int, default=0, metavar="N", help="rank whose log is printed"
     )
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Print the log."""
     run_dir = run_folder(args)
     if not attempt_logs(run_dir / LOGS, args.rank) and not args.follow:
@@ -52,7 +52,6 @@ def run(args: argparse.Namespace) -> int:
     for text in read(run_dir, args.rank, follow=args.follow, all_attempts=args.all_attempts):
         sys.stdout.write(text)
         sys.stdout.flush()
-    return EXIT_DONE
 
 
 def attempt_logs(folder: Path, rank: int) -> list[Path]:

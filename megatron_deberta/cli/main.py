@@ -1,7 +1,8 @@
 """Entry point of ``megatron-deberta``: runs a subcommand; errors become one line and an exit code.
 
-Each subcommand is a module of this package with ``add_arguments(parser)`` and ``run(args) -> int``,
-imported only when it is called, so that ``--help`` does not import torch.
+Each subcommand is a module of this package with ``add_arguments(parser)`` and ``run(args)``, which
+returns the exit code, or None for 0. It is imported only when it is called, so that ``--help`` does
+not import torch.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import select
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, cast
+from types import ModuleType
+from typing import NamedTuple
 
 from megatron_deberta import __version__
 from megatron_deberta.cli.arguments import CommandParser, HelpFormatter, with_current_names
 from megatron_deberta.errors import (
+    EXIT_DONE,
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
     EXIT_USAGE,
@@ -37,16 +40,6 @@ class Command(NamedTuple):
 
     name: str
     help: str
-
-
-class CommandModule(Protocol):
-    """Interface of a subcommand's module."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the subcommand's arguments."""
-
-    def run(self, args: argparse.Namespace) -> int:
-        """Run the subcommand and return the exit code."""
 
 
 COMMANDS: tuple[Command, ...] = (
@@ -83,10 +76,9 @@ COMMANDS: tuple[Command, ...] = (
 )
 
 
-def import_command(command: Command) -> CommandModule:
+def import_command(command: Command) -> ModuleType:
     """Import the module behind a subcommand."""
-    module = command.name.replace("-", "_")
-    return cast(CommandModule, importlib.import_module(f"megatron_deberta.cli.{module}"))
+    return importlib.import_module(f"megatron_deberta.cli.{command.name.replace('-', '_')}")
 
 
 def build_overview() -> argparse.ArgumentParser:
@@ -122,7 +114,7 @@ def command_name(text: str) -> str:
     raise argparse.ArgumentTypeError(f"there is no command {text!r}; {hint}")
 
 
-def build_parser(command: Command, module: CommandModule) -> argparse.ArgumentParser:
+def build_parser(command: Command, module: ModuleType) -> argparse.ArgumentParser:
     """Build a subcommand's parser; description and epilog are the module's docstring."""
     lines = (module.__doc__ or command.help).strip().splitlines()
     parser = CommandParser(
@@ -148,6 +140,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: on ``--help``, ``--version`` (0) and an unknown command (2), as argparse does.
     """
+    if "_ARGCOMPLETE" in os.environ:
+        from megatron_deberta.cli.completion import complete
+
+        complete()
     if argv is None:
         _use_utf8()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -165,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not debug:
             # Dask's client logs a traceback per lost connection; the commands report one line.
             os.environ.setdefault("DASK_LOGGING", str(dict.fromkeys(_DASK_LOGGERS, "critical")))
-        return module.run(args)
+        return module.run(args) or EXIT_DONE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except UnicodeEncodeError as error:

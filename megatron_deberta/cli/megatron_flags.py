@@ -22,7 +22,7 @@ import orjson
 from megatron_deberta.cli.arguments import CommandParser, HelpFormatter, number
 from megatron_deberta.cli.main import describe
 from megatron_deberta.cli.main import main as run_command
-from megatron_deberta.cli.text_input import add_rerun_arguments
+from megatron_deberta.cli.text_job import add_rerun_arguments
 from megatron_deberta.data.shards.format import dtype_for_vocab
 from megatron_deberta.errors import ConfigError, MegatronDebertaError
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer

@@ -15,33 +15,29 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_deberta.cli.executor_arguments import add_executor_arguments
-from megatron_deberta.cli.shard_arguments import add_shard_arguments, shard_names
-from megatron_deberta.cli.text_input import add_rerun_arguments
-from megatron_deberta.cli.text_job import add_estimate_arguments, estimated_workers, open_engine
+from megatron_deberta.cli.arguments import add_shared, shard_names
+from megatron_deberta.cli.text_job import add_job_arguments, estimated_workers, open_engine
 from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.merge import merge_shards
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_shard_arguments(parser)
+    add_shared(parser, "shards", "--prefix")
     parser.add_argument(
         "--output", required=True, metavar="PREFIX", help="prefix of the merged shard"
     )
-    add_executor_arguments(parser, array=False)
-    add_rerun_arguments(parser, "an existing shard")
-    add_estimate_arguments(parser)
+    add_job_arguments(parser, "an existing shard", array=False)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Merge the shards and print a summary."""
     if args.estimate:
         from megatron_deberta.planning.text_jobs import estimate_merge
 
         prefixes = shard_names(args, each_once=False)
         print(estimate_merge(prefixes, args.nodes or 1, estimated_workers(args)))
-        return 0
+        return
     with open_engine(args, JobFolder(args.output), "merge") as run_options:
         prefixes = shard_names(args, each_once=False)
         manifest = merge_shards(prefixes, args.output, run=run_options)
@@ -49,4 +45,3 @@ def run(args: argparse.Namespace) -> int:
         f"{args.output}: {manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens, "
         f"{manifest.dtype}, from {len(prefixes)} shards"
     )
-    return 0

@@ -23,29 +23,28 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from megatron_deberta.cli.arguments import add_run_arguments, number, refuse_options
-from megatron_deberta.cli.plan_cpu import NAME as CPU
-from megatron_deberta.cli.plan_cpu import report_cpu_plan
+from megatron_deberta.cli.arguments import add_run_arguments, add_shared, number, refuse_options
 from megatron_deberta.cluster.installation import query_gpus
 from megatron_deberta.cluster.profile import ClusterProfile, load_profile
 from megatron_deberta.config import RunConfig, load_config
 from megatron_deberta.config.schema import AUTO, ModelConfig
-from megatron_deberta.errors import EXIT_DONE, ConfigError
-from megatron_deberta.finetune.data import planned_steps
-from megatron_deberta.finetune.settings import planned_config
+from megatron_deberta.errors import ConfigError
 from megatron_deberta.observe.console import format_duration
-from megatron_deberta.planning.devices import DEVICES, Device
-from megatron_deberta.planning.local_saves import LocalSavePlan
-from megatron_deberta.planning.machine import machine_of
-from megatron_deberta.planning.plan import FAILURE_DAYS, RunPlan, make_plan
-from megatron_deberta.planning.search import NEAR, Search
-from megatron_deberta.train.vocab_size import with_vocab_size
+from megatron_deberta.planning.machine import DEVICES, FAILURE_DAYS, Device, machine_of
 
+if TYPE_CHECKING:
+    # These import torch, which --help does not need.
+    from megatron_deberta.planning.plan import CpuPlan, LocalSavePlan, RunPlan
+    from megatron_deberta.planning.search import Search
+
+CPU = "cpu"
+"""Value of ``--cluster``: this machine's CPU."""
 DEFAULT_PROFILE = "dgx_h100"
 _LAYOUTS = 10
 """Layouts that are printed by default."""
@@ -54,8 +53,8 @@ _LAYOUTS = 10
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run_arguments(parser, required=False)
-    parser.add_argument(
-        "--cluster", metavar="PROFILE",
+    add_shared(
+        parser, "--cluster",
         help="cluster profile: dgx2, dgx_h100, or a YAML file of the same form; cpu: this "
         "machine's CPU, without times (default: cpu with train.device=cpu, else this machine's "
         f"GPUs, or {DEFAULT_PROFILE})",
@@ -64,10 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--world-size", type=number(int, 1), metavar="N",
         help="number of ranks (default: those of cluster.nodes full nodes, at least one)",
     )  # fmt: skip
-    parser.add_argument(
-        "--nodes", type=number(int, 1), metavar="N",
-        help="number of full nodes, instead of --world-size",
-    )  # fmt: skip
+    add_shared(
+        parser, "--nodes", type=number(int, 1), help="number of full nodes, instead of --world-size"
+    )
     parser.add_argument(
         "--device", default="", metavar="NAME", help="GPU, such as A100 (default: the profile's)"
     )
@@ -80,8 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layouts", type=number(int, 0), metavar="N",
         help=f"parallel layouts to print; 0: no search (default: {_LAYOUTS})",
     )  # fmt: skip
-    parser.add_argument(
-        "--task", default="", metavar="TASK",
+    add_shared(
+        parser, "--task",
         help="plan fine-tuning the run's model on this task: a file, or a name such as mnli",
     )  # fmt: skip
     parser.add_argument(
@@ -93,42 +91,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --task: mean length of a micro batch's longest row, for the time of the run "
         "(default: full rows); memory is always that of full rows",
     )  # fmt: skip
-    parser.add_argument(
-        "--settings", default="", metavar="NAME", help="with --task: the task's settings, or none"
-    )
+    add_shared(parser, "--settings", help="with --task: the task's settings, or none")
     parser.add_argument(
         "--failure-days", type=float, metavar="DAYS",
         help="with checkpoint.local_every: mean days between failures of one node (default: "
         f"{FAILURE_DAYS:g}, an assumption)",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_shared(parser, "--json")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Plan the run and print the result."""
-    is_override = args.config is not None and "=" in args.config
+    from megatron_deberta.finetune.data import planned_steps
+    from megatron_deberta.planning.plan import make_plan
+    from megatron_deberta.train.vocab_size import with_vocab_size
+
     path, overrides = args.config, list(args.overrides)
-    if is_override:
-        path, overrides = None, [args.config, *overrides]
+    if path is not None and "=" in path:
+        path, overrides = None, [path, *overrides]
     if not args.task:
-        of_tasks = {
-            "examples": "--examples",
-            "row_tokens": "--row-tokens",
-            "settings": "--settings",
-        }
-        refuse_options(args, of_tasks, "needs --task NAME")
+        refuse_options(args, ["examples", "row_tokens", "settings"], "needs --task NAME")
     config = with_vocab_size(_without_auto(load_config(path, [] if args.task else overrides)))
     if not config.checkpoint.local_every:
-        refuse_options(
-            args, {"failure_days": "--failure-days"}, "needs checkpoint.local_every above 0"
-        )
+        refuse_options(args, ["failure_days"], "needs checkpoint.local_every above 0")
     if not args.task and config.finetune.task and config.finetune.epochs:
         config = planned_steps(config)
     if args.cluster == CPU or (not args.cluster and config.train.device == CPU):
         if args.task:
             raise ConfigError("--task needs --cluster PROFILE with devices, such as dgx2")
-        print(report_cpu_plan(config, args))
-        return EXIT_DONE
+        print(_plan_cpu(config, args))
+        return
     profile = load_profile(args.cluster, trusted=True) if args.cluster else default_profile()
     machine = machine_of(profile, args.device, args.achieved or 0.0)
     world_size = _world_size(config, args, machine.ranks_per_node)
@@ -144,12 +136,11 @@ def run(args: argparse.Namespace) -> int:
     )  # fmt: skip
     if args.json:
         print(json.dumps(plan.to_dict(), indent=1))
-        return EXIT_DONE
+        return
     # None: the terminal's.
     width = None if sys.stdout.isatty() else 112
     console = Console(file=sys.stdout, highlight=False, width=width)
     show(plan, console, num_layouts)
-    return EXIT_DONE
 
 
 def _world_size(config: RunConfig, args: argparse.Namespace, per_node: int) -> int:
@@ -197,6 +188,8 @@ def _task_config(
     run: RunConfig, args: argparse.Namespace, overrides: list[str], world_size: int
 ) -> RunConfig:
     """Return the fine-tuning run that ``--task`` and its options describe."""
+    from megatron_deberta.finetune.settings import planned_config
+
     if args.examples is None:
         raise ConfigError("--task needs --examples N, the number of training examples")
     return planned_config(
@@ -225,6 +218,69 @@ def _is_device(device: Device, name: str, mebibytes: str) -> bool:
     """Return whether ``nvidia-smi`` describes a device by this name and memory."""
     size = int(mebibytes) * 2**20 / (device.memory_gb * 1e9) if mebibytes.isdigit() else 0
     return device.name.split("-")[0] in name and 0.9 < size < 1.15
+
+
+def _plan_cpu(config: RunConfig, args: argparse.Namespace) -> str:
+    """Return the plan as text, or as JSON.
+
+    Raises:
+        ConfigError: an option of ``plan`` is about GPUs, or see ``make_cpu_plan``.
+        TopologyError: see ``make_cpu_plan``.
+    """
+    from megatron_deberta.planning.plan import make_cpu_plan
+
+    of_gpus = ["device", "achieved", "layouts", "failure_days"]
+    refuse_options(args, of_gpus, f"is about GPUs, not for --cluster {CPU}")
+    if (args.nodes or 1) > 1:
+        raise ConfigError(f"--cluster {CPU} is this machine alone; omit --nodes {args.nodes}")
+    plan = make_cpu_plan(config, args.world_size or 1)
+    return json.dumps(plan.to_dict(), indent=1) if args.json else _describe_cpu_plan(plan)
+
+
+def _describe_cpu_plan(plan: CpuPlan) -> str:
+    """Format a plan, one ``name: value`` per line."""
+    from megatron_deberta.planning.plan import LIBRARY_BYTES
+
+    config, batch = plan.config, plan.batch
+    needed = plan.memory[config.parallel.recompute].total
+    has_room = plan.world_size * (needed + LIBRARY_BYTES) < plan.memory_bytes
+    policies = ", ".join(
+        f"{policy} {estimate.total / 2**30:.2g}" for policy, estimate in plan.memory.items()
+    )
+    rows = [
+        ("machine", f"CPU, {plan.cores} cores, {plan.memory_bytes / 2**30:.1f} GiB"),
+        ("model", f"{plan.parameters:,} parameters"),
+        *(("phase", line) for line in plan.phases),
+        (
+            "ranks",
+            f"{plan.world_size} = TP {config.parallel.tensor_parallel_size} x DP {batch.dp_size}, "
+            f"{config.precision.dtype}; --world-size sets the number",
+        ),
+        (
+            "batch",
+            f"{config.train.global_batch_size:,} sequences = micro batch {batch.micro_batch_size} "
+            f"x accumulation {batch.accumulation_steps} x DP {batch.dp_size}; "
+            f"{plan.tokens_per_step:,} tokens per step",
+        ),
+        (
+            "work",
+            f"{plan.flops_per_token / 1e9:.3g} GFLOP per token, "
+            f"{plan.flops_per_token * plan.tokens_per_step / 1e9:,.3g} GFLOP per step, "
+            f"{config.train.steps:,} steps",
+        ),
+        (
+            "memory",
+            f"{needed / 2**30:.2g} GiB per rank, besides 1 GiB for the libraries: "
+            f"{'fits' if has_room else 'does not fit, lower train.micro_batch_size'} "
+            f"(by recomputation: {policies})",
+        ),
+        (
+            "time",
+            "not predicted for CPUs; pretrain shows tokens per second and the time left after "
+            f"{config.log.every} steps",
+        ),
+    ]
+    return "\n".join(f"{name + ':':<10}{text}" for name, text in rows)
 
 
 def show(plan: RunPlan, console: Console, num_layouts: int) -> None:
@@ -364,25 +420,19 @@ def _traffic_table(plan: RunPlan) -> Table:
 
 
 def _time_table(plan: RunPlan) -> Table:
-    parts = (
-        "compute",
-        "attention",
-        "tensor_parallel",
-        "gradients",
-        "weights",
-        "optimizer",
-        "total",
-    )
+    parts = {**plan.step._asdict(), "total": plan.step.total}
     return _table(
         "predicted time per step, ms",
         [],
         [part.replace("_", " ") for part in parts],
-        [[f"{1e3 * getattr(plan.step, part):,.1f}" for part in parts]],
+        [[f"{1e3 * seconds:,.1f}" for seconds in parts.values()]],
     )
 
 
-def _search_table(search: Search, num_layouts: int) -> Table:
-    return _table(
+def _show_search(search: Search, console: Console, num_layouts: int) -> None:
+    from megatron_deberta.planning.search import NEAR
+
+    table = _table(
         f"{len(search.choices)} layouts fit, fastest first (simplest within {NEAR - 1:.0%})",
         [],
         ["TP", "SP", "ZeRO", "recompute", "micro batch", "memory, GB", "days"],
@@ -399,10 +449,7 @@ def _search_table(search: Search, num_layouts: int) -> Table:
             for choice in search.choices[:num_layouts]
         ),
     )
-
-
-def _show_search(search: Search, console: Console, num_layouts: int) -> None:
-    console.print(_search_table(search, num_layouts))
+    console.print(table)
     if search.choices:
         console.print(f"overrides of the first: {' '.join(search.choices[0].overrides())}")
     else:

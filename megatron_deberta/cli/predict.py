@@ -25,9 +25,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_deberta.cli.arguments import number, prepare_output
-from megatron_deberta.cli.finetune import add_task_arguments
-from megatron_deberta.errors import EXIT_DONE, ConfigError, MissingInputError
+from megatron_deberta.cli.arguments import (
+    add_shared,
+    add_task_arguments,
+    number,
+    prepare_output,
+)
+from megatron_deberta.errors import ConfigError, MissingInputError
 from megatron_deberta.files import write_atomically
 
 if TYPE_CHECKING:
@@ -49,13 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--text-pair", action="append", default=[], metavar="TEXT",
         help="second segment of --text: of spans the passage",
     )  # fmt: skip
-    parser.add_argument("--split", metavar="NAME", help=f"split to predict (default: {_TEST})")
-    parser.add_argument(
-        "--output", default="", metavar="FILE", help="file to write (default: standard output)"
-    )
-    parser.add_argument(
-        "--leaderboard", default="", metavar="DIR", help="folder for the leaderboard's files"
-    )
+    add_shared(parser, "--split", help=f"split to predict (default: {_TEST})")
+    add_shared(parser, "--output", help="file to write (default: standard output)")
+    add_shared(parser, "--leaderboard")
     parser.add_argument(
         "--null-threshold", type=number(float, -math.inf, math.inf), metavar="X",
         help="SQuAD 2.0: predict no answer above this score, which evaluate finds as "
@@ -63,9 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Predict and write the predictions."""
-    from megatron_deberta.finetune.predict import open_predictor
+    from megatron_deberta.evaluate.predict import open_predictor
     from megatron_deberta.train.start import refusals
 
     texts = _texts(args)
@@ -104,7 +104,6 @@ def run(args: argparse.Namespace) -> int:
                 is_multi_label=predictor.is_multi_label,
             )
             _write(args, task, examples, predictions)
-    return EXIT_DONE
 
 
 def _texts(args: argparse.Namespace) -> tuple[list[str], list[str]] | None:

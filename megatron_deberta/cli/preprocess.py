@@ -15,25 +15,18 @@ from __future__ import annotations
 
 import argparse
 import re
-from pathlib import Path
 
 from megatron_deberta.cli.arguments import number
-from megatron_deberta.cli.executor_arguments import add_executor_arguments
-from megatron_deberta.cli.text_input import (
-    add_bad_fraction_argument,
-    add_input_arguments,
-    add_rerun_arguments,
-)
 from megatron_deberta.cli.text_job import (
-    add_estimate_arguments,
+    add_input_arguments,
+    add_job_arguments,
     estimated_input,
     not_published,
     open_work,
 )
-from megatron_deberta.errors import EXIT_DONE, ConfigError
+from megatron_deberta.errors import ConfigError
 from megatron_deberta.text.preprocess.encoding import EncodingOptions
-from megatron_deberta.text.preprocess.merging import quarantine_path, shard_prefixes
-from megatron_deberta.text.preprocess.pipeline import preprocess
+from megatron_deberta.text.preprocess.pipeline import preprocess, quarantine_path, shard_prefixes
 from megatron_deberta.text.readers.checks import refuse_both_sides
 
 
@@ -47,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", required=True, metavar="PREFIX", help="prefix of the shards' names"
     )
-    add_executor_arguments(parser)
     parser.add_argument(
         "--sentences", nargs="?", const="en", default="", metavar="LANGUAGE",
         help="store sentences separately (PREFIX_KEY_sentence), split by the rules of this "
@@ -67,28 +59,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="encode with the SentencePiece library, slower: its ids differ where two "
         "segmentations have nearly the same score",
     )  # fmt: skip
-    add_bad_fraction_argument(parser)
     parser.add_argument(
         "--unit-mb", type=number(float, 1e-6, 1e6), metavar="MB",
         help="text per unit of work, repeated after a crash (default: 8 to 67 MB, by the size of "
         "the input)",
     )  # fmt: skip
-    add_rerun_arguments(parser, "existing shards")
-    add_estimate_arguments(parser)
+    add_job_arguments(parser, "existing shards")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Preprocess and, on the first rank, print a summary."""
     if args.sentences and not re.fullmatch("[a-z]{2,3}", args.sentences):
         raise ConfigError(f"--sentences {args.sentences}: must be a code as en or de (ISO 639)")
-    output = Path(args.output)
     if args.estimate:
         from megatron_deberta.planning.text_jobs import estimate_preprocess
 
-        with estimated_input(args, output, is_folder=False) as (sources, read, workers):
-            print(estimate_preprocess(sources, args.tokenizer, read, args.nodes or 1, workers))
-        return EXIT_DONE
-    with open_work(args, output, "preprocess", is_folder=False) as (sources, read, options):
+        with estimated_input(args, is_folder=False) as (sources, read, nodes, workers):
+            print(estimate_preprocess(sources, args.tokenizer, read, nodes, workers))
+        return
+    with open_work(args, "preprocess", is_folder=False) as (sources, read, options):
         refuse_both_sides(sources, args.output)
         manifests = preprocess(
             sources,
@@ -106,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if not manifests:
         print(not_published(args.output))
-        return EXIT_DONE
+        return
     prefixes = shard_prefixes(args.output, read.keys, args.sentences)
     for prefix, manifest in zip(prefixes, manifests, strict=True):
         print(
@@ -116,4 +105,3 @@ def run(args: argparse.Namespace) -> int:
         )
     if manifests[0].documents_quarantined:
         print(f"{quarantine_path(args.output)} lists the quarantined records")
-    return EXIT_DONE

@@ -21,9 +21,8 @@ from collections import Counter
 from contextlib import ExitStack
 from typing import Any
 
-from megatron_deberta.checkpoint.resume import FLAG
-from megatron_deberta.cli.arguments import add_run_arguments
-from megatron_deberta.cluster import preflight
+from megatron_deberta.cli.arguments import add_run_arguments, add_shared
+from megatron_deberta.cluster import installation
 from megatron_deberta.cluster.run_lock import RunLock, raise_if_locked
 from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat
 from megatron_deberta.config import BatchArithmetic, load_config, validate_for_world
@@ -38,16 +37,7 @@ from megatron_deberta.processes import raise_open_file_limit
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run_arguments(parser)
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the resolved configuration, ranks, batch and parameters, and exit",
-    )
-    parser.add_argument(
-        FLAG,
-        action="store_true",
-        help="resume with another optimizer, precision or number of steps than the checkpoint's",
-    )
+    add_shared(parser, "--dry-run", "--allow-config-change")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,9 +62,9 @@ def train(config: RunConfig, allow_config_change: bool = False) -> int:
         from megatron_deberta.train.preemption import STOP_SIGNALS, StopSignal
         from megatron_deberta.train.run import pretrain
 
-        preflight.check_torch_version(torch.__version__)
+        installation.check_torch_version(torch.__version__)
         if config.train.device != "cpu":
-            preflight.check_devices()
+            installation.check_devices()
         with ExitStack() as stack:
             stop = stack.enter_context(StopSignal(announces=environment.rank == 0))
             code = EXIT_FAILURE
@@ -108,8 +98,8 @@ def task_functions(config: RunConfig) -> dict[str, Any]:
     """Return the functions that open data and initial weights of a fine-tuning run."""
     if not config.finetune.task:
         return {}
+    from megatron_deberta.evaluate.models import open_release_weights
     from megatron_deberta.finetune.data import open_task_data
-    from megatron_deberta.finetune.models import open_release_weights
 
     return {"open_data": open_task_data, "open_weights": open_release_weights}
 
@@ -118,8 +108,8 @@ def predict_bytes(config: RunConfig) -> int:
     """Predict the peak memory of a rank of this job: of its GPU, or of its process."""
     import torch
 
-    from megatron_deberta.planning.cpu import LIBRARY_BYTES
     from megatron_deberta.planning.memory import estimate_memory
+    from megatron_deberta.planning.plan import LIBRARY_BYTES
 
     on_gpu = torch.cuda.is_available() and config.train.device != "cpu"
     has_triton = on_gpu and torch.cuda.get_device_capability() >= (8, 0)
@@ -197,7 +187,7 @@ def _batches(config: RunConfig, batch: BatchArithmetic, epochs: float | None) ->
 def _parameter_table(config: RunConfig, tp_size: int) -> list[str]:
     """Format one line per parameter, those of all layers together, and the sums."""
     from megatron_deberta.distributed.parallelize.plan import shard_spec
-    from megatron_deberta.model.shapes import parameter_shapes
+    from megatron_deberta.model.task_models import parameter_shapes
 
     shapes = parameter_shapes(config.model)
     times = Counter(map(_without_layer, shapes))

@@ -16,20 +16,21 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_deberta.cli.arguments import prepare_output
-from megatron_deberta.errors import EXIT_DONE, printable
+from megatron_deberta.cli.arguments import add_shared, prepare_output
+from megatron_deberta.errors import printable
 from megatron_deberta.files import write_atomically
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder (train.run_dir)")
-    parser.add_argument(
-        "--output", default="report.html", metavar="FILE.html", help="the page; it is replaced"
-    )
+    add_shared(
+        parser, "--output", default="report.html", metavar="FILE.html",
+        help="the page; it is replaced",
+    )  # fmt: skip
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Write the page, and print damaged records and its name."""
     # Imported here because it imports matplotlib.
     from megatron_deberta.report.page import write_page
@@ -41,4 +42,3 @@ def run(args: argparse.Namespace) -> int:
     for problem in problems:
         print(printable(f"megatron-deberta: warning: {problem}"), file=sys.stderr)
     print(output)
-    return EXIT_DONE

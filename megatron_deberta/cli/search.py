@@ -22,14 +22,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_deberta.cli.arguments import number
-from megatron_deberta.cli.submit import add_check_argument
+from megatron_deberta.cli.arguments import add_shared
+from megatron_deberta.cli.submit import check_fit, submission_problem
+from megatron_deberta.cluster.profile import load_profile
+from megatron_deberta.cluster.slurm.submit import describe_arrays, profile_of_ranks, submit_arrays
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE, ConfigError, printable
+from megatron_deberta.finetune.search import SearchConfig, load_search
+from megatron_deberta.tasks.task import load_task
 
 if TYPE_CHECKING:
-    from megatron_deberta.finetune.search.cells import ConfiguredRun, SearchRun
-    from megatron_deberta.finetune.search.config import SearchConfig
-    from megatron_deberta.finetune.search.local import Outcome
+    from megatron_deberta.finetune.local_runs import Outcome
+    from megatron_deberta.finetune.search import ConfiguredRun, SearchRun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,29 +41,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "search", metavar="SEARCH.yaml",
         help="search; packaged ones are called configs/searches/NAME.yaml",
     )  # fmt: skip
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value",
+    add_shared(
+        parser, "overrides", metavar="key=value",
         help="replaces a key of the search (seeds=3), or of its grid "
         "(optimizer.learning_rate=[1e-5,2e-5], finetune.epochs=3)",
     )  # fmt: skip
-    parser.add_argument(
-        "--jobs", type=number(int, 1), metavar="N",
+    add_shared(
+        parser, "--jobs", default=None,
         help="runs at a time (default: as many as the GPUs, or the cores and the memory, allow; "
         "with --cluster: no limit)",
     )  # fmt: skip
-    parser.add_argument(
-        "--cluster", default="", metavar="PROFILE",
+    add_shared(
+        parser, "--cluster", default="",
         help="submit the runs as a SLURM job array: dgx2, dgx_h100, local, or a YAML file",
     )  # fmt: skip
-    parser.add_argument(
-        "--trust-profile", action="store_true",
-        help="allow the profile to run code, as for submit",
-    )  # fmt: skip
-    add_check_argument(parser)
+    add_shared(parser, "--trust-profile", "--no-check")
     parser.add_argument("--table", action="store_true", help="print the table, and exit")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the cells, and the command of --cluster"
-    )
+    add_shared(parser, "--dry-run", help="print the cells, and the command of --cluster")
     parser.add_argument(
         "--prune", action="store_true",
         help="delete the checkpoints of complete cells other than the best; results remain",
@@ -69,17 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run, submit, or show the search."""
+    from megatron_deberta.evaluate.models import open_source_model
     from megatron_deberta.finetune.inputs import (
         check_inputs,
         fingerprint_inputs,
         fingerprint_weights,
         record_inputs,
     )
-    from megatron_deberta.finetune.models import open_source_model
-    from megatron_deberta.finetune.search.cells import INPUTS_FILE, configure_runs, list_runs
-    from megatron_deberta.finetune.search.config import load_search
-    from megatron_deberta.finetune.search.results import read_result
-    from megatron_deberta.tasks.task import load_task
+    from megatron_deberta.finetune.search import INPUTS_FILE, configure_runs, list_runs, read_result
     from megatron_deberta.train.start import refusals
 
     search = load_search(args.search, args.overrides)
@@ -113,16 +107,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _show(search: SearchConfig, runs: Sequence[SearchRun], metric: str, *, prunes: bool) -> int:
     """Print and write the table; delete checkpoints if asked to."""
-    from megatron_deberta.finetune.search import results
+    from megatron_deberta.finetune.search import collect, format_table, prune, write_results
 
     if not any(run.folder.exists() for run in runs):
         raise ConfigError(f"{search.output}: no run has begun; start the search without --table")
-    found = results.collect(runs, metric)
-    files = results.write_results(search, metric, found)
-    print(results.format_table(search, metric, found))
+    found = collect(runs, metric)
+    files = write_results(search, metric, found)
+    print(format_table(search, metric, found))
     print(f"written: {', '.join(map(str, files))}")
     if prunes:
-        print(f"--prune: checkpoints of {results.prune(found, search.select)} runs deleted")
+        print(f"--prune: checkpoints of {prune(found, search.select)} runs deleted")
     return EXIT_DONE
 
 
@@ -144,20 +138,20 @@ def _run_locally(
     search: SearchConfig, pending: Sequence[ConfiguredRun], metric: str, jobs: int | None
 ) -> int:
     """Run the pending runs here; return the exit code of the search."""
-    from megatron_deberta.finetune.search import local
+    from megatron_deberta.finetune.local_runs import run_all, run_command, stop_signals
 
     slots = _slots(search, pending[0], jobs)
     with (
         _folder_lock(search),
-        local.stop_signals() as stop,
+        stop_signals() as stop,
         _Report(len(pending), metric) as report,
     ):
-        all_started = local.run_all(
+        all_started = run_all(
             pending,
             slots,
             lambda outcome: report.add(outcome, is_stopping=bool(stop.numbers)),
             stop,
-            lambda run: local.run_command(run, search.ranks),
+            lambda run: run_command(run, search.ranks),
         )
     if stop.numbers:
         return stop.exit_code
@@ -197,8 +191,8 @@ class _Report:
 
     def add(self, outcome: Outcome, *, is_stopping: bool) -> None:
         """Print the end of a run."""
-        from megatron_deberta.finetune.search.local import LOG_FILE
-        from megatron_deberta.finetune.search.results import read_result
+        from megatron_deberta.finetune.local_runs import LOG_FILE
+        from megatron_deberta.finetune.search import read_result
 
         result = read_result(outcome.run.folder, self._metric)
         self._ended += 1
@@ -220,7 +214,7 @@ class _Report:
 
 @contextmanager
 def _folder_lock(search: SearchConfig) -> Iterator[None]:
-    from megatron_deberta.finetune.search.local import lock_folder
+    from megatron_deberta.finetune.local_runs import lock_folder
 
     try:
         descriptor = lock_folder(Path(search.output))
@@ -239,7 +233,7 @@ def _slots(search: SearchConfig, first: ConfiguredRun, jobs: int | None) -> list
     import psutil
 
     from megatron_deberta.cli.pretrain import predict_bytes
-    from megatron_deberta.finetune.search.local import slot_environments, visible_gpus
+    from megatron_deberta.finetune.local_runs import slot_environments, visible_gpus
 
     devices = [] if first.config.train.device == "cpu" else visible_gpus()
     if devices:
@@ -260,18 +254,14 @@ def _submit(
     search: SearchConfig, pending: Sequence[ConfiguredRun], args: argparse.Namespace
 ) -> int:
     """Submit the pending runs that are not queued already as job arrays."""
-    from megatron_deberta.cli.submit import check_fit, submission_problem
-    from megatron_deberta.cluster.profile import load_profile
-    from megatron_deberta.cluster.slurm import array
-
     profile = load_profile(args.cluster, trusted=args.trust_profile)
-    profile, nodes = array.profile_of_ranks(profile, search.ranks)
+    profile, nodes = profile_of_ranks(profile, search.ranks)
     configs = [check_fit(run.config, profile, nodes) for run in pending]
     at_most = args.jobs or 0
     # The runs have the same model and data.
     problem = submission_problem(configs[0], profile, args)
     if args.dry_run:
-        print(array.describe(profile, configs, Path(search.output), at_most))
+        print(describe_arrays(profile, configs, Path(search.output), at_most))
         if problem:
             print(f"# error: {problem}")
         return EXIT_USAGE if problem else EXIT_DONE
@@ -281,7 +271,7 @@ def _submit(
     with _folder_lock(search):
         for run in pending:
             run.write_config()
-        jobs, skipped = array.submit(profile, configs, Path(search.output), at_most)
+        jobs, skipped = submit_arrays(profile, configs, Path(search.output), at_most)
     if skipped:
         print(f"{skipped} runs are queued or running already")
     if jobs:

@@ -19,15 +19,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megatron_deberta.cli.arguments import add_shared
 from megatron_deberta.cli.deduplicate import add_work_arguments
-from megatron_deberta.cli.text_input import add_input_arguments
 from megatron_deberta.cli.text_job import (
-    add_estimate_arguments,
+    add_input_arguments,
     estimated_input,
     not_published,
     open_work,
 )
-from megatron_deberta.errors import EXIT_DONE
 from megatron_deberta.text.split import split
 
 
@@ -39,27 +38,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fraction", type=float, default=0.05, metavar="F",
         help="expected fraction of validation documents (default: %(default)s, as in the paper)",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="seed of the hash")
+    add_shared(parser, "--seed", default=0, help="seed of the hash")
     parser.add_argument(
         "--clusters", type=Path, metavar="DIR", help="output of deduplicate for the same documents"
     )
     add_work_arguments(parser)
-    add_estimate_arguments(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Split and print a summary."""
-    output = Path(args.output)
     if args.estimate:
         from megatron_deberta.planning.text_jobs import estimate_split
 
-        with estimated_input(args, output) as (sources, options, workers):
-            print(estimate_split(sources, options, args.nodes or 1, workers))
-        return EXIT_DONE
-    with open_work(args, output, "split") as (sources, options, run_options):
+        with estimated_input(args) as (sources, options, nodes, workers):
+            print(estimate_split(sources, options, nodes, workers))
+        return
+    with open_work(args, "split") as (sources, options, run_options):
         summary = split(
             sources,
-            output,
+            Path(args.output),
             options,
             fraction=args.fraction,
             seed=args.seed,
@@ -69,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if not summary:
         print(not_published(args.output))
-        return EXIT_DONE
+        return
     used = summary["train"] + summary["validation"]
     share = f"{summary['validation'] / used:.2%}"
     # Summaries of earlier versions have no sizes.
@@ -80,4 +77,3 @@ def run(args: argparse.Namespace) -> int:
         f"{summary['validation']:,} validation ({share}) + "
         f"{sum(summary['quarantined'].values()):,} quarantined"
     )
-    return EXIT_DONE

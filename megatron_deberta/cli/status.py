@@ -13,23 +13,21 @@ import argparse
 import json
 from dataclasses import asdict
 
-from megatron_deberta.cli.arguments import add_run_dir_argument, run_folder
+from megatron_deberta.cli.arguments import add_shared, run_folder
 from megatron_deberta.cluster.slurm.status import JobAttemptStatus, RunStatus, gather
-from megatron_deberta.errors import EXIT_DONE, printable
+from megatron_deberta.errors import printable
 from megatron_deberta.observe.console import format_duration
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_run_dir_argument(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_shared(parser, "run_dir", "--json")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Print the status."""
     status = gather(run_folder(args))
     print(json.dumps(asdict(status), indent=1) if args.json else printable(describe(status)))
-    return EXIT_DONE
 
 
 def describe(status: RunStatus) -> str:

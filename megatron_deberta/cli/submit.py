@@ -20,22 +20,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_deberta.checkpoint.resume import FLAG
-from megatron_deberta.cli.arguments import CONFIG_CHANGE_HELP, add_run_arguments, number
-from megatron_deberta.cluster import preflight
-from megatron_deberta.cluster.bad_nodes import BadNodes
+from megatron_deberta.cli.arguments import add_run_arguments, add_shared, number
+from megatron_deberta.cluster import installation
 from megatron_deberta.cluster.profile import ClusterProfile, check_dtype, load_profile
 from megatron_deberta.cluster.slurm import commands as slurm
-from megatron_deberta.cluster.slurm import names
-from megatron_deberta.cluster.slurm.history import JobHistory
-from megatron_deberta.cluster.slurm.names import checked
-from megatron_deberta.cluster.slurm.status import queue_state
-from megatron_deberta.cluster.slurm.stop_time import check_stop_time, measured_stop_time
+from megatron_deberta.cluster.slurm.commands import checked
+from megatron_deberta.cluster.slurm.history import BadNodes, JobHistory, measured_stop_time
 from megatron_deberta.cluster.slurm.submit import (
     BATCH_SCRIPT,
     LOGS,
     SUBMISSIONS,
     JobSpec,
+    check_stop_time,
     log_folder,
     make_spec,
     sbatch_command,
@@ -47,17 +43,25 @@ from megatron_deberta.data.shards.format import blend_weight
 from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE, ConfigError
 from megatron_deberta.files import FileLock, write_atomically
 
+_PATHS = {
+    "cluster": ("prometheus_file",),
+    "train": ("run_dir", "blimp_data"),
+    "finetune": ("data", "cache"),
+    "tokenizer": ("path",),
+    "checkpoint": ("load_from", "continue_from"),
+    "data": ("train", "validation", "index_cache"),
+}
+"""Keys of paths, by section; a job has another working directory."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_run_arguments(parser)
-    parser.add_argument(
-        "--cluster", required=True, metavar="PROFILE",
+    add_shared(
+        parser, "--cluster", required=True,
         help="cluster profile: dgx2, dgx_h100, local, or a YAML file of the same form",
     )  # fmt: skip
-    parser.add_argument(
-        "--nodes", type=int, metavar="N", help="number of nodes (default: cluster.nodes)"
-    )
+    add_shared(parser, "--nodes", "--trust-profile", "--allow-config-change", "--no-check")
     parser.add_argument(
         "--min-nodes", type=int, metavar="N",
         help="start with as few as this many nodes if no more are available (default: --nodes)",
@@ -88,16 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--time-limit-minutes", type=int, metavar="MINUTES",
         help="time limit of a job (default: the profile's)",
     )  # fmt: skip
-    parser.add_argument(
-        "--trust-profile", action="store_true",
-        help="allow the profile to run code: an interpreter, a container, or environment variables "
-        "besides the usual ones for tuning",
-    )  # fmt: skip
-    parser.add_argument(FLAG, action="store_true", help=CONFIG_CHANGE_HELP)
-    add_check_argument(parser)
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print all commands and files, and submit nothing"
-    )
+    add_shared(parser, "--dry-run", help="print all commands and files, and submit nothing")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -152,17 +147,8 @@ def submission_problem(config: RunConfig, profile: ClusterProfile, args: argpars
     problem = ""
     # A container has its own torch.
     if profile.container == "none":
-        problem = preflight.torch_problem(profile.gpu_architecture, profile.torch_builds)
+        problem = installation.torch_problem(profile.gpu_architecture, profile.torch_builds)
     return problem or file_problem(config, getattr(args, "allow_config_change", False))
-
-
-def add_check_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--no-check``."""
-    parser.add_argument(
-        "--no-check", action="store_true",
-        help="do not check torch, tokenizer, data, checkpoint and run folder first, for a cluster "
-        "whose files are not visible from here",
-    )  # fmt: skip
 
 
 def exported_variables(options: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
@@ -178,11 +164,11 @@ def exported_variables(options: Sequence[str], environment: Mapping[str, str]) -
     variables = {}
     for option in options:
         name, has_value, value = option.partition("=")
-        checked(name, names.VARIABLE, "--export")
+        checked(name, slurm.VARIABLE, "--export")
         if not has_value and name not in environment:
             raise ConfigError(f"--export {name}: no such variable here; give --export {name}=VALUE")
         value = value if has_value else environment[name]
-        variables[name] = checked(value, names.VALUE, f"--export {name}")
+        variables[name] = checked(value, slurm.VALUE, f"--export {name}")
     return variables
 
 
@@ -211,7 +197,22 @@ def queue(
     if not lock.acquire():
         raise ConfigError(f"train.run_dir={spec.run_dir} is being submitted by another command")
     try:
-        return _queue(history, spec, profile, submission, config, num_jobs)
+        refuse_queued(history)
+        submission.mkdir()
+        (history.run_dir / LOGS).mkdir(exist_ok=True)
+        save_config(config, submission / "run.yaml")
+        job_file = submission / "job.json"
+        write_atomically(job_file, spec.to_json())
+        bad = tuple(BadNodes(spec.run_dir, config.cluster.bad_node_hours).current())
+        # Before sbatch: the job may start at once, and its history begins with this line.
+        history.append("submit", links=num_jobs, nodes=spec.nodes)
+        jobs: list[str] = []
+        for _ in range(num_jobs):
+            after = jobs[-1] if jobs else ""
+            command = sbatch_command(spec, profile, job_file, after=after, bad_nodes=bad)
+            jobs.append(slurm.call(command).strip().split(";")[0])
+            history.append("jobs", jobs=jobs[-1:])
+        return jobs
     finally:
         lock.release()
 
@@ -222,38 +223,12 @@ def refuse_queued(history: JobHistory) -> None:
     Raises:
         ConfigError: it has.
     """
-    state, queued = queue_state(history.submitted_jobs())
+    state, queued = slurm.queue_state(history.submitted_jobs())
     if queued:
         raise ConfigError(
             f"train.run_dir={history.run_dir} has job {', '.join(queued)} in the queue ({state}); "
             "cancel it first (megatron-deberta cancel), or set another train.run_dir"
         )
-
-
-def _queue(
-    history: JobHistory,
-    spec: JobSpec,
-    profile: ClusterProfile,
-    submission: Path,
-    config: RunConfig,
-    num_jobs: int,
-) -> list[str]:
-    refuse_queued(history)
-    submission.mkdir()
-    (history.run_dir / LOGS).mkdir(exist_ok=True)
-    save_config(config, submission / "run.yaml")
-    job_file = submission / "job.json"
-    write_atomically(job_file, spec.to_json())
-    bad = tuple(BadNodes(spec.run_dir, config.cluster.bad_node_hours).current())
-    # Before sbatch: the job may start at once, and its history begins with this line.
-    history.append("submit", links=num_jobs, nodes=spec.nodes)
-    jobs: list[str] = []
-    for _ in range(num_jobs):
-        after = jobs[-1] if jobs else ""
-        command = sbatch_command(spec, profile, job_file, after=after, bad_nodes=bad)
-        jobs.append(slurm.call(command).strip().split(";")[0])
-        history.append("jobs", jobs=jobs[-1:])
-    return jobs
 
 
 def _profile(args: argparse.Namespace) -> ClusterProfile:
@@ -281,47 +256,24 @@ def check_fit(config: RunConfig, profile: ClusterProfile, nodes: int) -> RunConf
         raise ConfigError(f"--nodes {nodes} must be at least 1; set it, or cluster.nodes")
     check_dtype(config.precision.dtype, profile.dtypes)
     sized = replace(config.cluster, nodes=nodes, ranks_per_node=profile.ranks_per_node)
-    sized = replace(sized, prometheus_file=_absolute(sized.prometheus_file))
     config = replace(config, cluster=sized)
     validate_for_world(config, nodes * profile.ranks_per_node)
-    data, train, task = config.data, config.train, config.finetune.task
-    return replace(
-        config,
-        train=replace(
-            train,
-            run_dir=os.path.abspath(train.run_dir),
-            blimp_data=_absolute(train.blimp_data),
-        ),
-        finetune=replace(
-            config.finetune,
-            # A name of a packaged task stays.
-            task=_absolute(task) if task and task.endswith((".yaml", ".yml")) else task,
-            data=_absolute(config.finetune.data),
-            cache=_absolute(config.finetune.cache),
-        ),
-        tokenizer=replace(config.tokenizer, path=_absolute(config.tokenizer.path)),
-        checkpoint=replace(
-            config.checkpoint,
-            load_from=_absolute(config.checkpoint.load_from),
-            continue_from=_absolute(config.checkpoint.continue_from),
-        ),
-        data=replace(
-            data,
-            train=tuple(map(_absolute_prefix, data.train)),
-            validation=tuple(map(_absolute_prefix, data.validation)),
-            index_cache=_absolute(data.index_cache),
-        ),
-    )
+    for section, keys in _PATHS.items():
+        values = getattr(config, section)
+        paths = {key: _absolute(getattr(values, key)) for key in keys}
+        config = replace(config, **{section: replace(values, **paths)})
+    task = config.finetune.task
+    if task and task.endswith((".yaml", ".yml")):
+        # Not the name of a packaged task.
+        config = replace(config, finetune=replace(config.finetune, task=os.path.abspath(task)))
+    return config
 
 
-def _absolute(path: str | None) -> str | None:
-    """Return an absolute path; None: there is none."""
-    return None if path is None else os.path.abspath(path)
-
-
-def _absolute_prefix(text: str) -> str:
-    """Return the absolute path of a shard; the weights of a blend are unchanged."""
-    return os.path.abspath(text) if blend_weight(text) is None else text
+def _absolute(value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+    """Return an absolute path; of shards, each, but not the weights of a blend."""
+    if value is None or isinstance(value, str):
+        return None if value is None else os.path.abspath(value)
+    return tuple(os.path.abspath(text) if blend_weight(text) is None else text for text in value)
 
 
 def describe(spec: JobSpec, command: list[str], problem: str) -> str:

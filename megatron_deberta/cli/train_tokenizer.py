@@ -18,13 +18,12 @@ import argparse
 import logging
 from pathlib import Path
 
-from megatron_deberta.cli.executor_arguments import add_executor_arguments
-from megatron_deberta.cli.text_input import (
-    add_bad_fraction_argument,
+from megatron_deberta.cli.text_job import (
     add_input_arguments,
-    add_rerun_arguments,
+    add_job_arguments,
+    estimated_input,
+    open_work,
 )
-from megatron_deberta.cli.text_job import add_estimate_arguments, estimated_input, open_work
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.readers.checks import find_both_sides
@@ -54,13 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sample-mb", type=float, default=500.0, metavar="MB",
         help="train on an even sample of this size; 0: on all text",
     )  # fmt: skip
-    add_executor_arguments(parser, array=False)
-    add_bad_fraction_argument(parser)
-    add_rerun_arguments(parser, "an existing tokenizer")
-    add_estimate_arguments(parser)
+    add_job_arguments(parser, "an existing tokenizer", array=False)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Train the tokenizer and print a summary."""
     output = Path(args.output)
     sample_bytes = round(args.sample_mb * 1e6)
@@ -69,15 +65,13 @@ def run(args: argparse.Namespace) -> int:
     if args.estimate:
         from megatron_deberta.planning.text_jobs import estimate_train_tokenizer
 
-        with estimated_input(args, output) as (sources, options, workers):
-            print(
-                estimate_train_tokenizer(sources, options, sample_bytes, args.nodes or 1, workers)
-            )
-        return 0
+        with estimated_input(args) as (sources, options, nodes, workers):
+            print(estimate_train_tokenizer(sources, options, sample_bytes, nodes, workers))
+        return
     JobFolder(output).remove_leftovers()
     check_settings(args.vocab_size, args.character_coverage)
     refuse_existing(args.output, args.force)
-    with open_work(args, output, "train-tokenizer") as (sources, options, run_options):
+    with open_work(args, "train-tokenizer") as (sources, options, run_options):
         if sides := find_both_sides(sources):
             logger.warning(
                 "warning: the vocabulary is also trained on validation text (%s); to leave it out, "
@@ -103,4 +97,3 @@ def run(args: argparse.Namespace) -> int:
         f"model.vocab_size={tokenizer.vocab_size} (rounded up to hundreds, as in the release), "
         f"fingerprint {tokenizer.fingerprint}"
     )
-    return 0

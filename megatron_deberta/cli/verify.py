@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megatron_deberta.cli.shard_arguments import add_jobs_argument, add_shard_arguments, shard_names
+from megatron_deberta.cli.arguments import add_shared, shard_names
 from megatron_deberta.data.shards.verify import ShardReport, verify_shards
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE
 from megatron_deberta.tokenizer import load_tokenizer
@@ -24,12 +24,8 @@ from megatron_deberta.tokenizer import load_tokenizer
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_shard_arguments(parser)
-    parser.add_argument(
-        "--tokenizer", default="", metavar="DIR",
-        help="check that the shards were made with this tokenizer",
-    )  # fmt: skip
-    add_jobs_argument(parser)
+    add_shared(parser, "shards", "--prefix", "--jobs")
+    add_shared(parser, "--tokenizer", help="check that the shards were made with this tokenizer")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,8 +11,8 @@ from typing import Any, Literal, cast, get_type_hints
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_deberta.cluster.slurm import names
-from megatron_deberta.cluster.slurm.names import checked
+from megatron_deberta.cluster.slurm import commands as slurm
+from megatron_deberta.cluster.slurm.commands import checked
 from megatron_deberta.config.loader import mentions_interpolation, read_value
 from megatron_deberta.config.yaml_reader import TextLoader, read_yaml
 from megatron_deberta.errors import ConfigError
@@ -20,6 +20,37 @@ from megatron_deberta.errors import ConfigError
 CODE_ROOT = Path(__file__).resolve().parents[2]
 """The folder that contains the package."""
 PROFILES = Path(__file__).with_name("profiles")
+TUNING = frozenset(
+    f"{prefix}_{name}"
+    for prefix, names in {
+        "CUDA": "DEVICE_MAX_CONNECTIONS DEVICE_ORDER LAUNCH_BLOCKING MODULE_LOADING "
+        "VISIBLE_DEVICES",
+        "DS": "ACCELERATOR",
+        "FI": "EFA_FORK_SAFE EFA_USE_DEVICE_RDMA PROVIDER",
+        "GLOO": "SOCKET_IFNAME",
+        "HF": "HUB_OFFLINE",
+        "IBV": "FORK_SAFE",
+        "MEGATRON_DEBERTA": "ATTENTION CHECK",
+        "MKL": "NUM_THREADS",
+        "NCCL": "ALGO BUFFSIZE COLLNET_ENABLE COMM_BLOCKING CROSS_NIC CUMEM_ENABLE DEBUG "
+        "DEBUG_SUBSYS DMABUF_ENABLE IB_ADAPTIVE_ROUTING IB_ADDR_FAMILY IB_ADDR_RANGE IB_DISABLE "
+        "IB_GID_INDEX IB_HCA IB_MERGE_NICS IB_PCI_RELAXED_ORDERING IB_PKEY IB_QPS_PER_CONNECTION "
+        "IB_RETRY_CNT IB_ROCE_VERSION_NUM IB_SL IB_SPLIT_DATA_ON_QPS IB_TC IB_TIMEOUT "
+        "IGNORE_CPU_AFFINITY LAUNCH_MODE MAX_CTAS MAX_NCHANNELS MIN_CTAS MIN_NCHANNELS "
+        "MNNVL_ENABLE NCHANNELS_PER_NET_PEER NET_GDR_LEVEL NET_GDR_READ NSOCKS_PERTHREAD NTHREADS "
+        "NVLS_ENABLE OOB_NET_IFNAME P2P_DISABLE P2P_LEVEL PROTO PXN_DISABLE SHM_DISABLE "
+        "SOCKET_FAMILY SOCKET_IFNAME SOCKET_NTHREADS",
+        "OMP": "NUM_THREADS PLACES PROC_BIND",
+        "PYTORCH": "ALLOC_CONF CUDA_ALLOC_CONF",
+        "TOKENIZERS": "PARALLELISM",
+        "TORCH": "CPP_LOG_LEVEL DISTRIBUTED_DEBUG NCCL_ASYNC_ERROR_HANDLING "
+        "NCCL_AVOID_RECORD_STREAMS NCCL_BLOCKING_WAIT NCCL_ENABLE_MONITORING "
+        "NCCL_HEARTBEAT_TIMEOUT_SEC NCCL_TRACE_BUFFER_SIZE SHOW_CPP_STACKTRACES",
+        "UCX": "IB_GID_INDEX NET_DEVICES TLS",
+    }.items()
+    for name in names.split()
+)
+"""Variables of any cluster profile: none names a file, library or plug-in."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +99,7 @@ class ClusterProfile(NodeSettings):
     gpu_architecture: str = ""
     """Architecture of the GPUs, such as ``sm_70``; empty: unknown."""
     device: str = ""
-    """Name of the GPUs in ``planning.devices``; empty: unknown, ``plan`` needs ``--device``."""
+    """Name of the GPUs in ``planning.machine``; empty: unknown, ``plan`` needs ``--device``."""
     network_gbit_per_second: int = 0
     """Bandwidth of all of a node's compute adapters, one way; 0: unknown."""
     dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
@@ -110,22 +141,22 @@ class ClusterProfile(NodeSettings):
                 f"{self.time_limit_minutes}; leave time to train"
             )
         patterns = {
-            "gpu_architecture": names.ARCHITECTURE, "device": names.NAME,
-            "partition": names.NAMES,
-            "account": names.NAME, "qos": names.NAME, "exclude": names.NAMES,
-            "rendezvous_interface": names.INTERFACE, "container_image": names.IMAGE,
-            "python": names.PATH,
+            "gpu_architecture": slurm.ARCHITECTURE, "device": slurm.NAME,
+            "partition": slurm.NAMES,
+            "account": slurm.NAME, "qos": slurm.NAME, "exclude": slurm.NAMES,
+            "rendezvous_interface": slurm.INTERFACE, "container_image": slurm.IMAGE,
+            "python": slurm.PATH,
         }  # fmt: skip
         for key, pattern in patterns.items():
             if getattr(self, key):
                 checked(getattr(self, key), pattern, key)
         for mount in self.container_mounts:
-            checked(mount, names.MOUNT, "container_mounts")
+            checked(mount, slurm.MOUNT, "container_mounts")
         for build in self.torch_builds:
-            checked(build, names.BUILD, "torch_builds")
+            checked(build, slurm.BUILD, "torch_builds")
         for name, value in self.environment.items():
-            checked(name, names.VARIABLE, "environment")
-            checked(value, names.VALUE, f"environment.{name}")
+            checked(name, slurm.VARIABLE, "environment")
+            checked(value, slurm.VALUE, f"environment.{name}")
         if (self.container == "none") != (self.container_image == ""):
             raise ConfigError(
                 f"container={self.container} with container_image={self.container_image!r}; set "
@@ -152,7 +183,7 @@ def load_profile(name: str, *, trusted: bool = False) -> ClusterProfile:
     Args:
         name: name in ``cluster/profiles/``, or path of a YAML file.
         trusted: allow what can run code: an interpreter, a container, and environment variables
-            other than ``names.TUNING``.
+            other than ``TUNING``.
 
     Raises:
         ConfigError: no such profile, an unknown or missing key, or a value that is not allowed.
@@ -214,5 +245,5 @@ def _runs_code(profile: ClusterProfile) -> str:
     for key in ("python", "container_image"):
         if value := getattr(profile, key):
             return f"{key}={value}"
-    unlisted = sorted(profile.environment.keys() - names.TUNING)
+    unlisted = sorted(profile.environment.keys() - TUNING)
     return f"environment={unlisted[0]!r}" if unlisted else ""

@@ -14,7 +14,7 @@ so if two jobs find a dead holder, one of them gets the lock. A holder is alive 
 A requeued job takes the lock from its own former attempt at once and waits until that is silent: a
 holder that finds a higher number than its own ends its process. It looks before each commit
 (``check``), and the new holder deletes what a former one has staged, so that of two processes only
-the one with the higher number can commit (``checkpoint.fence``).
+the one with the higher number can commit (``checkpoint.writer.Fence``).
 """
 
 from __future__ import annotations
@@ -34,11 +34,16 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.slurm.commands import current_job, job_has_ended
-from megatron_deberta.cluster.slurm.history import JobHistory, JobNumber, ProgressEvent
+from megatron_deberta.cluster.slurm.history import (
+    BadNodes,
+    Event,
+    JobHistory,
+    JobNumber,
+    ProgressEvent,
+)
 from megatron_deberta.errors import EXIT_FAILURE, ConfigError, MegatronDebertaError
 from megatron_deberta.files import write_atomically
 from megatron_deberta.parsing import IsoTime, read_json, whole_number
@@ -213,14 +218,8 @@ class RunLock:
             samples: position in the data after those steps.
             measured: durations in seconds.
         """
-        history = JobHistory(self._run_dir)
-        try:
-            if history.path.exists():
-                self.check()
-                seconds = {name: round(value, 3) for name, value in measured.items()}
-                history.append(event, step=step, samples=samples, **seconds)
-        except OSError as error:
-            logger.warning("%s; training goes on", error)
+        seconds = {name: round(value, 3) for name, value in measured.items()}
+        self._add_to_history(event, step=step, samples=samples, **seconds)
 
     def record_fault(
         self, *, step: int, verdict: str, places: Sequence[Mapping[str, int | str]]
@@ -229,22 +228,27 @@ class RunLock:
 
         Args:
             step: at which they computed.
-            verdict: its kind; later attempts exclude a node with a ``lasting`` fault.
+            verdict: its kind; later attempts exclude a node with a ``persistent`` fault.
             places: ``rank``, ``host`` and ``device`` of each suspect.
         """
-        history = JobHistory(self._run_dir)
-        try:
-            if history.path.exists():
-                self.check()
-                history.append("fault", step=step, verdict=verdict, places=list(places))
-        except OSError as error:
-            logger.warning("%s; training goes on", error)
+        self._add_to_history("fault", step=step, verdict=verdict, places=list(places))
+        has_history = JobHistory(self._run_dir).path.exists()
         nodes = {str(place["host"]) for place in places}
-        if verdict == "lasting" and len(nodes) == 1 and history.path.exists():
+        if verdict == "persistent" and len(nodes) == 1 and has_history:
             device = ", ".join(f"rank {place['rank']}, {place['device']}" for place in places)
             text = f"wrong results in step {step} ({device})"
             # The limit of age applies when it is read.
             BadNodes(self._run_dir, math.inf).add(nodes.pop(), text, certain=True)
+
+    def _add_to_history(self, event: Event, **values: Any) -> None:
+        """Add an event to the job history, if the run has one and the disk is not full."""
+        history = JobHistory(self._run_dir)
+        try:
+            if history.path.exists():
+                self.check()
+                history.append(event, **values)
+        except OSError as error:
+            logger.warning("%s; training goes on", error)
 
     def _close(self) -> None:
         if self._descriptor >= 0:

@@ -23,7 +23,7 @@ import yaml
 
 from megatron_deberta.config.phases import resolve_durations
 from megatron_deberta.config.rules import validate
-from megatron_deberta.config.schema import AUTO, PHASE_KEYS, Phase, RunConfig
+from megatron_deberta.config.schema import AUTO, PHASE_KEYS, RENAMED_VALUES, Phase, RunConfig
 from megatron_deberta.config.yaml_reader import (
     PlainScalar,
     TextLoader,
@@ -334,6 +334,10 @@ def _typed(section: str, key: str, value: Any, source: str) -> Any:
         )
     if (name, value) == ("model.vocab_size", "auto"):
         return AUTO
+    old, new = RENAMED_VALUES.get(name, (None, None))
+    if old is not None and value == old:
+        logger.warning("%s: %s=%s was renamed to %s; use the new value", source, name, old, new)
+        return new
     if name == "train.phases":
         return _phases(value, f"{source}: {name}")
     try:

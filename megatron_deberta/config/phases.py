@@ -152,6 +152,11 @@ def check_durations(config: RunConfig) -> None:
         raise ConfigError(f"train.tokens={train.tokens} with phases; give each phase its tokens")
 
 
+def last_step(config: RunConfig) -> int:
+    """Return the number of optimizer steps after which a run is finished."""
+    return config.train.exit_step or config.train.steps
+
+
 @functools.lru_cache(maxsize=16)
 def segments(config: RunConfig) -> tuple[Segment, ...]:
     """Return the segments of a run, in order; one without phases and batch ramp.

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import difflib
 import math
+import warnings
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from megatron_deberta.errors import ConfigError
 
 PositionTerms = Literal["c2p+p2c", "c2p", "p2c", "none"]
-P2CIndex = Literal["released", "paper"]
+P2CIndex = Literal["microsoft", "paper"]
 AbsolutePositions = Literal["decoder", "input", "none"]
 Packing = Literal["full_sentences", "doc_sentences", "segment_pair", "sentence_pair", "best_fit"]
 AttentionBackend = Literal["auto", "reference", "chunked", "native", "triton"]
@@ -86,16 +87,34 @@ def below_one(default: _Number, limit: float = 1) -> _Number:
     return field(default=default, metadata={"range": allowed})
 
 
+RENAMED_VALUES = {
+    "model.conv_init": ("release", "microsoft"),
+    "model.p2c_index": ("released", "microsoft"),
+    "objective.masking": ("released", "microsoft"),
+    "optimizer.schedule": ("release", "microsoft"),
+}
+"""Old and new value of a key."""
+
+
 class Section:
     """Base class of the sections of a config."""
 
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        """Replace 0 and ``""`` by None where None is allowed: they were the spelling of none."""
+        """Replace values that Python code may still give as they were written before.
+
+        0 and ``""`` become None where None is allowed; renamed values cause a warning.
+        """
         for key in fields(self):  # type: ignore[arg-type]
             if str(key.type).endswith("| None") and getattr(self, key.name) in (0, ""):
                 object.__setattr__(self, key.name, None)
+        for name, (old, new) in RENAMED_VALUES.items():
+            key_name = name.partition(".")[2]
+            if getattr(self, key_name, None) == old:
+                message = f"{name}={old} was renamed to {new}; use the new value"
+                warnings.warn(message, DeprecationWarning, stacklevel=3)
+                object.__setattr__(self, key_name, new)
 
 
 class KnownSettings(Section):
@@ -143,8 +162,8 @@ class ModelConfig(KnownSettings):
     """Log buckets on each side; null: the paper's clipped linear distances."""
     position_terms: PositionTerms = "c2p+p2c"
     """Position terms of the attention logits (paper, Eq. 2 to 4)."""
-    p2c_index: P2CIndex = "released"
-    """The p2c term at delta(i,j) as in Microsoft's code (``released``) or delta(j,i), Eq. 4."""
+    p2c_index: P2CIndex = "microsoft"
+    """The p2c term at delta(i,j) as in Microsoft's code (``microsoft``) or delta(j,i), Eq. 4."""
     share_position_projections: bool = True
     """Project positions with the content query/key weights (v2 on) or with separate weights."""
     key_bias: bool = True
@@ -157,8 +176,8 @@ class ModelConfig(KnownSettings):
     """Kernel size of the convolution beside the first layer; null: none. The 1.5B model has 3."""
     conv_activation: Literal["gelu", "tanh"] = "gelu"
     """Activation of the convolution branch."""
-    conv_init: Literal["release", "normal"] = "release"
-    """Initial convolution: ``release``, weights and biases uniform within
+    conv_init: Literal["microsoft", "normal"] = "microsoft"
+    """Initial convolution: ``microsoft``, weights and biases uniform within
     1 / sqrt(hidden_size * conv_kernel_size), torch's defaults, which Microsoft's code leaves
     unchanged, or ``normal``, weights like the others and biases 0."""
     mask_decoder_passes: int = 2
@@ -253,8 +272,8 @@ class ObjectiveConfig(Section):
     """Fraction of these that are replaced by a random token; the rest are unchanged."""
     max_span_words: int = positive(3)
     """Maximum masked span in words, drawn with p proportional to 1/n; 1 masks single tokens."""
-    masking: Literal["released", "uniform"] = "uniform"
-    """``released`` is Microsoft's left-to-right generator, which undermasks a row's end."""
+    masking: Literal["microsoft", "uniform"] = "uniform"
+    """``microsoft`` is Microsoft's left-to-right generator, which undermasks a row's end."""
     static_masks: int | None = positive(None)
     """Number of fixed masks per row, used in turn (10 in BERT); null: a new mask each epoch."""
     sift_weight: float = 0.0
@@ -318,9 +337,9 @@ class OptimizerConfig(Section):
     """Warm-up as a fraction of ``train.steps``, used instead of ``warmup_steps``."""
     warmup_tokens: int | None = positive(None)
     """Warm-up in tokens, padding included, which determines ``warmup_steps``; null: in steps."""
-    schedule: Literal["linear", "cosine", "wsd", "constant", "release"] = "linear"
+    schedule: Literal["linear", "cosine", "wsd", "constant", "microsoft"] = "linear"
     """Decay after warm-up: to 0 at ``train.steps``, linearly or as a half cosine; ``wsd``: in the
-    last steps only; ``constant``: none; ``release``: Microsoft's 1 - step / ``train.steps``, which
+    last steps only; ``constant``: none; ``microsoft``: 1 - step / ``train.steps``, which
     drops below the peak when the warm-up ends."""
     decay_steps: int | None = positive(None)
     """``wsd``: number of last steps with a decaying rate."""
@@ -395,8 +414,8 @@ class GuardConfig(Section):
     """Steps between comparisons of replicated weights, also before each save; null: none."""
     rerun: bool = False
     """Run a step with a nonfinite loss or gradient, or before differing replicas, again on the same
-    and on another rank: a passing fault is repaired, a lasting one ends the run, and rank, host and
-    device are named. Costs two passes over the gradients per micro batch."""
+    and on another rank: a transient fault is repaired, a persistent one ends the run, and rank,
+    host and device are named. Costs two passes over the gradients per micro batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

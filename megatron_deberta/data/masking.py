@@ -2,7 +2,7 @@
 
 All rows of a batch are masked at once, in arrays of tokens, words and spans laid end to end.
 
-``released`` is Microsoft's NGramMaskGenerator: one n-gram in each window of n * int(1/p) words,
+``microsoft`` is Microsoft's NGramMaskGenerator: one n-gram in each window of n * int(1/p) words,
 left to right, until round(p * length) tokens are taken, so the end of a row has fewer masks;
 random tokens come from the whole vocabulary. ``uniform`` cuts the row into spans with the same
 length distribution and takes spans in random order until exactly that many tokens are masked, so
@@ -26,8 +26,8 @@ from megatron_deberta.data import Bits, Booleans, Integers
 from megatron_deberta.data.randomness import Purpose, draws, hash_values, mix64
 from megatron_deberta.data.vocabulary import Vocabulary
 
-# Extra slots in ``released`` mode, whose last word may exceed the budget; longer ones are cut.
-_RELEASED_SLACK = 8
+# Extra slots in ``microsoft`` mode, whose last word may exceed the budget; longer ones are cut.
+_MICROSOFT_SLACK = 8
 # Tokens masked together; chosen so that the intermediate arrays fit the processor's cache.
 _TOKENS_AT_ONCE = 1 << 16
 _SPAN_BITS, _ORDER_BITS = 20, 24
@@ -110,8 +110,8 @@ class Masker:
         shares = 1.0 / np.arange(1, objective.max_span_words + 1)
         bounds = np.cumsum(shares / shares.sum())[:-1]
         self._span_bounds = [np.uint64(int(bound * 2.0**64)) for bound in bounds]
-        self._released = objective.masking == "released"
-        slack = _RELEASED_SLACK if self._released else 0
+        self._microsoft = objective.masking == "microsoft"
+        slack = _MICROSOFT_SLACK if self._microsoft else 0
         most = int(self._budgets(np.array([sequence_length]))[0])
         self.max_targets = min(most + slack, sequence_length)
 
@@ -143,14 +143,14 @@ class Masker:
     def _choose(self, tokens: Integers, sizes: Integers, keys: Bits) -> tuple[Integers, Integers]:
         """Return the token indices to predict, ascending, and their number per row."""
         whole = self._objective.max_span_words > 1
-        words = _Words(tokens, sizes.cumsum(), self._vocabulary, whole, not self._released)
+        words = _Words(tokens, sizes.cumsum(), self._vocabulary, whole, not self._microsoft)
         if not words.candidates.size:
             return words.candidates, np.zeros_like(sizes)
         budgets = np.minimum(self._budgets(sizes), words.bounds[1:] - words.bounds[:-1])
-        choose = self._choose_released if self._released else self._choose_uniform
+        choose = self._choose_microsoft if self._microsoft else self._choose_uniform
         chosen = np.flatnonzero(choose(words, budgets, keys))
         counts = np.diff(chosen.searchsorted(words.bounds))
-        if self._released and int(counts.max()) > self.max_targets:
+        if self._microsoft and int(counts.max()) > self.max_targets:
             place = np.arange(chosen.size) - np.repeat(counts.cumsum() - counts, counts)
             chosen = chosen[place < self.max_targets]
             counts = np.minimum(counts, self.max_targets)
@@ -168,7 +168,7 @@ class Masker:
             spans += random_bits >= bound
         return spans
 
-    def _choose_released(self, words: _Words, budgets: Integers, keys: Bits) -> Booleans:
+    def _choose_microsoft(self, words: _Words, budgets: Integers, keys: Bits) -> Booleans:
         """Return [C] bool: one n-gram in each window, left to right, until the budget is passed."""
         window = int(1 / self._objective.mask_probability)
         counts = words.counts // window + 1
@@ -224,9 +224,9 @@ class Masker:
         random_below = masked_below + self._objective.random_token_probability
         low = random_bits & np.uint64(0xFFFFFFFF)
         ordinary = self._vocabulary.ordinary_ids
-        number = self._vocabulary.num_tokens if self._released else ordinary.size
+        number = self._vocabulary.num_tokens if self._microsoft else ordinary.size
         random_tokens = ((low * np.uint64(number)) >> np.uint64(32)).astype(np.int64)
-        if not self._released:
+        if not self._microsoft:
             random_tokens = ordinary[random_tokens]
         unmasked = np.where(decisions < int(random_below * 2.0**32), random_tokens, labels)
         return np.where(decisions < int(masked_below * 2.0**32), self._vocabulary.mask_id, unmasked)

@@ -31,6 +31,18 @@ def all_reduce_max(numbers: Tensor, groups: ProcessGroups) -> Tensor:
     return numbers
 
 
+def sum_over_batch_ranks(numbers: Tensor, groups: ProcessGroups) -> Tensor:
+    """Sum a tensor over data-parallel ranks, in place. Collective over these ranks.
+
+    Args:
+        numbers: any shape, on ``groups.device``.
+        groups: process groups.
+    """
+    if groups.dp_group is not None:
+        dist.all_reduce(numbers, group=groups.dp_group)
+    return numbers
+
+
 def all_reduce_any(flag: bool, groups: ProcessGroups) -> bool:
     """Return whether the flag is set on any rank. Collective over all ranks; also a barrier."""
     return bool(_max(int(flag), groups))

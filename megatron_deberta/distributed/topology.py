@@ -20,8 +20,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_deberta.config.rules import check_tensor_parallel_divides
+from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.environment import RankEnvironment
-from megatron_deberta.errors import RendezvousError, TopologyError
+from megatron_deberta.errors import ConfigError, RendezvousError, TopologyError
 
 _POLL_SECONDS = 0.2
 
@@ -53,6 +54,18 @@ class ProcessGroups:
     dp_group: ProcessGroup | None
     device: torch.device
     own_group: ProcessGroup | None = None
+
+
+def choose_device(config: RunConfig) -> torch.device:
+    """Resolve ``train.device`` on this machine.
+
+    Raises:
+        ConfigError: ``train.device=cuda`` and CUDA is not available.
+    """
+    available = torch.cuda.is_available()
+    if config.train.device == "cuda" and not available:
+        raise ConfigError("train.device=cuda but CUDA is not available here; use auto or cpu")
+    return torch.device("cuda" if available and config.train.device != "cpu" else "cpu")
 
 
 def single_process_groups(device: torch.device) -> ProcessGroups:

@@ -6,15 +6,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.engine.loss_scale import DynamicLossScale
-from megatron_deberta.engine.optimizer import EMA, adam_step, rate_scales, set_adam_step
+from megatron_deberta.engine.optimizer import EMA, MOMENTS, adam_step, rate_scales, set_adam_step
+from megatron_deberta.engine.schedule import DynamicLossScale
 from megatron_deberta.errors import CheckpointError
 
 
@@ -36,6 +36,20 @@ class ParameterState:
     exp_avg: Tensor
     exp_avg_sq: Tensor
     ema: Tensor | None = None
+
+
+class LocalShard(NamedTuple):
+    """The part of a parameter's state that this rank holds.
+
+    Attributes:
+        name: canonical name.
+        start: its first index in the flattened tensor-parallel shard of the parameter.
+        tensors: flat fp32 tensors of weight and moments, and of the average if there is one.
+    """
+
+    name: str
+    start: int
+    tensors: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +79,6 @@ class ParameterPlacement(Protocol):
 # Placement by canonical parameter name
 Placements = Mapping[str, ParameterPlacement]
 
-# Name, start in the flattened shard, and flat tensors of weight, moments and the
-# average, if there is one, from there on
-HeldState = tuple[str, int, tuple[Tensor, ...]]
-
 # Given the gradient norm (scalar on the device, possibly times the loss scale; not finite: an
 # overflow), returns it and the largest unscaled norm with which the update is made
 ReadNorm = Callable[[Tensor], tuple[float, float]]
@@ -88,7 +98,7 @@ class Engine(ABC):
     """Backward, gradient reduction, clipping and the optimizer.
 
     Gradients are summed over the micro batches of a step and averaged over data-parallel ranks;
-    the caller scales the loss. All methods are collective but ``state_dict`` and ``held_states``.
+    the caller scales the loss. All methods are collective but ``state_dict`` and ``local_shards``.
 
     Attributes:
         module: the model to call; its ``named_parameters`` are the canonical names.
@@ -103,6 +113,7 @@ class Engine(ABC):
         self._groups = groups
         self._clip_grad_norm = config.optimizer.clip_grad_norm
         self._ema_decay = config.optimizer.ema_decay
+        self._state_keys = (*MOMENTS, EMA) if self._ema_decay is not None else MOMENTS
         self._loss_scale = DynamicLossScale(config.precision)
         self._trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._rate_scales = rate_scales(list(self._trainable), config.optimizer)
@@ -142,26 +153,43 @@ class Engine(ABC):
             raise ValueError(f"{accumulation_steps} accumulation steps; use at least 1")
 
     @abstractmethod
-    def gather_states(self) -> Iterator[tuple[str, ParameterState]]:
-        """Yield every parameter's state, one at a time, in the module's order.
+    def local_shards(self) -> Iterator[LocalShard]:
+        """Yield what this rank holds of every parameter's state, in the module's order.
 
-        Collective over data-parallel ranks: all of them must exhaust the iterator.
+        Not collective. A shard may be empty. Its tensors are views of the master weights and
+        moments, on any device.
         """
 
-    @abstractmethod
-    def held_states(self) -> Iterator[HeldState]:
-        """Yield this rank's own partition of every parameter's state, in the module's order.
-
-        Not collective. The partition is a range of the flattened tensor-parallel shard, and may be
-        empty. The three tensors are views of the master weights and moments, not copies.
-        """
-
-    @abstractmethod
+    @torch.no_grad()
     def load_states(self, fetch: FetchState) -> None:
         """Set every parameter and its moments; ``fetch`` is called in the module's order.
 
         Adam's step count is 0 until ``load_state_dict``; with zero moments the optimizer is fresh.
         """
+        for name, start, tensors in self.local_shards():
+            state = fetch(name)
+            average = state.weight if state.ema is None else state.ema
+            values = (state.weight, state.exp_avg, state.exp_avg_sq, average)
+            for held, value in zip(tensors, values, strict=False):
+                held.copy_(value.flatten()[start : start + len(held)])
+        set_adam_step(self._adam, self._masters, 0)
+        self._publish_weights()
+
+    def _publish_weights(self) -> None:
+        """Copy the master weights into the working weights of all ranks."""
+        raise NotImplementedError
+
+    def _create_state(self) -> None:
+        """Create moments of zeros, so that they can be read and written before the first step.
+
+        The average, if the run keeps one, starts at the weights.
+        """
+        for master in self._masters:
+            state = self._adam.state[master]
+            state |= {key: torch.zeros_like(master) for key in MOMENTS}
+            if self._ema_decay is not None:
+                state[EMA] = master.detach().clone()
+        set_adam_step(self._adam, self._masters, 0)
 
     def state_dict(self) -> dict[str, int | float]:
         """Return the rest of the state: Adam's step count, the loss scale and its counters."""

@@ -1,7 +1,7 @@
 """DeepSpeed engine: ZeRO 0 to 3 in fp32, ZeRO 1 to 3 in bf16 and fp16.
 
-Workarounds for DeepSpeed's behaviour are listed in docs/engine.md. DeepSpeed's checkpoints,
-schedules, data loaders and printing are not used.
+``deepspeed_patches.py`` has what is changed in DeepSpeed; docs/engine.md lists all workarounds.
+DeepSpeed's checkpoints, schedules, data loaders and printing are not used.
 """
 
 from __future__ import annotations
@@ -12,41 +12,57 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_deberta.config.rules import batch_arithmetic, check_stage
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import (
     Engine,
-    FetchState,
-    HeldState,
-    ParameterState,
+    LocalShard,
     Placements,
     ReadNorm,
     StepOutcome,
     norm_reader,
 )
-from megatron_deberta.engine.deepspeed_config import deepspeed_config
-from megatron_deberta.engine.deepspeed_runtime import (
+from megatron_deberta.engine.deepspeed_patches import (
+    ExternalLossScaler,
+    NormReading,
     add_gradients_directly,
     deepspeed_environment,
     end_single_process,
     environment_variables,
     import_deepspeed,
+    leaner_step,
     local_rank_variable,
     model_parallel_unit,
     overlapped_reduction,
     start_single_process,
 )
-from megatron_deberta.engine.deepspeed_state import ShardedState
-from megatron_deberta.engine.deepspeed_step import NormReading, leaner_step
-from megatron_deberta.engine.grad_norm import clip_coefficient, global_grad_norm
-from megatron_deberta.engine.loss_scale import DynamicLossScale
 from megatron_deberta.engine.optimizer import (
     build_optimizer,
+    clip_coefficient,
+    global_grad_norm,
     parameter_groups,
-    set_adam_step,
     set_learning_rate,
+)
+from megatron_deberta.engine.schedule import HYSTERESIS
+
+# Bucket of gradients that are reduced together: 200 MB in fp32, allocated twice for overlap
+REDUCE_BUCKET_ELEMENTS = 50_000_000
+
+# ZeRO-3: parameters with fewer elements are not partitioned
+PERSISTENCE_THRESHOLD = 100_000
+
+# ZeRO-3: limit on gathered weights, and the reuse distance below which weights stay gathered
+LIVE_ELEMENTS = 1_000_000_000
+
+# Attributes in which DeepSpeed's ZeRO optimizers keep their partitions of the master weights
+_MASTERS = (
+    "fp32_partitioned_groups_flat",  # stage 3
+    "single_partition_of_fp32_groups",  # stages 1 and 2
+    "fp32_groups_flat_partition",  # stage 1 in bf16 on one data-parallel rank
 )
 
 
@@ -98,10 +114,13 @@ class DeepSpeedZeroEngine(Engine):
             self._process_state, self._shared_state = stack.pop_all(), shared.pop_all()
         add_gradients_directly(self._engine.optimizer)
         if self._loss_scale.dynamic:
-            scaler = _ExternalLossScaler(self._loss_scale, groups.device)
+            scaler = ExternalLossScaler(self._loss_scale, groups.device)
             self._engine.optimizer.loss_scaler = scaler
-        self._state = ShardedState(self._engine, has_average=self._ema_decay is not None)
-        self._masters = self._state.masters
+        self._masters = self._find_masters()
+        self._create_state()
+        if self._stage in (1, 2):
+            # Links parameters to their moments, which these stages do only once.
+            self._engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def backward(self, loss: Tensor) -> None:
         """Backpropagate one micro batch; the last one of a step reduces over ranks.
@@ -162,22 +181,53 @@ class DeepSpeedZeroEngine(Engine):
         if self._stage:
             self._engine.optimizer.gradient_accumulation_steps = accumulation_steps
 
-    def gather_states(self) -> Iterator[tuple[str, ParameterState]]:
-        """Assemble one parameter at a time from the partitions of the data-parallel ranks."""
-        for name, parameter in self._trainable.items():
-            yield name, self._state.gather(parameter)
-
-    def held_states(self) -> Iterator[HeldState]:
+    def local_shards(self) -> Iterator[LocalShard]:
         """Yield this rank's partitions; at stage 0 every rank holds whole states."""
         for name, parameter in self._trainable.items():
-            yield name, *self._state.held(parameter)
+            yield LocalShard(name, *self._partition(parameter))
 
-    def load_states(self, fetch: FetchState) -> None:
-        """Set master weights and moments, then the working weights of all ranks."""
-        for name, parameter in self._trainable.items():
-            self._state.scatter(parameter, fetch(name))
-        self._state.publish()
-        set_adam_step(self._adam, self._masters, 0)
+    def _partition(self, parameter: Any) -> tuple[int, tuple[Tensor, ...]]:
+        """Return the start and the tensors of this rank's shard of a parameter's state."""
+        keys = (None, *self._state_keys)
+        if not self._stage:
+            state = self._adam.state[parameter]
+            whole = (parameter if key is None else state[key] for key in keys)
+            return 0, tuple(tensor.detach().view(-1) for tensor in whole)
+        if self._stage == 3:
+            read = self._engine.optimizer._get_fp32_opt_state_partition
+            padded = [read(parameter, True, key)[0] for key in keys]
+            start = dist.get_rank(parameter.ds_process_group) * parameter.ds_tensor.numel()
+            # The last partitions are padded.
+            length = max(0, min(len(padded[0]), parameter.ds_numel - start))
+            return start, tuple(tensor.detach()[:length] for tensor in padded)
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return 0, (torch.empty(0),) * len(keys)
+        tensors = tuple(mapping.get_hp_fragment(key).detach().view(-1) for key in keys)
+        return mapping.lp_fragment_address.start, tensors
+
+    def _publish_weights(self) -> None:
+        if not self._stage:
+            return
+        zero = self._engine.optimizer
+        if self._stage < 3:
+            zero.update_lp_params()
+            return
+        # As after the update of a step; nothing else writes the partitioned working weights.
+        zero._partition_all_parameters()
+        for index in range(len(self._masters)):
+            zero._reassign_or_swap_out_partitioned_parameters(index)
+        if zero.persistent_parameters:
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+    def _find_masters(self) -> list[Tensor]:
+        zero = self._engine.optimizer
+        if not self._stage:
+            return [p for group in self._adam.param_groups for p in group["params"]]
+        for attribute in _MASTERS:
+            if hasattr(zero, attribute):
+                return list(getattr(zero, attribute))
+        raise TypeError(f"unknown DeepSpeed optimizer {type(zero).__name__}")
 
     def destroy(self, *, is_last: bool = True) -> None:
         """Remove DeepSpeed's hooks; restore process groups and environment variables."""
@@ -206,39 +256,100 @@ class DeepSpeedZeroEngine(Engine):
         return grad_norm, False
 
 
-class _ExternalLossScaler:
-    """DeepSpeed's loss-scaler interface with a scale that only the engine changes.
+def zero3_partition(module: nn.Module, groups: ProcessGroups, config: RunConfig) -> None:
+    """Partition a module's own parameters over data-parallel ranks for ZeRO-3.
 
-    DeepSpeed increases the scale before it divides the gradients by it, which halves the update
-    and at stage 3 also the reported norm.
+    Called for each module after its parameters are filled, so that the whole model never exists on
+    one rank. Collective over data-parallel ranks; the values are those of data-parallel rank 0.
 
     Args:
-        loss_scale: the scale.
-        device: of the losses.
+        module: its own parameters (not its children's) are filled, in ``precision.dtype``; each
+            becomes an empty tensor with this rank's partition in ``ds_tensor``.
+        groups: process groups.
+        config: the run, with ``precision.zero_stage=3``.
     """
+    deepspeed = import_deepspeed(groups.device)
+    start_single_process(groups)
+    unit = model_parallel_unit(groups)
+    own = nn.Module()
+    for name, parameter in module.named_parameters(recurse=False):
+        own.register_parameter(name, parameter)
+    with deepspeed_environment(groups):
+        deepspeed.comm.init_distributed(verbose=False)
+        deepspeed.zero.Init(
+            module=own,
+            data_parallel_group=unit.get_data_parallel_group(),
+            mpu=unit,
+            config_dict_or_path=deepspeed_config(config, groups.dp_size),
+            dtype=next(own.parameters()).dtype,
+        )
 
-    dynamic = True
 
-    def __init__(self, loss_scale: DynamicLossScale, device: torch.device) -> None:
-        self._loss_scale = loss_scale
-        # So that no number of the backward pass depends on the step
-        self._on_device = torch.zeros((), device=device)
-        self._copied = 0.0
+def deepspeed_config(config: RunConfig, dp_size: int) -> dict[str, Any]:
+    """Return DeepSpeed's configuration, the same on every rank.
 
-    @property
-    def cur_scale(self) -> float:
-        """The scale of this step."""
-        return self._loss_scale.scale
+    Gradients are accumulated and reduced in fp32 whatever the weights' format. The engine supplies
+    the optimizer, the learning rate and the loss scale.
 
-    loss_scale = cur_scale
+    Raises:
+        ConfigError: stage 0 with a 16-bit format, or ``train.global_batch_size`` is not divisible.
+    """
+    precision = config.precision
+    check_stage(precision)
+    arithmetic = batch_arithmetic(config, dp_size)
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
+        "gradient_accumulation_steps": arithmetic.accumulation_steps,
+        "zero_optimization": _zero(config),
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        # Stage 0 would not report the norm; the engine clips there.
+        "gradient_clipping": (config.optimizer.clip_grad_norm or 0.0)
+        if precision.zero_stage
+        else 0.0,
+        # UncorrectedAdamW is elementwise, so it is correct on flat partitions.
+        "zero_allow_untested_optimizer": True,
+        # DeepSpeed's own CPU Adam is compiled at run time; torch's fused one needs no compiler.
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
+        # It would synchronise with the device before every micro batch.
+        "timers": {"throughput": {"enabled": False}},
+    }
+    if precision.dtype == "bf16":
+        settings["bf16"] = {
+            "enabled": True,
+            "check_grad_overflow": True,
+            # Add to the fp32 sums in backward: bf16 gradients do not exist all together.
+            "immediate_grad_update": True,
+        }
+    if precision.dtype == "fp16":
+        settings["fp16"] = {
+            "enabled": True,
+            "loss_scale": 0,
+            "initial_scale_power": precision.initial_loss_scale_power,
+            "loss_scale_window": precision.loss_scale_window,
+            "hysteresis": HYSTERESIS,
+            "min_loss_scale": precision.min_loss_scale,
+        }
+    return settings
 
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the scaled loss."""
-        scale = self._loss_scale.scale
-        if scale != self._copied:
-            self._on_device.fill_(scale)
-            self._copied = scale
-        return loss * self._on_device
 
-    def update_scale(self, overflow: bool) -> None:
-        """Do nothing; the engine updates the scale after the step."""
+def _zero(config: RunConfig) -> dict[str, Any]:
+    precision = config.precision
+    zero: dict[str, Any] = {
+        "stage": precision.zero_stage,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
+    }
+    if precision.offload_optimizer and precision.zero_stage:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if precision.zero_stage == 3:
+        zero["stage3_param_persistence_threshold"] = PERSISTENCE_THRESHOLD
+        zero["stage3_prefetch_bucket_size"] = REDUCE_BUCKET_ELEMENTS
+        zero["stage3_max_live_parameters"] = LIVE_ELEMENTS
+        zero["stage3_max_reuse_distance"] = LIVE_ELEMENTS
+        # True would replace torch.nn.functional.linear for the rest of the process.
+        zero["memory_efficient_linear"] = False
+        zero["override_module_apply"] = False
+    return zero

@@ -1,17 +1,24 @@
-"""Construction of the engine that ``precision.engine`` selects."""
+"""Construction of the engine of a run: that of ``precision.engine``, or one for each submodel."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.engine.base import Engine, Placements
+from megatron_deberta.engine.base import (
+    Engine,
+    FetchState,
+    LocalShard,
+    Placements,
+    ReadNorm,
+    StepOutcome,
+)
 from megatron_deberta.engine.optimizer import rate_scales
 from megatron_deberta.engine.reference_engine import ReferenceEngine
-from megatron_deberta.engine.sequence import EngineSequence
 
 
 def build_engine(
@@ -70,3 +77,82 @@ def _build(
     from megatron_deberta.engine.deepspeed_engine import DeepSpeedZeroEngine
 
     return DeepSpeedZeroEngine(config, module, specs, groups)
+
+
+class EngineSequence(Engine):
+    """One engine for each of some submodules, which hold all parameters.
+
+    Each has its own moments, gradient norm and loss scale. Their states appear as one, with the
+    submodule's name before parameters and scalars.
+
+    Args:
+        module: the whole model.
+        names: its submodules.
+        build: returns the engine of a submodule; its arguments are the submodule's name and the
+            submodule.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Sequence[str],
+        build: Callable[[str, nn.Module], Engine],
+    ) -> None:
+        self.module = module
+        self._parts: dict[str, Engine] = {}
+        for name in names:
+            self._parts[name] = build(name, module.get_submodule(name))
+
+    @property
+    def parts(self) -> tuple[Engine, ...]:
+        """The engines, in the order of their updates."""
+        return tuple(self._parts.values())
+
+    def backward(self, loss: Tensor) -> None:
+        """Raise RuntimeError; call ``backward`` of one of ``parts``."""
+        raise RuntimeError("call backward of one of the parts")
+
+    def step(self, learning_rate: float, norm_limit: float | ReadNorm = 0.0) -> StepOutcome:
+        """Raise RuntimeError; call ``step`` of one of ``parts``."""
+        raise RuntimeError("call step of one of the parts")
+
+    def set_accumulation_steps(self, accumulation_steps: int) -> None:
+        """Set the number of micro batches of the following steps, for each part."""
+        for engine in self.parts:
+            engine.set_accumulation_steps(accumulation_steps)
+
+    def local_shards(self) -> Iterator[LocalShard]:
+        """Yield this rank's shards of each part, in order."""
+        for part, engine in self._parts.items():
+            for shard in engine.local_shards():
+                yield shard._replace(name=f"{part}.{shard.name}")
+
+    def load_states(self, fetch: FetchState) -> None:
+        """Set every parameter and its moments."""
+
+        def fetch_of(part: str) -> FetchState:
+            return lambda name: fetch(f"{part}.{name}")
+
+        for part, engine in self._parts.items():
+            engine.load_states(fetch_of(part))
+
+    def state_dict(self) -> dict[str, int | float]:
+        """Return the scalars of all parts."""
+        return {
+            f"{part}.{key}": value
+            for part, engine in self._parts.items()
+            for key, value in engine.state_dict().items()
+        }
+
+    def load_state_dict(self, scalars: Mapping[str, int | float]) -> None:
+        """Restore the values of ``state_dict``; call it after ``load_states``."""
+        for part, engine in self._parts.items():
+            start = f"{part}."
+            engine.load_state_dict(
+                {k.removeprefix(start): v for k, v in scalars.items() if k.startswith(start)}
+            )
+
+    def destroy(self, *, is_last: bool = True) -> None:
+        """Release each part's resources, in reverse."""
+        for engine in reversed(self.parts):
+            engine.destroy(is_last=is_last and engine is self.parts[0])

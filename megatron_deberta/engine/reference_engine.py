@@ -16,21 +16,17 @@ from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import (
     Engine,
-    FetchState,
-    HeldState,
-    ParameterState,
+    LocalShard,
     Placements,
     ReadNorm,
     StepOutcome,
     norm_reader,
 )
-from megatron_deberta.engine.grad_norm import clip_coefficient, global_grad_norm
 from megatron_deberta.engine.optimizer import (
-    EMA,
-    MOMENTS,
     build_optimizer,
+    clip_coefficient,
+    global_grad_norm,
     parameter_groups,
-    set_adam_step,
     set_learning_rate,
 )
 
@@ -54,12 +50,7 @@ class ReferenceEngine(Engine):
             config.optimizer,
             allow_apex=groups.device.type == "cuda",
         )
-        if self._ema_decay is not None:
-            for master in self._masters:
-                # Moments as well: Adam takes a state that is not empty for complete.
-                moments = {key: torch.zeros_like(master) for key in MOMENTS}
-                self._adam.state[master].update(moments | {EMA: master.detach().clone()})
-            set_adam_step(self._adam, self._masters, 0)
+        self._create_state()
         self._gradients: list[Tensor | None] = [None] * len(self._masters)
 
     def backward(self, loss: Tensor) -> None:
@@ -93,41 +84,11 @@ class ReferenceEngine(Engine):
         self._loss_scale.update(overflow)
         return StepOutcome(grad_norm, skipped, scale)
 
-    def gather_states(self) -> Iterator[tuple[str, ParameterState]]:
-        """Yield copies; every rank holds the whole state, so nothing is communicated."""
-        for name, master in zip(self._trainable, self._masters, strict=True):
-            state = self._adam.state.get(master, {})
-            moments = [state.get(key, torch.zeros_like(master)) for key in MOMENTS]
-            average = [state[EMA]] if self._ema_decay is not None else []
-            tensors = (master, *moments, *average)
-            yield (
-                name,
-                ParameterState(*(t.detach().to("cpu", torch.float32, copy=True) for t in tensors)),
-            )
-
-    def held_states(self) -> Iterator[HeldState]:
+    def local_shards(self) -> Iterator[LocalShard]:
         """Yield whole states; every rank holds them."""
         for name, master in zip(self._trainable, self._masters, strict=True):
-            state = self._adam.state.get(master, {})
-            moments = [state.get(key, torch.zeros_like(master)) for key in MOMENTS]
-            average = [state[EMA]] if self._ema_decay is not None else []
-            tensors = (master, *moments, *average)
-            yield name, 0, tuple(tensor.detach().flatten() for tensor in tensors)
-
-    @torch.no_grad()
-    def load_states(self, fetch: FetchState) -> None:
-        """Set master weights, moments and the model's weights."""
-        for name, master in zip(self._trainable, self._masters, strict=True):
-            state = fetch(name)
-            master.copy_(state.weight)
-            for key in MOMENTS:
-                moment = getattr(state, key).to(master.device, copy=True)
-                self._adam.state[master][key] = moment
-            if self._ema_decay is not None:
-                average = state.weight if state.ema is None else state.ema
-                self._adam.state[master][EMA].copy_(average)
-        set_adam_step(self._adam, self._masters, 0)
-        self._copy_masters_to_model()
+            tensors = (master, *(self._adam.state[master][key] for key in self._state_keys))
+            yield LocalShard(name, 0, tuple(tensor.detach().view(-1) for tensor in tensors))
 
     def destroy(self, *, is_last: bool = True) -> None:
         """Do nothing: this engine has no hooks and changes no process state."""
@@ -149,10 +110,10 @@ class ReferenceEngine(Engine):
         self._adam.step()
         self._adam.zero_grad()
         self._update_averages()
-        self._copy_masters_to_model()
+        self._publish_weights()
 
     @torch.no_grad()
-    def _copy_masters_to_model(self) -> None:
+    def _publish_weights(self) -> None:
         for parameter, master in zip(self._trainable.values(), self._masters, strict=True):
             if parameter is not master:
                 parameter.copy_(master)

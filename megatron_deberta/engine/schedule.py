@@ -1,10 +1,17 @@
-"""Learning-rate schedules: pure functions of the step."""
+"""What changes from step to step: the learning rate, and the loss scale of fp16."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
-from megatron_deberta.config.schema import OptimizerConfig
+from megatron_deberta.config.schema import OptimizerConfig, PrecisionConfig
+from megatron_deberta.errors import LossScaleError
+
+# Overflows before the scale is halved
+HYSTERESIS = 2
+
+FACTOR = 2.0
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
@@ -18,7 +25,7 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
     Sources: ``linear``: He et al. 2021, arXiv:2006.03654, Table 8 ("Learning Rate Decay: Linear").
     ``cosine``: Loshchilov and Hutter 2017, arXiv:1608.03983, Eq. 5, without restarts. ``wsd``:
     Hu et al. 2024, arXiv:2404.06395, section 4; its 1-sqrt decay: Haegele et al. 2024,
-    arXiv:2405.18392, section 3. ``release``: ``warmup_linear`` of microsoft/DeBERTa.
+    arXiv:2405.18392, section 3. ``microsoft``: ``warmup_linear`` of microsoft/DeBERTa.
 
     Args:
         step: completed optimizer steps, from 0.
@@ -35,7 +42,7 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
     left, length = max(0, total_steps - step), max(1, total_steps - warmup)
     if config.schedule == "constant":
         return peak
-    if config.schedule == "release":
+    if config.schedule == "microsoft":
         return peak * left / total_steps
     if config.schedule == "cosine":
         return peak * (1 - math.cos(math.pi * left / length)) / 2
@@ -49,3 +56,67 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
 def decay_steps(config: OptimizerConfig, total_steps: int) -> int:
     """Return the number of last steps with a decaying rate of the ``wsd`` schedule."""
     return round((config.decay_fraction or 0) * total_steps) or config.decay_steps or 1
+
+
+class DynamicLossScale:
+    """Loss scale and its counters, by DeepSpeed's and Megatron's rules; constant 1 outside fp16.
+
+    The scale is halved on an overflow once the hysteresis is used up, and doubled after
+    ``precision.loss_scale_window`` steps without an overflow.
+    """
+
+    def __init__(self, config: PrecisionConfig) -> None:
+        self.dynamic = config.dtype == "fp16"
+        self.scale = 2.0**config.initial_loss_scale_power if self.dynamic else 1.0
+        self._window = config.loss_scale_window
+        self._minimum = config.min_loss_scale
+        self._steps = 0
+        self._last_overflow = -1
+        self._hysteresis = HYSTERESIS
+
+    def update(self, overflow: bool) -> None:
+        """Update the scale after a step.
+
+        Raises:
+            LossScaleError: an overflow at ``precision.min_loss_scale``.
+        """
+        if not self.dynamic:
+            return
+        if overflow:
+            self._shrink()
+            self._last_overflow = self._steps
+        else:
+            stable_steps = self._steps - self._last_overflow - 1
+            if stable_steps > 0 and stable_steps % self._window == 0:
+                self._hysteresis = HYSTERESIS
+                self.scale *= FACTOR
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, int | float]:
+        """Return the loss scale and its counters."""
+        return {
+            "loss_scale": self.scale,
+            "loss_scale_steps": self._steps,
+            "loss_scale_last_overflow": self._last_overflow,
+            "loss_scale_hysteresis": self._hysteresis,
+        }
+
+    def load_state_dict(self, scalars: Mapping[str, int | float]) -> None:
+        """Restore the values of ``state_dict``; no effect outside fp16."""
+        if not self.dynamic:
+            return
+        self.scale = float(scalars["loss_scale"])
+        self._steps = int(scalars["loss_scale_steps"])
+        self._last_overflow = int(scalars["loss_scale_last_overflow"])
+        self._hysteresis = int(scalars["loss_scale_hysteresis"])
+
+    def _shrink(self) -> None:
+        if self._hysteresis > 1:
+            self._hysteresis -= 1
+            return
+        if self.scale <= self._minimum:
+            raise LossScaleError(
+                f"gradients overflow fp16 at precision.min_loss_scale={self._minimum:g}; lower it, "
+                "lower optimizer.learning_rate, or use precision.dtype=bf16"
+            )
+        self.scale = max(self.scale / FACTOR, self._minimum)

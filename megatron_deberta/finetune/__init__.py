@@ -1,1 +1,1 @@
-"""Fine-tuning on labelled tasks: runs, prediction and evaluation."""
+"""Fine-tuning on labelled tasks: settings, data, searches, and curves over checkpoints."""

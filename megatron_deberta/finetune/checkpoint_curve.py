@@ -20,9 +20,9 @@ from typing_extensions import TypedDict
 from megatron_deberta.checkpoint.layout import committed_steps, step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.errors import CheckpointError, DataError
+from megatron_deberta.evaluate.outputs import finished_validation
 from megatron_deberta.files import write_atomically
 from megatron_deberta.finetune.inputs import check_inputs, fingerprint_weights, record_inputs
-from megatron_deberta.finetune.outputs import finished_validation
 from megatron_deberta.parsing import Count, Number, read_json
 
 RESULT_FILE = "result.json"

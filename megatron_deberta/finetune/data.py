@@ -1,64 +1,104 @@
-"""Data of fine-tuning runs: examples, batches and validation by the task's metrics."""
+"""Data of fine-tuning runs: examples, their order, and validation by the task's metrics."""
 
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
 from megatron_deberta.config import validate_for_world
 from megatron_deberta.config.phases import Stage
 from megatron_deberta.config.rules import batch_arithmetic
 from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.data import Integers
 from megatron_deberta.data.batch import TaskBatch
 from megatron_deberta.data.loader import StepSampler, TrainLoader
-from megatron_deberta.distributed.control import broadcast_text, raise_on_all_ranks
+from megatron_deberta.data.randomness import Purpose, hash_values, mix64
+from megatron_deberta.distributed.control import raise_on_all_ranks
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import ConfigError
-from megatron_deberta.finetune.batches import (
-    OutputCollector,
+from megatron_deberta.evaluate.splits import (
+    Split,
     TaskBatchBuilder,
-    TaskBatches,
     TaskRows,
+    check_task,
+    read_split,
+    task_rows,
+    validate_split,
 )
-from megatron_deberta.finetune.order import EpochOrder
-from megatron_deberta.model.heads import num_outputs
-from megatron_deberta.objectives import build_objective
 from megatron_deberta.observe.throughput import StepWork
-from megatron_deberta.tasks.encoded import EncodedDataset
 from megatron_deberta.tasks.encoding import encode
-from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.reading import read_examples
-from megatron_deberta.tasks.scoring import Outputs, nonfinite_rows, score
-from megatron_deberta.tasks.task import TaskConfig, load_task, run_task_name, save_task
+from megatron_deberta.tasks.scoring import Outputs, score
+from megatron_deberta.tasks.task import DEV, TRAIN, TaskConfig, load_task, run_task_name, save_task
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 from megatron_deberta.train.data import Validator, rows_work
-from megatron_deberta.train.evaluate import Evaluation, evaluate, never
 from megatron_deberta.train.records import RunRecords
-from megatron_deberta.train.selection import SCORE
 from megatron_deberta.train.start import Identity
-from megatron_deberta.train.step import sum_over_batch_ranks
 
-TRAIN, DEV = "train", "dev"
+# Batches whose examples are sorted by length together. Larger pools have less padding; smaller ones
+# mix examples more.
+_POOL_BATCHES = 50
+
+
+class EpochOrder:
+    """Permutes the examples of each epoch, in batches of similar length.
+
+    An epoch has as many samples as its batches; the last batch of random examples is filled with
+    -1, so that every example occurs once.
+
+    Args:
+        lengths: tokens of each example.
+        batch_size: samples per optimizer step.
+        seed: of the run.
+        by_length: group examples of similar length; batches are in random order.
+    """
+
+    def __init__(self, lengths: Integers, batch_size: int, seed: int, *, by_length: bool) -> None:
+        """See the class."""
+        self._lengths = lengths
+        self._batch_size = batch_size
+        self._seed = seed
+        self._by_length = by_length
+        # Two epochs, because workers may build batches of the next one already.
+        self._order = lru_cache(2)(self._permute)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps per epoch."""
+        return -(-len(self._lengths) // self._batch_size)
+
+    def examples(self, samples: Sequence[int]) -> Integers:
+        """Return the example of each global sample index, -1 for none."""
+        size = self.steps_per_epoch * self._batch_size
+        return np.array([self._order(s // size)[s % size] if s >= 0 else -1 for s in samples])
+
+    def _permute(self, epoch: int) -> Integers:
+        """Return the examples of an epoch in order."""
+        number, steps = len(self._lengths), self.steps_per_epoch
+        key = mix64(self._seed, Purpose.EXAMPLE_ORDER, epoch)
+        order = np.full(steps * self._batch_size, -1, np.int64)
+        order[:number] = np.argsort(hash_values(key, np.arange(number)), kind="stable")
+        if not self._by_length:
+            return order
+        pool = np.arange(order.size) // (_POOL_BATCHES * self._batch_size)
+        # Missing examples come last, with the longest.
+        lengths = np.where(order < 0, np.iinfo(np.int64).max, self._lengths[order])
+        order = order[np.lexsort((lengths, pool))]
+        key = mix64(self._seed, Purpose.BATCH_ORDER, epoch)
+        batches = np.argsort(hash_values(key, np.arange(steps)), kind="stable")
+        return order.reshape(steps, self._batch_size)[batches].reshape(-1)
+
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Examples of one split and their encoding."""
-
-    examples: Sequence[Example]
-    encoded: EncodedDataset
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +219,11 @@ def open_task_data(config: RunConfig, groups: ProcessGroups) -> tuple[RunConfig,
         # The second pass finds the files of the first.
         with raise_on_all_ranks(groups):
             if is_turn:
-                names = [name for name in (TRAIN, DEV) if name in task.splits]
+                names = [TRAIN, DEV] if DEV in task.splits else [TRAIN]
                 run_dir = Path(config.train.run_dir)
                 splits = {
                     name: read_split(config, task, name, tokenizer, run_dir) for name in names
                 }
-    if TRAIN not in splits:
-        raise ConfigError(f"task {task.name} has no split {TRAIN!r}; name its files")
     train = splits[TRAIN]
     identity = Identity(
         tokenizer_path=str(Path(tokenizer_path).resolve()),
@@ -210,8 +248,6 @@ def planned_steps(config: RunConfig) -> RunConfig:
     """
     task = load_task(config.finetune.task or "")
     tokenizer = load_tokenizer(config.tokenizer.path or "")
-    if TRAIN not in task.splits:
-        raise ConfigError(f"task {task.name} has no split {TRAIN!r}; name its files")
     examples = read_examples(task, config.finetune.data or "", TRAIN)
     encoded = encode(task, examples, tokenizer, config.data.sequence_length)
     rows = task_rows(config, encoded, tokenizer)
@@ -260,67 +296,6 @@ def with_steps(config: RunConfig, rows: TaskRows) -> RunConfig:
     return replace(config, train=train, finetune=replace(settings, epochs=None))
 
 
-def check_task(config: RunConfig, task: TaskConfig) -> None:
-    """Check that a run's model has the head and the classes of a task.
-
-    Raises:
-        ConfigError: it has not.
-    """
-    labels = class_names(task)
-    if (task.head, labels) != (config.model.head, config.model.labels):
-        raise ConfigError(
-            f"task {task.name} has the head {task.head} with labels {list(labels)}, the model "
-            f"{config.model.head} with {list(config.model.labels)}; use the task that the model "
-            "was fine-tuned on, or fine-tune it again"
-        )
-
-
-def class_names(task: TaskConfig) -> tuple[str, ...]:
-    """Return the names of a model's classes; empty for heads without classes."""
-    if task.head not in ("classification", "tokens"):
-        return ()
-    return tuple(task.id2label.values())
-
-
-def read_split(
-    config: RunConfig, task: TaskConfig, name: str, tokenizer: Tokenizer, run_dir: Path | None
-) -> Split:
-    """Read and encode a split; encoded examples are kept in ``finetune.cache``.
-
-    Args:
-        config: the run.
-        task: its task.
-        name: the split.
-        tokenizer: the model's tokenizer.
-        run_dir: folder of the run, which keeps them if no other is set; None: they are not kept.
-    """
-    examples = read_examples(task, config.finetune.data or "", name)
-    cache = (
-        Path(config.finetune.cache) if config.finetune.cache else run_dir and run_dir / "encoded"
-    )
-    length = config.data.sequence_length
-    return Split(examples, encode(task, examples, tokenizer, length, cache=cache))
-
-
-def task_rows(config: RunConfig, encoded: EncodedDataset, tokenizer: Tokenizer) -> TaskRows:
-    """Return the training or validation samples of encoded examples.
-
-    Args:
-        config: the run.
-        encoded: the examples.
-        tokenizer: the model's tokenizer.
-    """
-    parallel = config.parallel
-    return TaskRows(
-        config.model.head,
-        encoded,
-        (tokenizer.cls_id, tokenizer.sep_id),
-        tokenizer.pad_id,
-        parallel.tensor_parallel_size if parallel.sequence_parallel else 1,
-        config.finetune.pack_rows,
-    )
-
-
 def epoch_order(config: RunConfig, rows: TaskRows) -> EpochOrder:
     """Return the order of a run's training samples."""
     return EpochOrder(
@@ -329,54 +304,6 @@ def epoch_order(config: RunConfig, rows: TaskRows) -> EpochOrder:
         config.train.seed,
         by_length=config.finetune.batch_by_length,
     )
-
-
-def validate_split(
-    module: nn.Module,
-    *,
-    config: RunConfig,
-    task: TaskConfig,
-    split: Split,
-    tokenizer: Tokenizer,
-    groups: ProcessGroups,
-    must_stop: Callable[[], bool] = never,
-) -> Evaluation | None:
-    """Compute the loss and the task's metrics. Collective over all ranks.
-
-    Args:
-        module: the objective's model with its loss.
-        config: the run.
-        task: the task.
-        split: examples to score.
-        tokenizer: the model's tokenizer.
-        groups: the rank grid.
-        must_stop: called before each batch, with the same result on every rank.
-
-    Returns:
-        The metrics, NaN if an output is not finite; None: told to stop.
-    """
-    found = run_split(module, config, split.encoded, tokenizer, groups, must_stop)
-    if found is None:
-        return None
-    outputs, evaluation = found
-    metrics: dict[str, float] = {}
-    with raise_on_all_ranks(groups):
-        if groups.rank == 0:
-            # A run goes on: the guard may roll it back, and no such step is the best.
-            if bad := nonfinite_rows(split.encoded, outputs):
-                logger.warning(
-                    "validation: the model's outputs are infinite or not a number in %s of %s "
-                    "rows, so the metrics are not a number",
-                    f"{bad:,}",
-                    f"{split.encoded.num_rows:,}",
-                )
-                metrics = {str(name): math.nan for name in task.metrics}
-            else:
-                metrics = score(task, split.examples, split.encoded, outputs)
-    metrics = json.loads(broadcast_text(json.dumps(metrics), groups))
-    values = {"loss": evaluation.metrics["loss"], **metrics, SCORE: metrics[task.metrics[0]]}
-    shown = [f"{name.replace('_', ' ')} {values[name]:.4f}" for name in ("loss", *task.metrics)]
-    return Evaluation(values, " | ".join(shown))
 
 
 def constant_outputs(task: TaskConfig, train: Split, dev: Split) -> Outputs | None:
@@ -413,39 +340,3 @@ def constant_outputs(task: TaskConfig, train: Split, dev: Split) -> Outputs | No
     constant = np.zeros((rows, len(task.labels)), np.float32)
     constant[:, most] = 1
     return constant
-
-
-def run_split(
-    module: nn.Module,
-    config: RunConfig,
-    encoded: EncodedDataset,
-    tokenizer: Tokenizer,
-    groups: ProcessGroups,
-    must_stop: Callable[[], bool] = never,
-) -> tuple[Outputs, Evaluation] | None:
-    """Compute a model's outputs for all rows, and its loss. Collective over all ranks.
-
-    Args:
-        module: the objective's model with its loss.
-        config: the run.
-        encoded: the examples.
-        tokenizer: the model's tokenizer.
-        groups: the rank grid.
-        must_stop: called before each batch, with the same result on every rank.
-
-    Returns:
-        The outputs, fp32 of the shape of `output_shape`, equal on all ranks, and the loss; None:
-        told to stop.
-    """
-    rows = task_rows(config, encoded, tokenizer)
-    collector = OutputCollector(
-        config.model.head, encoded, num_outputs(config.model), groups.device
-    )
-    batches = TaskBatches(rows, config.train.micro_batch_size, groups.dp_rank, groups.dp_size)
-    objective = build_objective(config)
-    evaluation = evaluate(module, batches, groups, objective, must_stop, collector.add)
-    if evaluation is None:
-        return None
-    # Every row was computed by one data-parallel rank; the others hold zeros.
-    outputs: Outputs = sum_over_batch_ranks(collector.outputs, groups).cpu().numpy()
-    return outputs, evaluation

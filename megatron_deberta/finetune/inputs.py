@@ -17,11 +17,10 @@ from typing import Any
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import sha256_file, write_atomically
-from megatron_deberta.finetune.data import DEV, TRAIN
 from megatron_deberta.hf.loading import load_model_tokenizer
 from megatron_deberta.parsing import read_json
 from megatron_deberta.tasks.reading import read_examples
-from megatron_deberta.tasks.task import TaskConfig
+from megatron_deberta.tasks.task import DEV, TRAIN, TaskConfig
 
 logger = logging.getLogger(__name__)
 

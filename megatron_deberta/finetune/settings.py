@@ -19,10 +19,11 @@ from megatron_deberta.config.loader import (
 )
 from megatron_deberta.config.schema import ModelConfig, RunConfig, with_task_head
 from megatron_deberta.errors import ConfigError, MegatronDebertaError
-from megatron_deberta.finetune.data import TRAIN, class_names, planned_steps
-from megatron_deberta.finetune.models import SourceModel
+from megatron_deberta.evaluate.models import SourceModel
+from megatron_deberta.evaluate.splits import class_names
+from megatron_deberta.finetune.data import planned_steps
 from megatron_deberta.tasks.reading import read_examples
-from megatron_deberta.tasks.task import TaskConfig, absolute_task_name, load_task
+from megatron_deberta.tasks.task import TRAIN, TaskConfig, absolute_task_name, load_task
 
 _MICRO_BATCH = 8
 _RELEASE = "release_"
@@ -65,18 +66,13 @@ def finetune_config(
         ConfigError: the task, its settings or a value is wrong.
     """
     task = load_task(task_name)
-    layers = {section: dict(values) for section, values in _DEFAULTS.items()}
-    _apply_settings(layers, choose_settings(task, model.config, settings))
+    layers = _task_layers(task, model.config, settings)
     given = {override.partition("=")[0].strip() for override in overrides}
     for name, replaced in (("steps", "epochs"), ("eval_every", "validations_per_epoch")):
         if f"train.{name}" in given:
             layers["finetune"][replaced] = None
     if given & {"optimizer.warmup_steps"}:
         layers["optimizer"]["warmup_fraction"] = None
-    dropout = layers.pop("model", {}).get("head_dropout", model.config.head_dropout)
-    architecture = with_task_head(model.config, task.head, class_names(task), dropout)
-    layers["model"] = config_to_dict(architecture)
-    layers["objective"] = {"name": task.head}
     # Absolute, so that later commands on the run work in any folder.
     layers["tokenizer"] = {"path": os.path.abspath(model.tokenizer_path)}
     layers["data"].setdefault("sequence_length", task.max_length)
@@ -158,12 +154,7 @@ def planned_config(
         ConfigError: the task, its settings or a value is wrong.
     """
     task = load_task(task_name)
-    layers = {section: dict(values) for section, values in _DEFAULTS.items()}
-    _apply_settings(layers, choose_settings(task, run.model, settings))
-    dropout = layers.pop("model", {}).get("head_dropout", run.model.head_dropout)
-    architecture = with_task_head(run.model, task.head, class_names(task), dropout)
-    layers["model"] = config_to_dict(architecture)
-    layers["objective"] = {"name": task.head}
+    layers = _task_layers(task, run.model, settings)
     length = layers["data"].pop("sequence_length", task.max_length)
     layers["data"] |= {"sequence_length": length, "short_steps": 0, "train": []}
     layers["finetune"]["task"] = task_name
@@ -180,10 +171,17 @@ def planned_config(
     return replace(config, train=train)
 
 
-def _apply_settings(layers: dict[str, dict[str, Any]], settings: dict[str, Any]) -> None:
-    for name, value in settings.items():
+def _task_layers(task: TaskConfig, model: ModelConfig, settings: str) -> dict[str, dict[str, Any]]:
+    """Return the defaults, the task's settings and the model with the task's head, by section."""
+    layers = {section: dict(values) for section, values in _DEFAULTS.items()}
+    for name, value in choose_settings(task, model, settings).items():
         section, _, key = name.partition(".")
         layers.setdefault(section, {})[key] = value
+    dropout = layers.pop("model", {}).get("head_dropout", model.head_dropout)
+    architecture = with_task_head(model, task.head, class_names(task), dropout)
+    layers["model"] = config_to_dict(architecture)
+    layers["objective"] = {"name": task.head}
+    return layers
 
 
 def choose_settings(task: TaskConfig, model: ModelConfig, name: str = "") -> dict[str, Any]:

@@ -21,17 +21,17 @@ from megatron_deberta.model.heads import pooler_activation
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MODELING_MODULE = "modeling_megatron_deberta"
-HEADS_MODULE = "modeling_megatron_deberta_heads"
-_ENCODER_CLASS = {
-    "deberta": "DebertaModel",
-    "deberta-v2": "DebertaV2Model",
-    "roberta": "RobertaModel",
-    "megatron-deberta": "MegatronDebertaModel",
-}
+"""Module of the classes that exports bring with them."""
 _CLASS_PREFIX = {
     "deberta": "Deberta", "deberta-v2": "DebertaV2", "roberta": "Roberta",
     "megatron-deberta": "MegatronDeberta",
 }  # fmt: skip
+"""Of the classes in ``architectures``, those of transformers where it has the type."""
+_OWN_CLASS_PREFIX = {
+    "deberta": "MegatronDebertaV1", "deberta-v2": "MegatronDebertaV2",
+    "megatron-deberta": "MegatronDeberta",
+}  # fmt: skip
+"""Of the classes of `MODELING_MODULE`."""
 _WITH_C2P = ("c2p+p2c", "c2p")
 _LARGEST = (1 << 31) - 1
 _MAX_LAYERS = 10_000
@@ -59,7 +59,11 @@ _BOOLEANS = (
     "relative_attention", "position_biased_input", "share_att_key", "key_bias",
     "position_key_bias", "next_sentence_head", "causal",
 )  # fmt: skip
-_CHOICES = {"p2c_index": get_args(P2CIndex), "absolute_positions": get_args(AbsolutePositions)}
+_CHOICES = {
+    # Earlier exports say "released" for "microsoft".
+    "p2c_index": (*get_args(P2CIndex), "released"),
+    "absolute_positions": get_args(AbsolutePositions),
+}
 
 
 def _is_integer(value: Any, minimum: float = -_LARGEST, maximum: int = _LARGEST) -> bool:
@@ -186,7 +190,10 @@ def to_hf_config(
     else:
         fields |= _deberta_fields(config, model_type)
     if config.head == "discriminator":
-        fields |= {"architectures": [_ENCODER_CLASS[model_type]], "replaced_token_head": True}
+        fields |= {
+            "architectures": [f"{_CLASS_PREFIX[model_type]}Model"],
+            "replaced_token_head": True,
+        }
     elif config.head == "autoregressive":
         # Not ``is_decoder``, which means cross-attention to some of transformers' functions.
         fields |= {"architectures": ["MegatronDebertaForCausalLM"], "causal": True}
@@ -202,22 +209,12 @@ def _auto_map(config: ModelConfig, model_type: ModelType) -> dict[str, str]:
     """Return the exported classes by the Auto class that loads them; empty: none is needed."""
     if model_type == "roberta":
         return {}
-    prefix, classes = _CLASS_PREFIX[model_type], {}
+    prefix, head, classes = _OWN_CLASS_PREFIX[model_type], HEADS[config.head], {}
     if model_type == "megatron-deberta":
-        classes["AutoConfig"] = f"{MODELING_MODULE}.{prefix}Config"
-        classes["AutoModel"] = f"{MODELING_MODULE}.{prefix}Model"
-    head = HEADS[config.head]
-    if config.head == "mlm":
-        classes[head.auto_class] = f"{MODELING_MODULE}.{prefix}ForMaskedLM"
-    elif head.kind and has_own_class(config, model_type):
-        classes[head.auto_class] = f"{HEADS_MODULE}.{prefix}For{head.kind}"
-    return classes
-
-
-def modeling_modules(fields: dict[str, Any]) -> tuple[str, ...]:
-    """Return the modules that a ``config.json`` names, with those that they import."""
-    named = {target.partition(".")[0] for target in fields.get("auto_map", {}).values()}
-    return tuple(sorted(named | {MODELING_MODULE})) if named else ()
+        classes = {"AutoConfig": f"{prefix}Config", "AutoModel": f"{prefix}Model"}
+    if config.head == "mlm" or (head.kind and has_own_class(config, model_type)):
+        classes[head.auto_class] = f"{prefix}For{head.kind}"
+    return {auto_class: f"{MODELING_MODULE}.{name}" for auto_class, name in classes.items()}
 
 
 def has_own_class(config: ModelConfig, model_type: ModelType) -> bool:
@@ -351,7 +348,7 @@ def _deberta_config(
         max_relative_positions=max_distance if max_distance > 0 else length,
         position_buckets=buckets if buckets > 0 and not v1 else None,
         position_terms=terms,
-        p2c_index=fields.get("p2c_index", "released"),
+        p2c_index="paper" if fields.get("p2c_index") == "paper" else "microsoft",
         share_position_projections=not v1 and fields.get("share_att_key", False),
         key_bias=fields.get("key_bias", not v1),
         position_key_bias=fields.get("position_key_bias", not v1),
@@ -395,7 +392,7 @@ def _check_stock_type(fields: dict[str, Any], model_type: ModelType) -> None:
     if model_type == "megatron-deberta":
         return
     if "p2c" in (fields.get("pos_att_type") or []) and fields.get("p2c_index") == "paper":
-        raise _unsupported("p2c_index", "paper", ("released",))
+        raise _unsupported("p2c_index", "paper", ("microsoft",))
     if fields.get("causal"):
         raise _unsupported("causal", True, (False,))
     at_input = fields.get("position_biased_input", True)

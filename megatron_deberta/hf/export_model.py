@@ -21,23 +21,29 @@ from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.files import FolderInUseError, folder_writer, published_folder
 from megatron_deberta.hf.config import (
     DTYPES,
+    MODELING_MODULE,
     UNTRAINED_FIELD,
     SpecialIds,
     choose_model_type,
-    modeling_modules,
     to_hf_config,
 )
 from megatron_deberta.hf.heads import HEADS
 from megatron_deberta.hf.loading import build_with_head, tokenizer_fields
 from megatron_deberta.hf.model_card import TrainingFacts, model_card
 from megatron_deberta.hf.names import HFTensor, ModelType, hf_tensors
-from megatron_deberta.hf.sentence_transformers import write_pooling
 from megatron_deberta.hf.verify import ExportCheck, check_export
 from megatron_deberta.model import DebertaBackbone, count_parameters
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 from megatron_deberta.tokenizer.tokenizer import CONFIG_FILE, JSON_FILE
 
 UNKNOWN_TRAINING = TrainingFacts()
+POOLING_FOLDER = "1_Pooling"
+_POOLING_MODES = (
+    "cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens",
+    "lasttoken",
+)  # fmt: skip
+"""Keys of ``1_Pooling/config.json`` that all versions of sentence-transformers and
+text-embeddings-inference read."""
 GENERATOR_FOLDER = "generator"
 """Folder of the generator in the export of replaced-token detection."""
 MAX_SHARD_BYTES = 4 << 30
@@ -121,7 +127,7 @@ def _write_export(
     _save_tokenizer(tokenizer, folder, config)
     write_hf_model(folder, config, model_type, read, ids, dtype)
     if HEADS[config.head].is_encoder:
-        write_pooling(folder, config)
+        _write_pooling(folder, config)
     parameters = count_parameters(config)
     card = model_card(name, config, model_type, parameters, facts)
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -257,13 +263,14 @@ def write_hf_model(
     torch_name = str(DTYPES[dtype]).removeprefix("torch.")
     fields = to_hf_config(config, model_type, ids, torch_name)
     # Without ``auto_map``, the stock class needs no code of this package.
-    for module in modeling_modules(fields):
-        shutil.copyfile(Path(__file__).with_name(f"{module}.py"), directory / f"{module}.py")
+    if "auto_map" in fields:
+        file = f"{MODELING_MODULE}.py"
+        shutil.copyfile(Path(__file__).with_name(file), directory / file)
     _write_json(directory / "config.json", fields)
 
 
 def _convert(entry: HFTensor, read: Callable[[str], Tensor], dtype: str) -> Tensor:
-    packed = entry.pack([read(part) for part in entry.parts])
+    packed = entry.pack([read(name) for name in entry.canonical_names])
     if tuple(packed.shape) != entry.shape:
         raise CheckpointError(
             f"{entry.name}: shape {tuple(packed.shape)} in the checkpoint is not {entry.shape} of "
@@ -289,6 +296,25 @@ def _split_into_shards(entries: list[HFTensor], itemsize: int) -> list[list[HFTe
         shards[-1].append(entry)
         shard_bytes += size
     return shards
+
+
+def _write_pooling(folder: Path, config: ModelConfig) -> None:
+    """Make an export of an encoder a sentence-transformers model with mean pooling.
+
+    Mean pooling, because no objective here trains the state of the first token for sentences.
+    """
+    kinds = {"": "Transformer", POOLING_FOLDER: "Pooling"}
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(kinds.items())
+    ]
+    pooling: dict[str, Any] = {"word_embedding_dimension": config.hidden_size}
+    pooling |= {f"pooling_mode_{mode}": mode == "mean_tokens" for mode in _POOLING_MODES}
+    length = {"max_seq_length": config.max_position_embeddings, "do_lower_case": False}
+    (folder / POOLING_FOLDER).mkdir()
+    _write_json(folder / "modules.json", modules)
+    _write_json(folder / "sentence_bert_config.json", length)
+    _write_json(folder / POOLING_FOLDER / "config.json", pooling)
 
 
 def _add_fields(path: Path, fields: dict[str, Any]) -> None:

@@ -12,18 +12,18 @@ from torch import Tensor
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.errors import CheckpointError, ConfigError, MissingModelError
 from megatron_deberta.hf.heads import task_head
-from megatron_deberta.hf.import_model import (
-    CONFIG_FILES,
-    GENERATOR_CONFIG,
-    open_release,
-    read_config,
-)
 from megatron_deberta.hf.loading import (
     NONFINITE,
     build_model,
     check_folder,
     load_export_tokenizer,
     open_trained_model,
+)
+from megatron_deberta.hf.published import (
+    CONFIG_FILES,
+    GENERATOR_CONFIG,
+    open_release,
+    read_config,
 )
 from megatron_deberta.model import ModelInputs
 from megatron_deberta.tokenizer import Tokenizer
@@ -157,7 +157,7 @@ def _read_published(
             f"{path} is fine-tuned with the head {head} and fills no masks; use megatron-deberta "
             "predict"
         )
-    release = open_release(path, None, path)
+    release = open_release(path, None, path, fields=fields)
     if release.missing:
         raise MissingModelError(
             f"{path} lacks {release.missing[0].name}, so predictions would come from random "

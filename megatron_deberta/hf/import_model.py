@@ -1,20 +1,19 @@
-"""Import of published Hugging Face and Microsoft models as checkpoints to continue pretraining."""
+"""Import of published models as checkpoints to continue pretraining, alone or as a pair."""
 
 from __future__ import annotations
 
+import functools
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor
 
-from megatron_deberta.checkpoint.layout import WEIGHT, CheckpointMetadata, step_dir
-from megatron_deberta.checkpoint.reader import Slice
-from megatron_deberta.checkpoint.store import HEAD_PREFIXES, save_weights
+from megatron_deberta.checkpoint.layout import CheckpointMetadata, step_dir
+from megatron_deberta.checkpoint.store import save_weights
 from megatron_deberta.config import config_to_dict, save_config, validate
 from megatron_deberta.config.schema import (
     CheckpointConfig,
@@ -24,34 +23,35 @@ from megatron_deberta.config.schema import (
     RunConfig,
     TokenizerConfig,
 )
-from megatron_deberta.errors import CheckpointError, ConfigError, MissingModelError
-from megatron_deberta.hf.config import UNTRAINED_FIELD, from_hf_config, padding_id
+from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.hf.export_model import output_folder
 from megatron_deberta.hf.loading import check_folder, load_export_tokenizer
-from megatron_deberta.hf.names import TOKEN_TYPES, HFTensor, ModelType, hf_tensors, standard_names
-from megatron_deberta.hf.weight_files import StoredTensor, read_object, stored_tensors, weight_files
-from megatron_deberta.model.shapes import parameter_shapes
+from megatron_deberta.hf.published import (
+    GENERATOR_CONFIG,
+    Release,
+    Source,
+    open_release,
+    read_config,
+)
+from megatron_deberta.model.replaced_tokens import (
+    DELTA,
+    DISCRIMINATOR,
+    GENERATOR,
+    TOKENS,
+    discriminator_config,
+    generator_config,
+)
+from megatron_deberta.model.task_models import parameter_shapes
 from megatron_deberta.model.weight_init import fill_initial
 from megatron_deberta.tokenizer import Tokenizer
 
-Source: TypeAlias = Literal["hf", "microsoft"]
-
 RUN_FILE = "run.yaml"
-CONFIG_FILES = ("config.json", "model_config.json")
-"""Of a published model; the first that exists is read."""
-GENERATOR_CONFIG = "generator_config.json"
-"""In the folder of a discriminator: config of the generator, whose weights have a name with
-``.generator.``, such as ``pytorch_model.generator.bin``."""
 _TOKENIZER_FOLDER = "tokenizer"
-_OPTIONAL_PREFIXES = ("head.", "mask_decoder.", *HEAD_PREFIXES)
-_IGNORED = re.compile(
-    r"(mask_predictions|(roberta\.)?pooler|classifier|qa_outputs)\.|.*position_ids$|.*\._weight$"
+OBJECTIVE = ObjectiveConfig(
+    name="rtd", mask_token_probability=1.0, random_token_probability=0.0, max_span_words=1
 )
-_PRETRAINING_HEAD = re.compile(
-    r"lm_predictions\.|cls\.predictions\.|lm_head\.|deberta\.embeddings\.position_embeddings\."
-)
-_TIED = re.compile(r"(cls\.predictions\.decoder|lm_head\.decoder)\.(weight|bias)")
-_TOKEN_TABLE = re.compile(r"(deberta|roberta)\.embeddings\.word_embeddings\.weight")
+"""Masking of the release."""
+_TRAINING_KEYS = ("hidden_dropout", "attention_dropout", "head_dropout", "initializer_range")
 
 
 @dataclass(frozen=True)
@@ -99,24 +99,24 @@ def import_model(
         DataError: there is no usable tokenizer.
     """
     check_folder(directory, "one with config.json and weights")
-    fields = read_config(directory, (*CONFIG_FILES, *([GENERATOR_CONFIG] if generator else ())))
-    tokenizer = load_export_tokenizer(fields, tokenizer_path or directory)
+    content = read_config(directory, generator=generator)
+    tokenizer = load_export_tokenizer(content, tokenizer_path or directory)
     output = output.absolute()
     with output_folder(output) as folder, tempfile.TemporaryDirectory(dir=folder) as scratch:
         release = open_release(
-            directory, source, Path(scratch),
+            directory, source, Path(scratch), fields=content,
             allow_pickle=allow_pickle, sha256=sha256, seed=seed, generator=generator,
         )  # fmt: skip
         if generator and (why := release.why_no_masks):
             raise CheckpointError(f"{directory}: the generator cannot fill masks: {why}")
-        done = write_import(
+        done = _write_import(
             folder, output, release.config, release.tensors(), tokenizer, release.notes,
             why_untrained=release.why_untrained,
         )  # fmt: skip
         return replace(done, why_no_masks=release.why_no_masks)
 
 
-def write_import(
+def _write_import(
     folder: Path,
     output: Path,
     model: ModelConfig,
@@ -171,234 +171,187 @@ def write_import(
 
 
 @dataclass(frozen=True)
-class Release:
-    """A published model, read one tensor at a time."""
+class WeightFile:
+    """A folder with config and weights, and the expected SHA-256 of a pickle ('' = unchecked)."""
 
-    path: Path
-    config: ModelConfig
-    missing: tuple[HFTensor, ...]
-    """Tensors that the file lacks; ``tensors`` initialises them."""
-    ignored: tuple[str, ...]
-    """Tensors that are not part of the model."""
-    _tensors: tuple[tuple[HFTensor, StoredTensor], ...]
-    _token_types: StoredTensor | None
-    _seed: int
-    _recorded: str = ""
-    """Why the head is not trained, as recorded by the export of such an import."""
+    directory: Path
+    sha256: str = ""
+
+
+def import_pair(
+    discriminator: WeightFile,
+    generator: WeightFile | None,
+    source: Source,
+    output: Path,
+    *,
+    tokenizer_path: str = "",
+    allow_pickle: bool = False,
+    seed: int = 0,
+) -> ImportResult:
+    """Import a discriminator and its generator as a checkpoint, a tokenizer and a run file.
+
+    The checkpoint shares embeddings by ``gdes``: the delta is the difference of the two tables.
+
+    Args:
+        discriminator: the model that is published as such.
+        generator: its generator, in a folder of its own or in the same one; None: a new one.
+        source: format of the files.
+        output: folder to create; must not exist, or be empty.
+        tokenizer_path: the model's tokenizer; empty: the one of the discriminator.
+        allow_pickle: read ``.bin`` files.
+        seed: seed of parameters that the files lack.
+
+    Raises:
+        CheckpointError: a model cannot be read, the two do not belong together, or the checkpoint
+            cannot be written.
+        ConfigError: ``output`` is in use, or the tokenizer has more ids than the model.
+        DataError: there is no usable tokenizer.
+    """
+    for file in filter(None, (generator, discriminator)):
+        check_folder(file.directory, "one with config.json and weights")
+    generator_content = read_config(generator.directory, generator=True) if generator else None
+    content = read_config(discriminator.directory)
+    if generator and generator.directory.samefile(discriminator.directory):
+        if not (generator.directory / GENERATOR_CONFIG).is_file():
+            raise CheckpointError(
+                f"{generator.directory} has no {GENERATOR_CONFIG}, so no generator; download it, "
+                "or use --new-generator"
+            )
+    tokenizer = load_export_tokenizer(content, tokenizer_path or discriminator.directory)
+    read = functools.partial(open_release, allow_pickle=allow_pickle, seed=seed)
+    with (
+        output_folder(output.absolute()) as folder,
+        tempfile.TemporaryDirectory(dir=folder) as scratch,
+        tempfile.TemporaryDirectory(dir=folder) as other_scratch,
+    ):
+        detecting = read(
+            discriminator.directory,
+            source,
+            Path(scratch),
+            fields=content,
+            sha256=discriminator.sha256,
+            adapt=discriminator_config,
+        )
+        generating: Release | _NewGenerator = _NewGenerator(detecting, seed)
+        if generator:
+            generating = read(
+                generator.directory,
+                # The generator's config may have no model type.
+                None if source == "hf" else source,
+                Path(other_scratch),
+                fields=generator_content,
+                sha256=generator.sha256,
+                generator=True,
+            )
+        model = _pair_config(detecting, generating.config)
+        return _write_import(
+            folder,
+            output.absolute(),
+            model,
+            _pair_tensors(detecting, generating),
+            tokenizer,
+            (
+                *(f"discriminator: {note}" for note in detecting.notes),
+                *(f"generator: {note}" for note in generating.notes),
+            ),
+            objective=OBJECTIVE,
+            why_untrained=generating.why_untrained,
+        )
+
+
+class _NewGenerator:
+    """A generator for a discriminator that is published without one, in the form of a `Release`.
+
+    Embeddings, position table and every second layer are the discriminator's, as Sanh et al. 2019,
+    DistilBERT, arXiv:1910.01108, section 2 initialise a smaller model; mask decoder and head are
+    new.
+
+    Args:
+        discriminator: opened with its own architecture.
+        seed: of the new parameters.
+    """
+
+    def __init__(self, discriminator: Release, seed: int) -> None:
+        self._discriminator = discriminator
+        self._seed = seed
+        own = discriminator.config
+        positions = own.absolute_positions
+        self.config = generator_config(
+            replace(
+                own,
+                head="rtd",
+                mask_decoder_passes=ModelConfig().mask_decoder_passes,
+                absolute_positions="input" if positions == "input" else "decoder",
+            )
+        )
+        self._step = own.num_layers // self.config.num_layers
+
+    why_untrained = "its generator is new"
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Messages about parameters that are newly initialised or ignored."""
-        parts = [part for entry in self.missing for part in entry.parts]
-        notes = {
-            "missing in the file, newly initialised": parts,
-            "ignored, not part of the model": self.ignored,
-        }
-        return tuple(f"{what}: {', '.join(names)}" for what, names in notes.items() if names)
+        """Messages about the origin of the parameters."""
+        layers = ", ".join(str(i * self._step) for i in range(self.config.num_layers))
+        return (
+            f"embeddings and layers {layers} of the discriminator",
+            f"newly initialised: {', '.join(filter(_is_new, parameter_shapes(self.config)))}",
+        )
 
-    @property
-    def why_untrained(self) -> str:
-        """Why the model cannot predict tokens; empty if it can, or has another head."""
-        if self.missing:
-            return f"the file lacks {self.missing[0].name}"
-        if "mask_predictions.classifier.weight" in self.ignored:
-            return "it is a discriminator (DeBERTaV3), whose head of masked tokens is not trained"
-        return self._recorded
-
-    @property
-    def why_no_masks(self) -> str:
-        """Why the model cannot fill masks; empty if it can."""
-        if self.why_untrained:
-            return self.why_untrained
-        return "" if self.config.head == "mlm" else f"its head is {self.config.head}"
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Logical shape of every parameter that the file has, by canonical name."""
-        missing = {part for entry in self.missing for part in entry.parts}
-        shapes = parameter_shapes(self.config)
-        return {name: shape for name, shape in shapes.items() if name not in missing}
-
-    def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
-        """Read a parameter in fp32; arguments as in `CheckpointReader.tensor`."""
-        entry, stored = next(pair for pair in self._tensors if name in pair[0].parts)
-        tensor = entry.unpack(stored.load().float())[name]
-        if name == "embeddings.position.weight":
-            tensor = self._add_token_type(tensor)
-        return tensor if part is None else part.of(tensor)
+    def tensor(self, name: str) -> Tensor:
+        """Return a parameter in fp32."""
+        if _is_new(name):
+            initial = torch.empty(parameter_shapes(self.config)[name])
+            fill_initial(initial, name, initial.shape, self.config, self._seed)
+            return initial
+        if name.startswith("encoder.layers."):
+            name = re.sub(r"\d+", lambda layer: str(int(layer[0]) * self._step), name, count=1)
+        return self._discriminator.tensor(name)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield canonical name and fp32 tensor of every parameter."""
-        found: set[str] = set()
-        for entry, stored in self._tensors:
-            for name, tensor in entry.unpack(stored.load().float()).items():
-                found.add(name)
-                if name == "embeddings.position.weight":
-                    tensor = self._add_token_type(tensor)
-                yield name, tensor
-        for name, shape in parameter_shapes(self.config).items():
-            if name not in found:
-                initial = torch.empty(shape)
-                fill_initial(initial, name, shape, self.config, self._seed)
-                yield name, initial
-
-    def _add_token_type(self, positions: Tensor) -> Tensor:
-        """Add RoBERTa's single token-type row, which applies to every token, to all positions."""
-        if self._token_types is None:
-            return positions
-        row = self._token_types.load().float()
-        return positions + row if row.any() else positions
+        for name in parameter_shapes(self.config):
+            yield name, self.tensor(name)
 
 
-def open_release(
-    directory: Path,
-    source: Source | None,
-    scratch: Path,
-    *,
-    allow_pickle: bool = False,
-    sha256: str = "",
-    seed: int = 0,
-    adapt: Callable[[ModelConfig], ModelConfig] | None = None,
-    generator: bool = False,
-) -> Release:
-    """Read the config of a published model and match its tensors to our architecture.
+def _is_new(name: str) -> bool:
+    return name.startswith(("head.", "mask_decoder."))
 
-    Args:
-        directory: a folder with ``config.json`` (or ``model_config.json``) and weights.
-        source: format; Microsoft's configs have no ``model_type``, tensor names determine it.
-            None: Hugging Face's if the config has one.
-        scratch: folder for the safetensors copy of a ``.bin`` file.
-        allow_pickle: read a ``.bin`` file with ``weights_only`` in a separate process.
-        sha256: expected digest of the weight file; empty: unchecked.
-        seed: seed of parameters that the file lacks.
-        adapt: changes the head of the architecture; None: the one that the model has.
-        generator: read the generator, if the folder also has it, instead of the discriminator.
+
+def _pair_config(discriminator: Release, generator: ModelConfig) -> ModelConfig:
+    """Return the architecture of both.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the architecture is not supported.
+        CheckpointError: they differ in more than the number of layers.
     """
-    check_folder(directory, "one with config.json and weights")
-    generator = generator and (directory / GENERATOR_CONFIG).is_file()
-    fields = read_config(directory, [GENERATOR_CONFIG] if generator else CONFIG_FILES)
-    source = source or ("hf" if "model_type" in fields else "microsoft")
-    in_files = stored_tensors(
-        weight_files(directory, scratch, allow_pickle, sha256, generator=generator)
+    model = replace(
+        discriminator.config,
+        head="rtd",
+        mask_decoder_passes=generator.mask_decoder_passes,
+        absolute_positions=generator.absolute_positions,
+        generator_layers=generator.num_layers,
+        embedding_sharing="gdes",
     )
-    model_type = _model_type(fields, source, in_files)
-    names = standard_names(in_files, model_type)
-    stored = {names[name]: tensor for name, tensor in in_files.items()}
-    config = _infer_from_tensors(from_hf_config(fields, model_type), fields, stored)
-    if adapt is not None:
-        config = adapt(config)
-    expected = hf_tensors(config, model_type, padding_id(fields, model_type))
-    recorded = fields.get(UNTRAINED_FIELD, "")
-    return replace(_match(directory, config, expected, stored, seed), _recorded=str(recorded))
-
-
-def _match(
-    directory: Path,
-    config: ModelConfig,
-    expected: list[HFTensor],
-    stored: dict[str, StoredTensor],
-    seed: int,
-) -> Release:
-    tensors: list[tuple[HFTensor, StoredTensor]] = []
-    missing: list[HFTensor] = []
-    for entry in expected:
-        tensor = stored.get(entry.name)
-        if tensor is None:
-            if not all(part.startswith(_OPTIONAL_PREFIXES) for part in entry.parts):
-                raise CheckpointError(
-                    f"the weights lack {entry.name}; the file is damaged or of another model"
-                )
-            if entry.parts:
-                missing.append(entry)
-        elif tensor.shape != entry.shape and all(p.startswith(HEAD_PREFIXES) for p in entry.parts):
-            # The head of another task
-            missing.append(entry)
-        elif tensor.shape != entry.shape:
+    if generator_config(replace(model, generator_layers=None)) == generator_config(model):
+        # Half of the discriminator's, as in configs/models.
+        model = replace(model, generator_layers=None)
+    expected = generator_config(model)
+    for key in (field.name for field in fields(ModelConfig)):
+        theirs, ours = getattr(generator, key), getattr(expected, key)
+        if theirs != ours and key not in _TRAINING_KEYS:
             raise CheckpointError(
-                f"{tensor.name}: shape {tensor.shape} is not {entry.shape} of config.json; "
-                "config and weights are of different models"
+                f"the generator has {key}={theirs!r}, the discriminator {ours!r}; give the two "
+                "models of one release"
             )
-        elif entry.parts:
-            tensors.append((entry, tensor))
-    ignored = sorted(stored.keys() - {entry.name for entry in expected})
-    others = [name for name in ignored if config.head == "mlm" or not _PRETRAINING_HEAD.match(name)]
-    if config.position_terms == "none":
-        # transformers builds it whether there is a table or not.
-        others = [name for name in others if not name.startswith("deberta.encoder.LayerNorm.")]
-    _check_ignored(others, stored)
-    token_types = stored.get(TOKEN_TYPES) if config.type_vocab_size == 0 else None
-    return Release(
-        directory, config, tuple(missing), tuple(ignored), tuple(tensors), token_types, seed
-    )
+    return model
 
 
-def _check_ignored(names: list[str], stored: dict[str, StoredTensor]) -> None:
-    """Reject unmatched tensors unless they are known heads or copies of tied weights."""
-    for name in names:
-        if _TIED.fullmatch(name):
-            kind = name.rpartition(".")[2]
-            pattern = _TOKEN_TABLE if kind == "weight" else re.compile(r".*lm_head\.bias")
-            original = next((other for other in stored if pattern.fullmatch(other)), None)
-            if original is None or not torch.equal(stored[name].load(), stored[original].load()):
-                raise CheckpointError(
-                    f"{name} differs from {original}; only models with tied embeddings can be "
-                    "imported"
-                )
-        elif not _IGNORED.match(name):
-            raise CheckpointError(
-                f"the weights hold {name}, which config.json does not account for; "
-                "config and weights are of different models"
-            )
-
-
-def _infer_from_tensors(
-    config: ModelConfig, fields: dict[str, Any], stored: dict[str, StoredTensor]
-) -> ModelConfig:
-    """Set what the tensors determine: vocabulary size, and whether there is a mask decoder."""
-    token_table = next((name for name in stored if _TOKEN_TABLE.fullmatch(name)), None)
-    if token_table is None:
-        first = next(iter(stored.values())).name if stored else "none"
-        raise CheckpointError(
-            "the weights lack embeddings.word_embeddings.weight (the first tensor is "
-            f"{first}); give a whole DeBERTa or RoBERTa in transformers' or Microsoft's names"
-        )
-    config = replace(config, vocab_size=stored[token_table].shape[0])
-    legacy_head = any("cls.predictions." in tensor.name for tensor in stored.values())
-    head = "lm_predictions.lm_head.dense.weight" in stored
-    stock_head = legacy_head or (head and fields.get("legacy") is False)
-    positions = "deberta.embeddings.position_embeddings.weight" in stored
-    if stock_head and not positions and "mask_decoder_passes" not in fields:
-        # Trained by transformers' own class, which has no mask decoder.
-        config = replace(config, mask_decoder_passes=0, absolute_positions="none")
-    return config
-
-
-def read_config(directory: Path, names: Sequence[str] = CONFIG_FILES) -> dict[str, Any]:
-    """Return the content of a published model's config file, the first of these names.
-
-    Raises:
-        MissingModelError: it has none.
-        CheckpointError: it is damaged.
-    """
-    for name in names:
-        if (directory / name).is_file():
-            return read_object(directory / name)
-    raise MissingModelError(f"{directory} has no {' or '.join(names)}; add one")
-
-
-def _model_type(
-    fields: dict[str, Any], source: Source, in_files: dict[str, StoredTensor]
-) -> ModelType:
-    if source == "microsoft":
-        v1 = any(name.endswith(".in_proj.weight") for name in in_files)
-        return "deberta" if v1 else "deberta-v2"
-    model_type = fields.get("model_type")
-    if model_type not in get_args(ModelType):
-        raise CheckpointError(
-            f"config.json: model_type={model_type!r} is not supported; supported are "
-            f"{', '.join(get_args(ModelType))}, and files without a type by --from microsoft"
-        )
-    return cast(ModelType, model_type)
+def _pair_tensors(
+    discriminator: Release, generator: Release | _NewGenerator
+) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in generator.tensors():
+        yield GENERATOR + name, tensor
+    for name, tensor in discriminator.tensors():
+        if name == TOKENS:
+            yield DISCRIMINATOR + DELTA, tensor.sub_(generator.tensor(TOKENS))
+        else:
+            yield DISCRIMINATOR + name, tensor

@@ -17,10 +17,9 @@ from torch import Tensor
 from transformers import dynamic_module_utils
 from transformers.utils import logging
 
-from megatron_deberta.checkpoint.layout import COMMITTED_FILE, find_best
-from megatron_deberta.checkpoint.parts import Part, open_part
-from megatron_deberta.checkpoint.reader import CheckpointReader
-from megatron_deberta.checkpoint.store import StoredRun, find_newest
+from megatron_deberta.checkpoint.reader import CheckpointReader, StoredRun
+from megatron_deberta.checkpoint.store import find_checkpoint
+from megatron_deberta.checkpoint.views import Part, open_part
 from megatron_deberta.config import config_from_dict
 from megatron_deberta.config.schema import ModelConfig, RunConfig
 from megatron_deberta.errors import CheckpointError, DataError, MissingModelError
@@ -112,9 +111,7 @@ def open_trained_model(path: Path, tokenizer_path: str = "") -> TrainedModel:
         DataError: the tokenizer is missing or differs from the one used in training.
     """
     check_folder(path, "the folder of a run or of one of its steps")
-    step: Path | None = path
-    if not (path / COMMITTED_FILE).exists():
-        step = find_best(path) or find_newest(path)
+    step = find_checkpoint(path)
     if step is None:
         raise MissingModelError(
             f"{path} holds no committed checkpoint; give the folder of a run or of one of its steps"

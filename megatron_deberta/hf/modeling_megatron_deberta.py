@@ -1,10 +1,11 @@
-"""DeBERTa for transformers, with the enhanced mask decoder for masked language modeling.
+"""DeBERTa for transformers: with mask decoder, autoregressive, and with the heads of tasks.
 
 Self-contained (torch and transformers only): ``megatron-deberta convert --to hf`` copies this file
 into the export, and ``trust_remote_code=True`` runs that copy. Parameter names are those of
 transformers' ``deberta`` and ``deberta-v2`` classes, so the stock ``AutoModel`` loads the same
 encoder. In addition to those classes it supports the mask decoder, the paper's p2c index, absolute
-positions at the input together with relative ones, and projections without bias.
+positions at the input together with relative ones, and projections without bias. The heads of tasks
+and their losses are those of transformers' DeBERTa-v2 classes.
 
 Source: He et al. 2021, arXiv:2006.03654, and the code released with it.
 Letters: B batch, N tokens, D hidden size, A heads, H head size, S position slots, V vocabulary.
@@ -17,15 +18,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import DebertaConfig, DebertaV2Config, PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
+from transformers import (
+    DebertaConfig,
+    DebertaV2Config,
+    DebertaV2ForMultipleChoice,
+    DebertaV2ForQuestionAnswering,
+    DebertaV2ForSequenceClassification,
+    DebertaV2ForTokenClassification,
+    GenerationMixin,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput, MaskedLMOutput
+from transformers.models.deberta_v2.modeling_deberta_v2 import ContextPooler
 
 
 class MegatronDebertaConfig(DebertaV2Config):
     """Configuration of architectures that the stock classes do not support.
 
     Fields in addition to DeBERTa-v2's: ``absolute_positions`` (decoder, input, none),
-    ``mask_decoder_passes``, ``p2c_index`` (released, paper), ``key_bias``, ``position_key_bias``,
+    ``mask_decoder_passes``, ``p2c_index`` (microsoft, paper), ``key_bias``, ``position_key_bias``,
     ``causal`` (the model was trained to predict next tokens only).
     """
 
@@ -38,7 +50,7 @@ def setting(config: PretrainedConfig, name: str) -> Any:
     defaults = {
         "absolute_positions": "input" if input_positions else "decoder",
         "mask_decoder_passes": 0 if input_positions else 2,
-        "p2c_index": "released",
+        "p2c_index": "microsoft",
         "key_bias": config.model_type != "deberta",
         "position_key_bias": config.model_type != "deberta",
         "position_buckets": -1,
@@ -90,7 +102,7 @@ def position_slots(length: int, config: PretrainedConfig, device: torch.device) 
 class SelfAttention(nn.Module):
     """Disentangled self-attention with separate query input (for the mask decoder).
 
-    Source: section 3.1, Eq. 4; ``p2c_index="released"`` reads the p2c term at delta(i, j).
+    Source: section 3.1, Eq. 4; ``p2c_index="microsoft"`` reads the p2c term at delta(i, j).
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -496,11 +508,16 @@ class VocabularyHead(nn.Module):
 
 
 class LanguageModel(MegatronDebertaPreTrainedModel):
-    """Encoder, mask decoder and vocabulary head, without ``forward``.
+    """Encoder, mask decoder and vocabulary head.
 
     Source: section 3.3 and the released code: the encoder's last layer runs ``mask_decoder_passes``
     times with keys and values from its input; the first query adds absolute positions to it.
     """
+
+    causal = False
+    """Whether each position predicts the next token and sees no later one."""
+    accepts_loss_kwargs = False
+    """transformers' ``Trainer`` must not pass ``num_items_in_batch``."""
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config)
@@ -517,13 +534,12 @@ class LanguageModel(MegatronDebertaPreTrainedModel):
         head.bias = nn.Parameter(F.pad(old, (0, table.num_embeddings - len(old))))
         return table
 
-    def decode(self, hidden: Tensor, mask: Tensor, causal: bool = False) -> Tensor:
+    def decode(self, hidden: Tensor, mask: Tensor) -> Tensor:
         """Run the mask decoder at every position.
 
         Args:
             hidden: ``[B, N, D]``, input of the encoder's last layer.
             mask: bool ``[B, N]``, True = real token.
-            causal: no position sees a later one.
 
         Returns:
             ``[B, N, D]``.
@@ -532,59 +548,10 @@ class LanguageModel(MegatronDebertaPreTrainedModel):
         if setting(self.config, "absolute_positions") == "decoder":
             positions = self.deberta.embeddings.position_embeddings.weight
             query = query + positions[: hidden.size(1)]
-        shared = self.deberta.shared_inputs(mask, causal)
+        shared = self.deberta.shared_inputs(mask, self.causal)
         for _ in range(setting(self.config, "mask_decoder_passes")):
             query = self.deberta.encoder.layer[-1](hidden, query, *shared)
         return query
-
-    def predict(
-        self, input_ids: Tensor, mask: Tensor, types: Tensor | None, causal: bool = False
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Compute the logits of every position.
-
-        Args:
-            input_ids: int64 ``[B, N]``.
-            mask: bool ``[B, N]``, True = real token.
-            types: int64 ``[B, N]`` token types; None: all 0.
-            causal: no position sees a later one.
-
-        Returns:
-            Logits ``[B, N, V]``, and the encoder's hidden states.
-        """
-        states = self.deberta.hidden_states(input_ids, mask, types, causal)
-        has_decoder = setting(self.config, "mask_decoder_passes") > 0
-        decoded = self.decode(states[-2], mask, causal) if has_decoder else states[-1]
-        head = self.lm_predictions["lm_head"]
-        logits = head(decoded, self.deberta.embeddings.word_embeddings.weight)
-        return logits, states
-
-
-class DebertaForMaskedLM(LanguageModel):
-    """Masked language model with the enhanced mask decoder.
-
-    ``from_pretrained`` returns the subclass for the configuration's ``model_type``.
-    """
-
-    config_class = DebertaConfig
-
-    @classmethod
-    def from_pretrained(cls, name_or_path: Any, *args: Any, **kwargs: Any) -> DebertaForMaskedLM:
-        """Load; same arguments as ``transformers.PreTrainedModel.from_pretrained``.
-
-        Raises:
-            ValueError: the model is not a DeBERTa.
-        """
-        config = kwargs.get("config") or PretrainedConfig.get_config_dict(name_or_path)[0]
-        model_type = (config if isinstance(config, dict) else vars(type(config))).get("model_type")
-        for kind in (DebertaForMaskedLM, DebertaV2ForMaskedLM, MegatronDebertaForMaskedLM):
-            if kind.config_class.model_type == model_type:
-                load = super(DebertaForMaskedLM, kind).from_pretrained
-                model: DebertaForMaskedLM = load(name_or_path, *args, **kwargs)
-                return model
-        raise ValueError(
-            f"{name_or_path}: model_type {model_type!r} is not a DeBERTa; "
-            "load it with transformers.AutoModelForMaskedLM"
-        )
 
     def forward(
         self,
@@ -594,43 +561,176 @@ class DebertaForMaskedLM(LanguageModel):
         labels: Tensor | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        **unsupported: Any,
     ) -> Any:
-        """Predict every token.
+        """Predict every token, or of a causal model the token after each.
 
         Args:
             input_ids: int64 ``[B, N]``.
             attention_mask: ``[B, N]``, non-zero = real token; None: no padding.
             token_type_ids: int64 ``[B, N]`` segments; ignored if the model has no table for them.
-            labels: int64 ``[B, N]``, -100 = ignored; adds the mean ``loss``.
+            labels: int64 ``[B, N]``, -100 = ignored; adds the mean ``loss``. Those of a causal
+                model are tokens as in ``input_ids``, and are shifted here.
             output_hidden_states: also return the encoder's hidden states.
             return_dict: False returns a tuple.
+            unsupported: other arguments of transformers' models; None or False.
 
         Returns:
-            ``MaskedLMOutput`` with ``logits`` ``[B, N, V]``.
+            ``MaskedLMOutput`` or ``CausalLMOutput`` with ``logits`` ``[B, N, V]``.
 
         Raises:
-            ValueError: a tensor has a wrong shape, or values out of range.
+            ValueError: another argument is given, a tensor has a wrong shape or values out of
+                range, or rows of a causal model are padded on the left, which moves absolute
+                positions.
         """
+        refuse(unsupported)
         mask = self.deberta.checked_mask(
             input_ids, attention_mask, token_type_ids, labels, decodes=True
         )
-        logits, states = self.predict(input_ids, mask, token_type_ids)
-        loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        if self.causal and not torch.all(mask[:, 0]):
+            raise ValueError("attention_mask: rows are padded on the left; pad on the right")
+        states = self.deberta.hidden_states(input_ids, mask, token_type_ids, self.causal)
+        has_decoder = setting(self.config, "mask_decoder_passes") > 0
+        decoded = self.decode(states[-2], mask) if has_decoder else states[-1]
+        head = self.lm_predictions["lm_head"]
+        logits = head(decoded, self.deberta.embeddings.word_embeddings.weight)
+        loss = None
+        if labels is not None:
+            scores, targets = (logits[:, :-1], labels[:, 1:]) if self.causal else (logits, labels)
+            loss = F.cross_entropy(scores.flatten(0, 1), targets.flatten())
         return_states = output_hidden_states or self.config.output_hidden_states
-        out = MaskedLMOutput(loss, logits, tuple(states) if return_states else None)
+        output = CausalLMOutput if self.causal else MaskedLMOutput
+        out = output(loss, logits, tuple(states) if return_states else None)
         return out.to_tuple() if return_dict is False else out
 
 
-class DebertaV2ForMaskedLM(DebertaForMaskedLM):
-    """The same for type ``deberta-v2``; transformers matches classes by configuration."""
+class MegatronDebertaForMaskedLM(LanguageModel):
+    """Masked language model with the enhanced mask decoder.
+
+    ``from_pretrained`` returns the class for the configuration's ``model_type``; transformers
+    matches classes by configuration.
+    """
+
+    config_class = MegatronDebertaConfig
+
+    @classmethod
+    def from_pretrained(
+        cls, name_or_path: Any, *args: Any, **kwargs: Any
+    ) -> MegatronDebertaForMaskedLM:
+        """Load; same arguments as ``transformers.PreTrainedModel.from_pretrained``.
+
+        Raises:
+            ValueError: the model is not a DeBERTa.
+        """
+        config = kwargs.get("config") or PretrainedConfig.get_config_dict(name_or_path)[0]
+        model_type = (config if isinstance(config, dict) else vars(type(config))).get("model_type")
+        for kind in (
+            MegatronDebertaForMaskedLM, MegatronDebertaV1ForMaskedLM, MegatronDebertaV2ForMaskedLM
+        ):  # fmt: skip
+            if kind.config_class.model_type == model_type:
+                load = super(MegatronDebertaForMaskedLM, kind).from_pretrained
+                model: MegatronDebertaForMaskedLM = load(name_or_path, *args, **kwargs)
+                return model
+        raise ValueError(
+            f"{name_or_path}: model_type {model_type!r} is not a DeBERTa; "
+            "load it with transformers.AutoModelForMaskedLM"
+        )
+
+
+class MegatronDebertaV1ForMaskedLM(MegatronDebertaForMaskedLM):
+    """The same for type ``deberta``."""
+
+    config_class = DebertaConfig
+
+
+class MegatronDebertaV2ForMaskedLM(MegatronDebertaForMaskedLM):
+    """The same for type ``deberta-v2``."""
 
     config_class = DebertaV2Config
 
 
-class MegatronDebertaForMaskedLM(DebertaForMaskedLM):
-    """The same for architectures that the stock classes do not support."""
+class MegatronDebertaForCausalLM(LanguageModel, GenerationMixin):
+    """Autoregressive language model: no position sees a later one, each predicts the next token.
+
+    Source: He et al. 2021, arXiv:2006.03654, appendix A.4. ``generate`` runs the whole sequence for
+    each new token.
+    """
 
     config_class = MegatronDebertaConfig
+    causal = True
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, *_: Any, **inputs: Any) -> Any:
+        """Return the whole sequence for each new token; there is no cache.
+
+        Args:
+            input_ids: int64 ``[B, N]``, all tokens so far.
+            **inputs: of ``generate``; the attention mask is read.
+        """
+        return {"input_ids": input_ids, "attention_mask": inputs.get("attention_mask")}
+
+
+class TaskModel(MegatronDebertaPreTrainedModel):
+    """Encoder with a head on every token, without ``forward``."""
+
+    head = "classifier"
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        # Not the stock class's, which builds the stock encoder.
+        PreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.deberta = MegatronDebertaModel(config)
+        self.build_head(config)
+        self.post_init()
+
+    def build_head(self, config: PretrainedConfig) -> None:
+        """Add the modules above the encoder, with the stock class's names."""
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.add_module(self.head, nn.Linear(config.hidden_size, config.num_labels))
+
+
+class RowModel(TaskModel):
+    """Encoder with a head on the first token, without ``forward``."""
+
+    num_outputs: int | None = None
+
+    def build_head(self, config: PretrainedConfig) -> None:
+        """Add pooler and classifier."""
+        outputs = self.num_outputs or config.num_labels
+        self.pooler = ContextPooler(config)
+        self.dropout = nn.Dropout(config.cls_dropout)
+        self.classifier = nn.Linear(config.hidden_size, outputs)
+
+
+class MegatronDebertaForSequenceClassification(RowModel, DebertaV2ForSequenceClassification):
+    """Classification or regression of rows."""
+
+    config_class = MegatronDebertaConfig
+
+
+class MegatronDebertaForMultipleChoice(RowModel, DebertaV2ForMultipleChoice):
+    """One logit per choice."""
+
+    config_class = MegatronDebertaConfig
+    num_outputs = 1
+
+
+class MegatronDebertaV1ForMultipleChoice(MegatronDebertaForMultipleChoice):
+    """The same for the type ``deberta``, for which transformers has no such class."""
+
+    config_class = DebertaConfig
+
+
+class MegatronDebertaForTokenClassification(TaskModel, DebertaV2ForTokenClassification):
+    """Classification of tokens."""
+
+    config_class = MegatronDebertaConfig
+
+
+class MegatronDebertaForQuestionAnswering(TaskModel, DebertaV2ForQuestionAnswering):
+    """First and last token of an answer."""
+
+    config_class = MegatronDebertaConfig
+    head = "qa_outputs"
 
 
 def as_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -664,3 +764,9 @@ def refuse(arguments: dict[str, Any]) -> None:
     for name, value in arguments.items():
         if value is not None and value is not False:
             raise ValueError(f"{name}: this model does not support it; omit it")
+
+
+# Names in ``auto_map`` of exports of earlier revisions.
+DebertaForMaskedLM = MegatronDebertaV1ForMaskedLM
+DebertaV2ForMaskedLM = MegatronDebertaV2ForMaskedLM
+DebertaForMultipleChoice = MegatronDebertaV1ForMultipleChoice

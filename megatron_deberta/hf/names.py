@@ -13,16 +13,33 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from megatron_deberta.config.schema import Head, ModelConfig
-from megatron_deberta.model.shapes import parameter_shapes
+from megatron_deberta.model.task_models import parameter_shapes
 
 ModelType: TypeAlias = Literal["deberta", "deberta-v2", "roberta", "megatron-deberta"]
-Layout: TypeAlias = Literal["same", "per_head", "after_padding", "zeros"]
+Conversion: TypeAlias = Literal["same", "per_head", "after_padding", "zeros"]
 
 TOKEN_TYPES = "roberta.embeddings.token_type_embeddings.weight"
 """RoBERTa's token-type table; a single row is part of our position table."""
 
+LM_HEAD = "lm_predictions.lm_head"
+DISCRIMINATOR_HEAD = "mask_predictions"
+OTHER_HEADS = re.compile(
+    rf"({DISCRIMINATOR_HEAD}|(roberta\.)?pooler|classifier|qa_outputs)\.|.*position_ids$|.*\._weight$"
+)
+"""Tensors that a file may have beside those of the model that is read."""
+PRETRAINING_HEAD = re.compile(
+    r"lm_predictions\.|cls\.predictions\.|lm_head\.|deberta\.embeddings\.position_embeddings\."
+)
+"""The same of a model with the head of a task."""
+TIED_COPIES = re.compile(r"(cls\.predictions\.decoder|lm_head\.decoder)\.(weight|bias)")
+TOKEN_TABLE = re.compile(r"(deberta|roberta)\.embeddings\.word_embeddings\.weight")
+WRAPPED_TOKEN_TABLE = re.compile(
+    r"((?:.+?\.)??)(?:(?:deberta|roberta|bert)\.)?embeddings\.word_embeddings\.weight"
+)
+"""With or without a prefix before the names of transformers."""
 _BODY_STEMS = {
     "embeddings.token": "embeddings.word_embeddings",
     "embeddings.position": "embeddings.position_embeddings",
@@ -36,9 +53,9 @@ _BODY_STEMS = {
 }
 """Stems below the prefix ``deberta.`` or ``roberta.``."""
 _DEBERTA_HEAD_STEMS = {
-    "head.transform": "lm_predictions.lm_head.dense",
-    "head.norm": "lm_predictions.lm_head.LayerNorm",
-    "head": "lm_predictions.lm_head",
+    "head.transform": f"{LM_HEAD}.dense",
+    "head.norm": f"{LM_HEAD}.LayerNorm",
+    "head": LM_HEAD,
     "next_sentence.dense": "pooler.dense",
     "next_sentence.classifier": "classifier",
     "pooler.dense": "pooler.dense",
@@ -46,9 +63,9 @@ _DEBERTA_HEAD_STEMS = {
     "qa_outputs": "qa_outputs",
 }
 _DISCRIMINATOR_STEMS = {
-    "head.norm": "mask_predictions.LayerNorm",
-    "head.dense": "mask_predictions.dense",
-    "head.classifier": "mask_predictions.classifier",
+    "head.norm": f"{DISCRIMINATOR_HEAD}.LayerNorm",
+    "head.dense": f"{DISCRIMINATOR_HEAD}.dense",
+    "head.classifier": f"{DISCRIMINATOR_HEAD}.classifier",
 }
 """Head of replaced-token detection, of whatever type the encoder is."""
 _ROBERTA_HEAD_STEMS = {
@@ -91,34 +108,34 @@ class HFTensor:
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[str, ...]
-    """Canonical names in the order of `pack`'s arguments; empty for constant content."""
-    layout: Layout = "same"
-    """``same``: one unchanged part; ``per_head``: q, k, v rows interleaved by head (v1's
+    canonical_names: tuple[str, ...]
+    """In the order of `pack`'s arguments; empty for constant content."""
+    conversion: Conversion = "same"
+    """``same``: one unchanged tensor; ``per_head``: q, k, v rows interleaved by head (v1's
     ``in_proj``); ``after_padding``: preceded by padding rows (RoBERTa); ``zeros``: constant."""
     count: int = 0
     """Number of heads for ``per_head``, of padding rows for ``after_padding``."""
 
-    def pack(self, parts: list[Tensor]) -> Tensor:
-        """Build the tensor from its canonical parts.
+    def pack(self, tensors: list[Tensor]) -> Tensor:
+        """Build the tensor from canonical ones.
 
         Args:
-            parts: canonical tensors, in the order of ``self.parts``.
+            tensors: in the order of ``canonical_names``, of the shapes ``[...]`` of these.
 
         Returns:
             ``[*self.shape]``.
         """
-        if self.layout == "zeros":
+        if self.conversion == "zeros":
             return torch.zeros(self.shape)
-        if self.layout == "per_head":
-            by_head = [part.reshape(self.count, -1, part.size(-1)) for part in parts]
+        if self.conversion == "per_head":
+            by_head = [each.reshape(self.count, -1, each.size(-1)) for each in tensors]
             return torch.cat(by_head, dim=1).reshape(self.shape)
-        if self.layout == "after_padding":
-            return torch.cat([parts[0].new_zeros(self.count, parts[0].size(1)), parts[0]])
-        return parts[0]
+        if self.conversion == "after_padding":
+            return F.pad(tensors[0], (0, 0, self.count, 0))
+        return tensors[0]
 
     def unpack(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Split the tensor into its canonical parts; inverse of `pack`.
+        """Split the tensor into canonical ones; inverse of `pack`.
 
         Args:
             tensor: ``[*self.shape]``.
@@ -126,17 +143,17 @@ class HFTensor:
         Returns:
             Canonical tensors by name.
         """
-        if self.layout == "zeros":
+        if self.conversion == "zeros":
             return {}
-        if self.layout == "per_head":
+        if self.conversion == "per_head":
             by_head = tensor.reshape(self.count, 3, -1, tensor.size(-1))
             return {
-                part: by_head[:, index].reshape(-1, tensor.size(-1)).contiguous()
-                for index, part in enumerate(self.parts)
+                name: by_head[:, index].reshape(-1, tensor.size(-1)).contiguous()
+                for index, name in enumerate(self.canonical_names)
             }
-        if self.layout == "after_padding":
-            return {self.parts[0]: tensor[self.count :]}
-        return {self.parts[0]: tensor}
+        if self.conversion == "after_padding":
+            return {self.canonical_names[0]: tensor[self.count :]}
+        return {self.canonical_names[0]: tensor}
 
 
 def hf_tensors(config: ModelConfig, model_type: ModelType, pad_token_id: int = 0) -> list[HFTensor]:
@@ -183,10 +200,10 @@ def standard_names(names: Iterable[str], model_type: ModelType) -> dict[str, str
 def _standard_name(name: str) -> str:
     for old, new in (
         ("bert.", "deberta."),
-        ("cls.predictions.transform.", "lm_predictions.lm_head."),
-        ("cls.predictions.bias", "lm_predictions.lm_head.bias"),
+        ("cls.predictions.transform.", f"{LM_HEAD}."),
+        ("cls.predictions.bias", f"{LM_HEAD}.bias"),
         # So spelled in the released code
-        ("mask_predictions.classifer.", "mask_predictions.classifier."),
+        (f"{DISCRIMINATOR_HEAD}.classifer.", f"{DISCRIMINATOR_HEAD}.classifier."),
     ):
         if name.startswith(old):
             return new + name.removeprefix(old)

@@ -87,7 +87,9 @@ def check_export(
 
     def compare(what: str, auto_class: str) -> float:
         model = _load(directory, model_type, auto_class, torch.float32)
-        _check_classes(model, config)
+        names = tuple(model.config.id2label[n] for n in sorted(model.config.id2label))
+        if config.labels and names != config.labels:
+            raise CheckpointError(f"the export names the classes {names}, not {config.labels}")
         return max(
             _compare(what, _their_output(model, batch), outputs[what], batch)
             for batch, outputs in zip(theirs, expected, strict=True)
@@ -111,12 +113,6 @@ def _compared(config: ModelConfig, model_type: ModelType) -> dict[str, str]:
     if config.next_sentence_head and config.head == "mlm" and model_type != "megatron-deberta":
         compared["next-sentence logits"] = "AutoModelForSequenceClassification"
     return compared
-
-
-def _check_classes(model: Any, config: ModelConfig) -> None:
-    names = tuple(model.config.id2label[n] for n in sorted(model.config.id2label))
-    if config.labels and names != config.labels:
-        raise CheckpointError(f"the export names the classes {names}, not {config.labels}")
 
 
 def _low_precision_error(model: Any, batch: _Tensors, expected: Tensor, dtype: str) -> float:

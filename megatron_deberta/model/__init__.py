@@ -1,7 +1,11 @@
 """DeBERTa on one device, in plain PyTorch.
 
 The model contains no communication. `distributed.parallelize` replaces the modules of
-``tp_hooks.py`` for tensor parallelism.
+``parallel_layers.py`` for tensor parallelism.
+
+In reading order: ``inputs``, ``parallel_layers``, ``embeddings``, ``attention``, ``layers``,
+``encoder`` (with the mask decoder), ``heads``, ``deberta``; then ``task_models`` and
+``replaced_tokens``.
 
 Shapes in all files: B batch, N sequence length, R rows of a hidden-state tensor (all N tokens, or
 those selected by the mask decoder), D hidden size, A attention heads, H head size, S slots of the
@@ -19,8 +23,12 @@ from megatron_deberta.model.deberta import (
 )
 from megatron_deberta.model.dropout import DropoutSeeds
 from megatron_deberta.model.inputs import ModelInputs
-from megatron_deberta.model.shapes import count_parameters, parameter_shapes
-from megatron_deberta.model.task_models import DebertaForTask, task_model
+from megatron_deberta.model.task_models import (
+    DebertaForTask,
+    count_parameters,
+    parameter_shapes,
+    task_model,
+)
 
 __all__ = [
     "DebertaBackbone",

@@ -19,11 +19,16 @@ from torch.nn import functional as F
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.dropout import Dropout, DropoutSeeds, site_id
-from megatron_deberta.model.projections import project_together
-from megatron_deberta.model.tp_hooks import BlockInput, BlockOutput, LayerNorm, TokenLayout
+from megatron_deberta.model.inputs import TokenInfo
+from megatron_deberta.model.parallel_layers import (
+    ColumnParallelInput,
+    LayerNorm,
+    RowParallelLinear,
+    project_together,
+)
 from megatron_deberta.ops import RelativePositions, disentangled_attention
 from megatron_deberta.ops.arguments import MaskCache
-from megatron_deberta.ops.maps import AttentionMaps, attention_maps
+from megatron_deberta.ops.reference import AttentionMaps, attention_maps
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ class DisentangledSelfAttention(nn.Module):
         # Global index of the first local head; set by ``distributed.parallelize``
         self.first_head = 0
         separate = not config.share_position_projections
-        self.input = BlockInput()
+        self.input = ColumnParallelInput()
         self.query = nn.Linear(width, width)
         self.key = nn.Linear(width, width, bias=config.key_bias)
         self.value = nn.Linear(width, width)
@@ -107,7 +112,7 @@ class DisentangledSelfAttention(nn.Module):
             else None
         )
         self.position_query = nn.Linear(width, width) if separate and self.p2c else None
-        self.output = BlockOutput(width, width)
+        self.output = RowParallelLinear(width, width)
         self.norm = LayerNorm(width, eps=config.layer_norm_eps)
         site = f"encoder.layers.{index}.attention"
         self.site = site_id(f"{site}.probabilities")
@@ -117,7 +122,7 @@ class DisentangledSelfAttention(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        layout: TokenLayout,
+        tokens: TokenInfo,
         context: AttentionContext,
         key_value: KeyValue | None = None,
     ) -> Tensor:
@@ -125,7 +130,7 @@ class DisentangledSelfAttention(nn.Module):
 
         Args:
             hidden: ``[B, R, D]``.
-            layout: tokens of ``hidden``; selected rows attend from their own positions.
+            tokens: those of ``hidden``; selected rows attend from their own positions.
             context: inputs shared by all layers.
             key_value: keys and values; None: computed from ``hidden`` (self-attention).
 
@@ -134,27 +139,27 @@ class DisentangledSelfAttention(nn.Module):
         """
         if key_value is None:
             layers = (self.query, self.key, self.value)
-            query, key, value = self.input.project(hidden, layout, layers)
+            query, key, value = self.input.project(hidden, tokens.is_sequence, layers)
             key_value = self._key_value(key, value, context)
         else:
-            (query,) = self.input.project(hidden, layout, (self.query,))
-        query_positions = None if layout.sequence else layout.positions
+            (query,) = self.input.project(hidden, tokens.is_sequence, (self.query,))
+        query_positions = None if tokens.is_sequence else tokens.positions
         attended_BANH = self._attend(self._split_heads(query), key_value, query_positions, context)
-        out = self.output(attended_BANH.transpose(1, 2).flatten(2), layout)
-        pre_norm = self.dropout.before_norm(out, layout.positions, context.seeds, residual=hidden)
-        normalised: Tensor = self.norm(pre_norm, layout)
+        out = self.output(attended_BANH.transpose(1, 2).flatten(2), tokens.is_sequence)
+        pre_norm = self.dropout.before_norm(out, tokens.positions, context.seeds, residual=hidden)
+        normalised: Tensor = self.norm(pre_norm, tokens.is_sequence)
         return normalised
 
-    def maps(self, hidden: Tensor, layout: TokenLayout, context: AttentionContext) -> AttentionMaps:
+    def maps(self, hidden: Tensor, tokens: TokenInfo, context: AttentionContext) -> AttentionMaps:
         """Return the attention maps of the self-attention, before dropout of probabilities.
 
         Args:
             hidden: ``[B, N, D]``, input of the layer.
-            layout: tokens of ``hidden``.
+            tokens: those of ``hidden``.
             context: inputs shared by all layers; its padding and documents are ignored.
         """
-        key_value = self.project_key_value(hidden, layout, context)
-        (query,) = self.input.project(hidden, layout, (self.query,))
+        key_value = self.project_key_value(hidden, tokens, context)
+        (query,) = self.input.project(hidden, tokens.is_sequence, (self.query,))
         return attention_maps(
             self._split_heads(query),
             key_value.key,
@@ -166,16 +171,16 @@ class DisentangledSelfAttention(nn.Module):
         )
 
     def project_key_value(
-        self, hidden: Tensor, layout: TokenLayout, context: AttentionContext
+        self, hidden: Tensor, tokens: TokenInfo, context: AttentionContext
     ) -> KeyValue:
         """Project the keys, values and positions that queries attend to.
 
         Args:
             hidden: ``[B, R, D]``.
-            layout: tokens of ``hidden``.
+            tokens: those of ``hidden``.
             context: inputs shared by all layers.
         """
-        key, value = self.input.project(hidden, layout, (self.key, self.value))
+        key, value = self.input.project(hidden, tokens.is_sequence, (self.key, self.value))
         return self._key_value(key, value, context)
 
     def _key_value(self, key: Tensor, value: Tensor, context: AttentionContext) -> KeyValue:

@@ -17,12 +17,11 @@ from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.attention import AttentionContext, dropout_sites
 from megatron_deberta.model.dropout import Dropout, DropoutExecution, DropoutSeeds
 from megatron_deberta.model.embeddings import Embeddings, Perturbation
-from megatron_deberta.model.encoder import Encoder
+from megatron_deberta.model.encoder import Encoder, EnhancedMaskDecoder
 from megatron_deberta.model.heads import MaskedLanguageModelHead, NextSentenceHead
-from megatron_deberta.model.inputs import ModelInputs, check_inputs
+from megatron_deberta.model.inputs import ModelInputs, TokenInfo, check_inputs, gather_tokens
 from megatron_deberta.model.layers import Layer
-from megatron_deberta.model.mask_decoder import EnhancedMaskDecoder, gather_tokens
-from megatron_deberta.model.tp_hooks import SequenceExit, TokenLayout
+from megatron_deberta.model.parallel_layers import GatherFromSequenceParallelRegion
 from megatron_deberta.model.weight_init import init_parameters
 
 
@@ -92,7 +91,7 @@ class DebertaBackbone(nn.Module):
         self.options = options or RuntimeOptions()
         self.embeddings = Embeddings(config)
         self.encoder = Encoder(config, recompute_layers=self.options.recompute == "full")
-        self.exit = SequenceExit()
+        self.exit = GatherFromSequenceParallelRegion()
         execution = DropoutExecution(self.options.recompute != "selective", self.options.fuse)
         for module in self.modules():
             if isinstance(module, Dropout):
@@ -130,9 +129,9 @@ class DebertaBackbone(nn.Module):
         Returns:
             ``[B, N, D]`` hidden states of the last layer, replicated on all ranks.
         """
-        layout = TokenLayout.of_sequence(inputs)
+        tokens = TokenInfo.of_sequence(inputs)
         num_layers = self.config.num_layers
-        hidden, _ = self._run_layers(inputs, layout, seeds, num_layers, perturbation)
+        hidden, _ = self._run_layers(inputs, tokens, seeds, num_layers, perturbation)
         return hidden
 
     def encode_selected(
@@ -157,12 +156,12 @@ class DebertaBackbone(nn.Module):
         if config.num_layers == 1 and config.conv_kernel_size:
             # The convolution is added to the first layer's output at every token.
             return gather_tokens(self.encode(inputs, seeds, perturbation), positions)
-        layout = TokenLayout.of_sequence(inputs)
+        tokens = TokenInfo.of_sequence(inputs)
         hidden, context = self._run_layers(
-            inputs, layout, seeds, config.num_layers - 1, perturbation
+            inputs, tokens, seeds, config.num_layers - 1, perturbation
         )
         last_layer = cast(Layer, self.encoder.layers[-1])
-        replicated = layout.replicated()
+        replicated = tokens.replicated()
         key_value = last_layer.attention.project_key_value(hidden, replicated, context)
         states = gather_tokens(hidden, positions)
         out: Tensor = last_layer(states, replicated.select(positions), context, key_value)
@@ -171,7 +170,7 @@ class DebertaBackbone(nn.Module):
     def _run_layers(
         self,
         inputs: ModelInputs,
-        layout: TokenLayout,
+        tokens: TokenInfo,
         seeds: DropoutSeeds | None,
         num_layers: int,
         perturbation: Perturbation | None = None,
@@ -182,7 +181,7 @@ class DebertaBackbone(nn.Module):
             seeds = seeds.of_sites(self._dropout_sites, self.config.mask_decoder_passes)
         context = AttentionContext(
             position_table=self.encoder.position_table(slots),
-            attention_mask=None if inputs.attention_mask is None else layout.is_token,
+            attention_mask=None if inputs.attention_mask is None else tokens.is_token,
             document_ids=inputs.document_ids,
             seeds=seeds,
             backend=self.options.attention_backend,
@@ -191,8 +190,8 @@ class DebertaBackbone(nn.Module):
             causal=inputs.causal,
             table_positions=self._table_positions(slots, inputs.input_ids.device),
         )
-        embedded, local_layout = self.embeddings(inputs.input_ids, layout, seeds, perturbation)
-        hidden: Tensor = self.exit(self.encoder(embedded, local_layout, context, num_layers))
+        embedded, local_tokens = self.embeddings(inputs.input_ids, tokens, seeds, perturbation)
+        hidden: Tensor = self.exit(self.encoder(embedded, local_tokens, context, num_layers))
         return hidden, context
 
     def _table_positions(self, slots: range | None, device: torch.device) -> Tensor | None:
@@ -265,18 +264,18 @@ class DebertaForPretraining(DebertaBackbone):
         Returns:
             ``[B, M, D]`` decoded states, and the next-sentence head's logits ``[B, 2]`` or None.
         """
-        layout = TokenLayout.of_sequence(inputs)
+        tokens = TokenInfo.of_sequence(inputs)
         if masked_positions is None:
-            masked_positions = layout.positions
+            masked_positions = tokens.positions
         num_layers = self.config.num_layers - (1 if self.mask_decoder is not None else 0)
-        hidden, context = self._run_layers(inputs, layout, seeds, num_layers)
+        hidden, context = self._run_layers(inputs, tokens, seeds, num_layers)
         first: Tensor | None
         if self.mask_decoder is None:
             decoded, first = gather_tokens(hidden, masked_positions), hidden[:, 0]
         else:
             decoded, first = self.mask_decoder(
                 hidden,
-                layout.replicated(),
+                tokens.replicated(),
                 masked_positions,
                 self.encoder.layers[-1],
                 context,

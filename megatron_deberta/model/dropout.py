@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from megatron_deberta.model.fused import PendingResidual, compiled
 from megatron_deberta.model.weight_init import draw_seed, standard_normal
 from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale, mix_seed
-from megatron_deberta.ops.native import dropout as native
+from megatron_deberta.ops.native import backend as native
 
 
 @dataclass(frozen=True)

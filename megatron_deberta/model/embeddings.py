@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -10,14 +10,13 @@ from torch.nn import functional as F
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.dropout import Dropout, DropoutSeeds
-from megatron_deberta.model.tp_hooks import (
+from megatron_deberta.model.inputs import TokenInfo
+from megatron_deberta.model.parallel_layers import (
+    CopyToTensorParallelRegion,
     LayerNorm,
-    PositionEmbedding,
-    SequenceEntry,
-    SharedInput,
-    TokenEmbedding,
-    TokenLayout,
-    TokenTypeEmbedding,
+    ReplicatedEmbedding,
+    ScatterToSequenceParallelRegion,
+    VocabParallelEmbedding,
 )
 
 # Epsilon of the normalisation before a perturbation, as in the release
@@ -33,17 +32,12 @@ class Perturbation:
 
     Attributes:
         delta: ``[B, R, D]``; None: normalise only.
-        shape: shape of the (local) embeddings, after a forward pass.
-        positions: int64 ``[B, R]`` of the (local) tokens, after a forward pass.
     """
 
     delta: Tensor | None = None
-    shape: torch.Size = field(default_factory=torch.Size, init=False)
-    positions: Tensor | None = field(default=None, init=False)
 
-    def __call__(self, hidden: Tensor, layout: TokenLayout) -> Tensor:
+    def __call__(self, hidden: Tensor, tokens: TokenInfo) -> Tensor:
         """Return the normalised, perturbed embeddings."""
-        self.shape, self.positions = hidden.shape, layout.positions
         normalised = F.layer_norm(hidden, hidden.shape[-1:], eps=_PERTURBATION_EPS)
         if self.delta is None:
             return normalised
@@ -58,15 +52,15 @@ class Embeddings(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.entry = SequenceEntry()
-        self.token: nn.Module = TokenEmbedding(config.vocab_size, config.hidden_size)
+        self.entry = ScatterToSequenceParallelRegion()
+        self.token: nn.Module = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.position = (
-            PositionEmbedding(config.max_position_embeddings, config.hidden_size)
+            ReplicatedEmbedding(config.max_position_embeddings, config.hidden_size)
             if config.absolute_positions == "input"
             else None
         )
         self.token_type = (
-            TokenTypeEmbedding(config.type_vocab_size, config.hidden_size)
+            ReplicatedEmbedding(config.type_vocab_size, config.hidden_size)
             if config.type_vocab_size > 0
             else None
         )
@@ -76,28 +70,31 @@ class Embeddings(nn.Module):
     def forward(
         self,
         input_ids: Tensor,
-        layout: TokenLayout,
+        tokens: TokenInfo,
         seeds: DropoutSeeds | None,
         perturbation: Perturbation | None = None,
-    ) -> tuple[Tensor, TokenLayout]:
-        """Return hidden states ``[B, R, D]`` and the layout of their (local) rows.
+    ) -> tuple[Tensor, TokenInfo]:
+        """Return hidden states ``[B, R, D]`` and the tokens of their (local) rows.
 
         Args:
             input_ids: int64 ``[B, N]``.
-            layout: all N tokens of the batch.
+            tokens: all N tokens of the batch.
             seeds: dropout keys; None: no dropout.
             perturbation: of the normalised embeddings (SiFT).
         """
-        local_layout = self.entry(layout)
+        local_tokens = self.entry(tokens)
         hidden = self.token(input_ids)
         if self.position is not None:
-            hidden = hidden + self.position(local_layout)
+            hidden = hidden + self.position(local_tokens.position_ids, local_tokens.is_sequence)
         if self.token_type is not None:
-            hidden = hidden + self.token_type(local_layout)
+            types = local_tokens.types
+            if types is None:
+                types = torch.zeros_like(local_tokens.positions)
+            hidden = hidden + self.token_type(types, local_tokens.is_sequence)
         if perturbation is not None:
-            hidden = perturbation(hidden, local_layout)
-        hidden = self.norm(hidden, local_layout) * local_layout.is_token.unsqueeze(-1)
-        return self.dropout(hidden, local_layout.positions, seeds), local_layout
+            hidden = perturbation(hidden, local_tokens)
+        hidden = self.norm(hidden, local_tokens.is_sequence) * local_tokens.is_token.unsqueeze(-1)
+        return self.dropout(hidden, local_tokens.positions, seeds), local_tokens
 
 
 class SharedTokenEmbedding(nn.Module):
@@ -117,7 +114,9 @@ class SharedTokenEmbedding(nn.Module):
         super().__init__()
         # In a tuple, so that it is no submodule here
         self._shared = (shared,)
-        self.delta = TokenEmbedding(config.vocab_size, config.hidden_size) if disentangled else None
+        self.delta = (
+            VocabParallelEmbedding(config.vocab_size, config.hidden_size) if disentangled else None
+        )
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return the embeddings ``[B, N, D]`` (of the local rows under sequence parallelism)."""
@@ -140,7 +139,7 @@ class RelativePositionTable(nn.Module):
             if config.normalize_position_table
             else nn.Identity()
         )
-        self.shared = SharedInput()
+        self.shared = CopyToTensorParallelRegion()
 
     def forward(self, slots: range | None = None) -> Tensor:
         """Return the normalised table ``[S, D]``, or some of its rows."""

@@ -1,15 +1,19 @@
-"""Transformer encoder: layers, shared relative-position table, activation recomputation."""
+"""Encoder (layers, shared relative-position table, recomputation) and enhanced mask decoder."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.model.attention import AttentionContext
+from megatron_deberta.model.attention import AttentionContext, KeyValue
 from megatron_deberta.model.embeddings import RelativePositionTable
+from megatron_deberta.model.inputs import TokenInfo, gather_tokens
 from megatron_deberta.model.layers import ConvolutionBranch, Layer
-from megatron_deberta.model.tp_hooks import TokenLayout
+from megatron_deberta.model.parallel_layers import ReplicatedEmbedding
 from megatron_deberta.ops import RelativePositions
 
 
@@ -41,14 +45,14 @@ class Encoder(nn.Module):
         return table
 
     def forward(
-        self, embedded: Tensor, layout: TokenLayout, context: AttentionContext, num_layers: int
+        self, embedded: Tensor, tokens: TokenInfo, context: AttentionContext, num_layers: int
     ) -> Tensor:
         """Run the first ``num_layers`` layers.
 
         Args:
             embedded: ``[B, R, D]``, output of the embeddings; local to the rank under sequence
                 parallelism.
-            layout: tokens of ``embedded``.
+            tokens: those of ``embedded``.
             context: inputs shared by all layers.
             num_layers: number of layers to run.
 
@@ -59,10 +63,93 @@ class Encoder(nn.Module):
         for index, layer in enumerate(self.layers[:num_layers]):
             if self.recompute_layers and self.training:
                 hidden = checkpoint(
-                    layer, hidden, layout, context, use_reentrant=False, preserve_rng_state=False
+                    layer, hidden, tokens, context, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                hidden = layer(hidden, layout, context)
+                hidden = layer(hidden, tokens, context)
             if index == 0 and self.conv is not None:
-                hidden = self.conv(embedded, hidden, layout, context)
+                hidden = self.conv(embedded, hidden, tokens, context)
         return hidden
+
+
+class EnhancedMaskDecoder(nn.Module):
+    """Decode selected tokens with repeated passes of the encoder's last layer.
+
+    Source: He et al. 2021, arXiv:2006.03654, section 3.3, as in the released code: the first query
+    is the last layer's input plus absolute positions, keys and values always come from that input,
+    and the layer runs twice with shared weights. Decoding only the selected tokens is exact,
+    because no output depends on another query.
+
+    With ``context.causal``, the output at a position depends on the tokens up to there, so that it
+    may predict the next one.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_passes = config.mask_decoder_passes
+        self.position = (
+            ReplicatedEmbedding(config.max_position_embeddings, config.hidden_size)
+            if config.absolute_positions == "decoder"
+            else None
+        )
+
+    def forward(
+        self,
+        hidden: Tensor,
+        tokens: TokenInfo,
+        masked_positions: Tensor,
+        last_layer: Layer,
+        context: AttentionContext,
+        *,
+        with_first: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Decode the tokens at ``masked_positions``.
+
+        Args:
+            hidden: ``[B, N, D]`` input of the last layer, replicated on all ranks.
+            tokens: those of ``hidden``.
+            masked_positions: int64 ``[B, M]`` positions to decode, -1 = padding.
+            last_layer: the encoder's last layer.
+            context: inputs shared by all layers.
+            with_first: also compute the last layer's ordinary output at [CLS].
+
+        Returns:
+            ``[B, M, D]`` decoded states, and the [CLS] output ``[B, D]`` or None.
+        """
+        attention = last_layer.attention
+        key_value = attention.project_key_value(hidden, tokens, context)
+        masked_tokens = tokens.select(masked_positions)
+        query = gather_tokens(hidden, masked_positions)
+        query = self.decode(query, masked_tokens, last_layer, context, key_value)
+        if not with_first:
+            return query, None
+        cls = torch.zeros_like(masked_positions[:, :1])
+        output = last_layer(gather_tokens(hidden, cls), tokens.select(cls), context, key_value)
+        return query, output[:, 0]
+
+    def decode(
+        self,
+        query: Tensor,
+        tokens: TokenInfo,
+        last_layer: Layer,
+        context: AttentionContext,
+        key_value: KeyValue,
+    ) -> Tensor:
+        """Run the passes of the decoder for given queries, keys and values.
+
+        Args:
+            query: ``[B, M, D]``, the last layer's inputs at the decoded tokens.
+            tokens: those of ``query``.
+            last_layer: the encoder's last layer.
+            context: inputs shared by all layers.
+            key_value: keys and values of all tokens.
+
+        Returns:
+            ``[B, M, D]``.
+        """
+        if self.position is not None:
+            query = query + self.position(tokens.position_ids, tokens.is_sequence)
+        for decoder_pass in range(1, self.num_passes + 1):
+            seeds = None if context.seeds is None else context.seeds.at_pass(decoder_pass)
+            query = last_layer(query, tokens, replace(context, seeds=seeds), key_value)
+        return query

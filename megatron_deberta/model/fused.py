@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale
-from megatron_deberta.ops.kernel_support import MAX_FEATURES, runs_kernels
+from megatron_deberta.ops.triton import MAX_FEATURES, runs_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class _DropAddNorm(torch.autograd.Function):
         bias: Tensor,
         eps: float,
     ) -> Tensor:
-        run = _forward_of(x)
+        run, _ = _drop_add_norm_of(x)
         y, total, mean, rstd = run(x, residual, seed, positions, probability, weight, bias, eps)
         ctx.save_for_backward(total, mean, rstd, seed, positions, weight)
         ctx.probability = probability
@@ -99,26 +99,18 @@ class _DropAddNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        run = _backward_of(grad)
+        _, run = _drop_add_norm_of(grad)
         d_x, d_residual, d_weight, d_bias = run(grad, *ctx.saved_tensors, ctx.probability)
         return d_x, d_residual, None, None, None, d_weight, d_bias, None
 
 
-def _forward_of(x: Tensor) -> Callable[..., Any]:
-    """Return the kernel for `drop_add_norm` where it is supported, else the compiled function."""
+def _drop_add_norm_of(x: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return forward and backward: the kernels where they are supported, else compiled ones."""
     if runs_kernels(x) and x.size(-1) <= MAX_FEATURES:
         from megatron_deberta.ops.triton import layer_norm as kernels
 
-        return kernels.forward
-    return compiled(drop_add_norm)
-
-
-def _backward_of(grad: Tensor) -> Callable[..., Any]:
-    if runs_kernels(grad) and grad.size(-1) <= MAX_FEATURES:
-        from megatron_deberta.ops.triton import layer_norm as kernels
-
-        return kernels.backward
-    return compiled(drop_add_norm_backward)
+        return kernels.forward, kernels.backward
+    return compiled(drop_add_norm), compiled(drop_add_norm_backward)
 
 
 class _BiasGelu(torch.autograd.Function):

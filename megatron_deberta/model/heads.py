@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.model.tp_hooks import SharedInput
+from megatron_deberta.model.parallel_layers import CopyToTensorParallelRegion
 from megatron_deberta.ops.cross_entropy import (
     CrossEntropy,
     Draw,
@@ -26,7 +26,7 @@ class MaskedLanguageModelHead(nn.Module):
         super().__init__()
         self.transform = nn.Linear(config.hidden_size, config.hidden_size)
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.shared = SharedInput()
+        self.shared = CopyToTensorParallelRegion()
         self.bias = nn.Parameter(torch.empty(config.vocab_size))
 
     def forward(

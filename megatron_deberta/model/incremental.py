@@ -10,9 +10,8 @@ from torch import Tensor
 
 from megatron_deberta.model.attention import AttentionContext, KeyValue
 from megatron_deberta.model.deberta import DebertaForPretraining
-from megatron_deberta.model.inputs import ModelInputs
+from megatron_deberta.model.inputs import ModelInputs, TokenInfo
 from megatron_deberta.model.layers import Layer
-from megatron_deberta.model.tp_hooks import TokenLayout
 
 
 class IncrementalDecoder:
@@ -43,8 +42,8 @@ class IncrementalDecoder:
         if start >= len(row) or not torch.equal(row[:start], self._ids):
             self._reset()
             start = 0
-        everything = TokenLayout.of_sequence(ModelInputs(ids))
-        layout = everything.select(everything.positions[:, start:])
+        everything = TokenInfo.of_sequence(ModelInputs(ids))
+        tokens = everything.select(everything.positions[:, start:])
         context = AttentionContext(
             # The cache has its projections after the first call.
             position_table=None if self._cache else model.encoder.position_table(),
@@ -55,18 +54,18 @@ class IncrementalDecoder:
             recompute_cheap=False,
             causal=True,
         )
-        hidden, _ = model.embeddings(ids[:, start:], layout, None)
+        hidden, _ = model.embeddings(ids[:, start:], tokens, None)
         embedded, decoder = hidden, model.mask_decoder
         layers = [cast(Layer, layer) for layer in model.encoder.layers]
         for index, layer in enumerate(layers if decoder is None else layers[:-1]):
-            key_value = self._extend(index, layer, hidden, layout, context)
-            hidden = layer(hidden, layout, context, key_value)
+            key_value = self._extend(index, layer, hidden, tokens, context)
+            hidden = layer(hidden, tokens, context, key_value)
             if index == 0 and model.encoder.conv is not None:
                 hidden = self._convolve(embedded, hidden, everything, context)
         last = everything.select(everything.positions[:, -1:])
         decoded = hidden[:, -1:]
         if decoder is not None:
-            key_value = self._extend(len(layers) - 1, layers[-1], hidden, layout, context)
+            key_value = self._extend(len(layers) - 1, layers[-1], hidden, tokens, context)
             decoded = decoder.decode(decoded, last, layers[-1], context, key_value)
         self._ids = row.clone()
         logits: Tensor = model.head(decoded, model.embeddings.token.weight)
@@ -77,12 +76,12 @@ class IncrementalDecoder:
         index: int,
         layer: Layer,
         hidden: Tensor,
-        layout: TokenLayout,
+        tokens: TokenInfo,
         context: AttentionContext,
     ) -> KeyValue:
         """Append the keys and values of a layer's input ``[1, R, D]`` to the cache."""
         attention = layer.attention
-        found = attention.project_key_value(hidden, layout, context)
+        found = attention.project_key_value(hidden, tokens, context)
         if old := self._cache.get(index):
             key = torch.cat([old.key, found.key], 2)
             found = replace(old, key=key, value=torch.cat([old.value, found.value], 2))
@@ -90,7 +89,7 @@ class IncrementalDecoder:
         return found
 
     def _convolve(
-        self, embedded: Tensor, hidden: Tensor, everything: TokenLayout, context: AttentionContext
+        self, embedded: Tensor, hidden: Tensor, everything: TokenInfo, context: AttentionContext
     ) -> Tensor:
         """Add the convolution, which reads earlier tokens, to the first layer's output."""
         conv, count = self._model.encoder.conv, hidden.size(1)
@@ -103,6 +102,6 @@ class IncrementalDecoder:
             )
         radius = kernel // 2
         self._convolved = embedded[:, -radius:], hidden[:, -radius:]
-        layout = everything.select(everything.positions[:, -embedded.size(1) :])
-        out: Tensor = conv(embedded, hidden, layout, context)
+        tokens = everything.select(everything.positions[:, -embedded.size(1) :])
+        out: Tensor = conv(embedded, hidden, tokens, context)
         return out[:, -count:]

@@ -1,4 +1,4 @@
-"""Inputs of a model: the tokens of a micro batch, rows that stand side by side, and checks.
+"""Inputs of a model: the tokens of a micro batch and of its hidden states, packed rows, checks.
 
 Shapes: B rows, N tokens per row, P packed rows of L tokens.
 """
@@ -47,6 +47,52 @@ class ModelInputs:
         if self.attention_mask is None:
             return torch.ones_like(self.input_ids, dtype=torch.bool)
         return self.attention_mask.bool()
+
+
+@dataclass(frozen=True)
+class TokenInfo:
+    """Tokens that the rows of a hidden-state tensor ``[B, R, D]`` stand for.
+
+    Attributes:
+        positions: int64 ``[B, R]``: index of the token in its sequence, a dropout key; -1 =
+            padding.
+        position_ids: int64 ``[B, R]``: absolute position, which restarts in packed documents.
+        is_token: bool ``[B, R]``: False for padding.
+        is_sequence: True: the token sequence, possibly sharded over ranks; False: replicated on
+            all ranks.
+        types: int64 ``[B, R]``: segment of a pair; None: all 0. Used by the embeddings only.
+    """
+
+    positions: Tensor
+    position_ids: Tensor
+    is_token: Tensor
+    is_sequence: bool
+    types: Tensor | None = None
+
+    @staticmethod
+    def of_sequence(inputs: ModelInputs) -> TokenInfo:
+        """Return the tokens of a batch ``[B, N]``."""
+        ids = inputs.input_ids
+        positions = torch.arange(ids.size(1), device=ids.device).expand(ids.shape)
+        position_ids = positions if inputs.position_ids is None else inputs.position_ids
+        return TokenInfo(positions, position_ids, inputs.is_token, True, inputs.token_type_ids)
+
+    def select(self, positions: Tensor) -> TokenInfo:
+        """Return the tokens at ``positions``, int64 ``[B, M]``, -1 = padding."""
+        ids = self.position_ids.gather(1, positions.clamp(min=0))
+        return TokenInfo(positions, ids, positions >= 0, is_sequence=False)
+
+    def replicated(self) -> TokenInfo:
+        """Return the same tokens after they were gathered on all ranks."""
+        return replace(self, is_sequence=False)
+
+
+def gather_tokens(hidden: Tensor, positions: Tensor) -> Tensor:
+    """Gather ``[B, M, D]`` from ``[B, N, D]`` at positions ``[B, M]``; -1 reads position 0."""
+    rows, length, _ = hidden.shape
+    starts = torch.arange(0, rows * length, length, device=hidden.device).unsqueeze(1)
+    # Backward of an embedding is deterministic on CUDA, where that of ``gather`` sorts and waits.
+    return functional.embedding(positions.clamp(min=0) + starts, hidden.flatten(0, 1))
 
 
 class RowPacking(NamedTuple):

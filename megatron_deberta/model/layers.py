@@ -13,12 +13,12 @@ from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.attention import AttentionContext, DisentangledSelfAttention, KeyValue
 from megatron_deberta.model.dropout import Dropout
 from megatron_deberta.model.fused import bias_gelu
-from megatron_deberta.model.tp_hooks import (
-    BlockInput,
-    BlockOutput,
-    ChannelExit,
+from megatron_deberta.model.inputs import TokenInfo
+from megatron_deberta.model.parallel_layers import (
+    ColumnParallelInput,
+    GatherFromTensorParallelRegion,
     LayerNorm,
-    TokenLayout,
+    RowParallelLinear,
 )
 
 
@@ -27,35 +27,41 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
-        self.input = BlockInput(per_token=True)
+        self.input = ColumnParallelInput(per_token=True)
         self.up = nn.Linear(config.hidden_size, config.ffn_hidden_size)
-        self.down = BlockOutput(config.ffn_hidden_size, config.hidden_size, per_token=True)
+        self.down = RowParallelLinear(config.ffn_hidden_size, config.hidden_size, per_token=True)
         self.norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = Dropout(config.hidden_dropout, f"encoder.layers.{index}.ffn")
 
-    def forward(self, hidden: Tensor, layout: TokenLayout, context: AttentionContext) -> Tensor:
+    def forward(self, hidden: Tensor, tokens: TokenInfo, context: AttentionContext) -> Tensor:
         """Compute LayerNorm(hidden + dropout(down(GELU(up(hidden))))).
 
         Args:
             hidden: ``[B, R, D]``.
-            layout: tokens of ``hidden``.
+            tokens: those of ``hidden``.
             context: inputs shared by all layers.
 
         Returns:
             ``[B, R, D]``.
         """
         # With fusion the bias is added together with GELU.
-        (inner,) = self.input.project(hidden, layout, (self.up,), with_bias=not self._fuses)
+        (inner,) = self.input.project(
+            hidden, tokens.is_sequence, (self.up,), with_bias=not self._fuses
+        )
         if context.recompute_cheap:
             # Recomputation stops at the last missing tensor, GELU's output, so the down projection
             # and its communication are not repeated.
             out = checkpoint(
-                self._activate, inner, layout, use_reentrant=False, preserve_rng_state=False
+                self._activate,
+                inner,
+                tokens.is_sequence,
+                use_reentrant=False,
+                preserve_rng_state=False,
             )
         else:
-            out = self._activate(inner, layout)
-        pre_norm = self.dropout.before_norm(out, layout.positions, context.seeds, residual=hidden)
-        normalised: Tensor = self.norm(pre_norm, layout)
+            out = self._activate(inner, tokens.is_sequence)
+        pre_norm = self.dropout.before_norm(out, tokens.positions, context.seeds, residual=hidden)
+        normalised: Tensor = self.norm(pre_norm, tokens.is_sequence)
         return normalised
 
     @property
@@ -63,9 +69,9 @@ class FeedForward(nn.Module):
         """Only in training: evaluation has rows of many lengths, each to be compiled."""
         return self.dropout.execution.fuse and self.training
 
-    def _activate(self, inner: Tensor, layout: TokenLayout) -> Tensor:
+    def _activate(self, inner: Tensor, is_sequence: bool) -> Tensor:
         activated = bias_gelu(inner, self.up.bias) if self._fuses else F.gelu(inner)
-        out: Tensor = self.down(activated, layout)
+        out: Tensor = self.down(activated, is_sequence)
         return out
 
 
@@ -80,13 +86,13 @@ class Layer(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        layout: TokenLayout,
+        tokens: TokenInfo,
         context: AttentionContext,
         key_value: KeyValue | None = None,
     ) -> Tensor:
         """Map ``[B, R, D]`` to ``[B, R, D]``; arguments as in `DisentangledSelfAttention`."""
-        attended = self.attention(hidden, layout, context, key_value)
-        out: Tensor = self.ffn(attended, layout, context)
+        attended = self.attention(hidden, tokens, context, key_value)
+        out: Tensor = self.ffn(attended, tokens, context)
         return out
 
 
@@ -157,9 +163,9 @@ class ConvolutionBranch(nn.Module):
         super().__init__()
         size = config.conv_kernel_size
         assert size is not None
-        self.input = BlockInput()
+        self.input = ColumnParallelInput()
         self.conv = TokenConv1d(config.hidden_size, config.hidden_size, size, padding=size // 2)
-        self.exit = ChannelExit()
+        self.exit = GatherFromTensorParallelRegion()
         self.norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = Dropout(config.hidden_dropout, "encoder.conv")
         self.activation: Literal["gelu", "tanh"] = config.conv_activation
@@ -168,7 +174,7 @@ class ConvolutionBranch(nn.Module):
         self,
         embedded: Tensor,
         layer_output: Tensor,
-        layout: TokenLayout,
+        tokens: TokenInfo,
         context: AttentionContext,
     ) -> Tensor:
         """Compute LayerNorm(layer_output + act(dropout(conv(embedded)))).
@@ -176,16 +182,17 @@ class ConvolutionBranch(nn.Module):
         Args:
             embedded: ``[B, R, D]``, input of the first layer.
             layer_output: ``[B, R, D]``, output of the first layer.
-            layout: tokens of both.
+            tokens: those of both.
             context: inputs shared by all layers.
 
         Returns:
             ``[B, R, D]``, zero at padding.
         """
-        convolved = self.conv(self.input(embedded, layout), context.document_ids, context.causal)
-        mask = layout.is_token.unsqueeze(-1)
-        convolved = self.exit(convolved, layout) * mask
-        convolved = self.dropout(convolved, layout.positions, context.seeds)
+        every = self.input(embedded, tokens.is_sequence)
+        convolved = self.conv(every, context.document_ids, context.causal)
+        mask = tokens.is_token.unsqueeze(-1)
+        convolved = self.exit(convolved, tokens.is_sequence) * mask
+        convolved = self.dropout(convolved, tokens.positions, context.seeds)
         activated = F.gelu(convolved) if self.activation == "gelu" else torch.tanh(convolved)
-        out: Tensor = self.norm(layer_output + activated, layout) * mask
+        out: Tensor = self.norm(layer_output + activated, tokens.is_sequence) * mask
         return out

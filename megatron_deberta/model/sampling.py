@@ -59,29 +59,25 @@ class GumbelMax:
             Maxima ``[R]`` in at least fp32, and int64 categories ``[R]``; -inf and ``first`` if
             C = 0.
         """
-        return _gumbel_argmax(logits, self.keys[rows], first, self.excluded)
-
-
-def _gumbel_argmax(
-    logits: Tensor, keys: Tensor, first: int, excluded: tuple[int, ...]
-) -> tuple[Tensor, Tensor]:
-    num_rows, num_columns = logits.shape
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    maxima = torch.full((num_rows,), -torch.inf, dtype=dtype, device=logits.device)
-    chosen = torch.full((num_rows,), first, dtype=torch.int64, device=logits.device)
-    if num_columns == 0:
+        num_rows, num_columns = logits.shape
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        maxima = torch.full((num_rows,), -torch.inf, dtype=dtype, device=logits.device)
+        chosen = torch.full((num_rows,), first, dtype=torch.int64, device=logits.device)
+        if num_columns == 0:
+            return maxima, chosen
+        last = first + num_columns
+        excluded = [piece - first for piece in self.excluded if first <= piece < last]
+        keys = self.keys[rows]
+        limit = _BLOCK_ELEMENTS.get(logits.device.type, _BLOCK_ELEMENTS["cuda"])
+        block = max(1, limit // num_columns)
+        for start in range(0, num_rows, block):
+            part = slice(start, start + block)
+            scores = logits[part] - _log_exponential(keys[part], num_columns, first)
+            if excluded:
+                scores[:, excluded] = -torch.inf
+            maxima[part], column = scores.max(dim=1)
+            chosen[part] = column + first
         return maxima, chosen
-    columns = [piece - first for piece in excluded if first <= piece < first + num_columns]
-    limit = _BLOCK_ELEMENTS.get(logits.device.type, _BLOCK_ELEMENTS["cuda"])
-    block = max(1, limit // num_columns)
-    for start in range(0, num_rows, block):
-        rows = slice(start, start + block)
-        scores = logits[rows] - _log_exponential(keys[rows], num_columns, first)
-        if columns:
-            scores[:, columns] = -torch.inf
-        maxima[rows], column = scores.max(dim=1)
-        chosen[rows] = column + first
-    return maxima, chosen
 
 
 def _log_exponential(keys: Tensor, num_columns: int, first: int) -> Tensor:

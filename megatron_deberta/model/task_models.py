@@ -1,9 +1,11 @@
-"""Models of labelled tasks: the encoder with the heads that transformers' classes have.
+"""Models of labelled tasks, with the heads of transformers' classes, and shapes of all models.
 
 Shapes: B rows, N tokens, K outputs of the head.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor, nn
@@ -178,3 +180,15 @@ def model_class(config: ModelConfig) -> type[DebertaBackbone] | type[DebertaForR
         "discriminator": DebertaDiscriminator,
     }
     return pretraining.get(config.head) or task_model(config)
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return canonical name -> logical shape of every parameter, in the model's order."""
+    with torch.device("meta"):
+        model = model_class(config)(config)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Count the parameters of the model, tied embeddings once."""
+    return sum(math.prod(shape) for shape in parameter_shapes(config).values())

@@ -49,7 +49,7 @@ def fill_initial(
     if name.endswith("norm.weight"):
         out.fill_(1.0)
         return
-    is_uniform = config.conv_init == "release" and _CONVOLUTION in f".{name}"
+    is_uniform = config.conv_init == "microsoft" and _CONVOLUTION in f".{name}"
     if name.endswith(("bias", ".delta.weight")) and not is_uniform:
         out.zero_()
         return

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.objectives.autoregressive import (
+from megatron_deberta.objectives.labelled import Choices, Classification, Regression, Spans, Tokens
+from megatron_deberta.objectives.language_modelling import (
     AutoregressiveModelling,
     MaskedAndAutoregressiveModelling,
+    MaskedLanguageModel,
+    MaskedLanguageModelling,
 )
-from megatron_deberta.objectives.choices import Choices
-from megatron_deberta.objectives.classification import Classification
-from megatron_deberta.objectives.mlm import MaskedLanguageModel, MaskedLanguageModelling
 from megatron_deberta.objectives.objective import (
     NO_COUNTS,
     LossSums,
@@ -19,10 +19,7 @@ from megatron_deberta.objectives.objective import (
     Objective,
     Update,
 )
-from megatron_deberta.objectives.regression import Regression
 from megatron_deberta.objectives.rtd import ReplacedTokenDetection
-from megatron_deberta.objectives.spans import Spans
-from megatron_deberta.objectives.tokens import Tokens
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "mlm": MaskedLanguageModelling,

@@ -1,10 +1,8 @@
-"""Common part of the objectives of labelled tasks: model with loss, SiFT, FLOPs, commands."""
+"""Objectives of labelled tasks, with the losses of transformers' heads, and SiFT."""
 
 from __future__ import annotations
 
 import shlex
-from abc import abstractmethod
-from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -20,7 +18,13 @@ from megatron_deberta.model.task_models import (
     DebertaForSpans,
     DebertaForTokens,
 )
-from megatron_deberta.objectives.objective import LossSums, LossTerm, ModelLosses, Objective
+from megatron_deberta.objectives.objective import (
+    LossSums,
+    LossTerm,
+    ModelLosses,
+    Objective,
+    export_command,
+)
 from megatron_deberta.objectives.sift import Sift
 
 TASK, SIFT = "task", "sift"
@@ -45,9 +49,8 @@ class LabelledObjective(Objective):
             losses[SIFT] = LossTerm(weight, has_accuracy=False)
         return losses
 
-    @abstractmethod
     def loss(self, logits: Tensor, batch: TaskBatch) -> tuple[Tensor, Tensor]:
-        """Compute the loss of a micro batch.
+        """Compute the loss of a micro batch: cross-entropy, if a task has no other.
 
         Args:
             logits: outputs of the head; ``[B, K]`` of rows, ``[B, N, K]`` of tokens.
@@ -57,14 +60,15 @@ class LabelledObjective(Objective):
             Sum of the losses over labelled targets, fp32, and number of correct predictions, int64;
             scalars.
         """
+        return cross_entropy(self.distributions(logits, batch)[0], batch.labels.flatten())
 
-    @abstractmethod
     def scored(self, batch: TaskBatch) -> Tensor:
         """Return which targets have a label, bool ``[T]``."""
+        return batch.labels.flatten() != IGNORED_LABEL
 
-    @abstractmethod
     def distributions(self, logits: Tensor, batch: TaskBatch) -> list[Tensor]:
         """Return the logits of the predicted distributions, one or more of ``[T, K]``."""
+        return [logits.flatten(0, -2)]
 
     def outputs(self, logits: Tensor, batch: TaskBatch) -> Tensor:
         """Return the predictions that `tasks.scoring` reads, fp32.
@@ -99,14 +103,12 @@ class LabelledObjective(Objective):
 
     def commands(self, run_dir: str, split: str = "test") -> list[str]:
         """Return the commands that predict and export."""
-        folder, export = shlex.quote(run_dir), shlex.quote(str(Path(run_dir) / "hf"))
         finetune = self.config.finetune
-        task, data, split = (
-            shlex.quote(text or "") for text in (finetune.task, finetune.data, split)
-        )
+        texts = (finetune.task, run_dir, finetune.data, split)
+        task, folder, data, split = (shlex.quote(text or "") for text in texts)
         return [
             f"megatron-deberta predict {task} --model {folder} --data {data} --split {split}",
-            f"megatron-deberta convert --checkpoint {folder} --to hf --output {export}",
+            export_command(run_dir),
         ]
 
 
@@ -173,3 +175,81 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     logits = logits.float()
     loss = F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
     return loss, (logits.argmax(-1) == labels).sum()
+
+
+class Classification(LabelledObjective):
+    """One class per row, as transformers' sequence classification."""
+
+    model_class = RowsModel
+
+
+class Tokens(LabelledObjective):
+    """One class per token, such as the first piece of each word."""
+
+    model_class = TokensModel
+
+
+class Regression(LabelledObjective):
+    """Squared error of one score per row, as transformers' ``problem_type: regression``.
+
+    NaN labels are not scored.
+    """
+
+    model_class = RowsModel
+    squared_error = True
+
+    def loss(self, logits: Tensor, batch: TaskBatch) -> tuple[Tensor, Tensor]:
+        """Return the sum of squared errors, and 0."""
+        scored = self.scored(batch)
+        error = logits[:, 0].float() - torch.where(scored, batch.labels, 0.0)
+        return torch.where(scored, error.square(), 0.0).sum(), scored.new_zeros(()).long()
+
+    def scored(self, batch: TaskBatch) -> Tensor:
+        """Return which rows have a label."""
+        return ~torch.isnan(batch.labels)
+
+    def outputs(self, logits: Tensor, batch: TaskBatch) -> Tensor:
+        """Return the scores ``[B]``."""
+        return super().outputs(logits[:, 0], batch)
+
+
+class Choices(LabelledObjective):
+    """The right one of an example's rows; examples may differ in their number."""
+
+    model_class = RowsModel
+
+    def distributions(self, logits: Tensor, batch: TaskBatch) -> list[Tensor]:
+        """Return the logits of the choices of each example, ``[E, C]``."""
+        rows = batch.choice_rows
+        assert rows is not None
+        return [logits[:, 0].float()[rows.clamp(min=0)].masked_fill(rows < 0, MASKED_LOGIT)]
+
+    def outputs(self, logits: Tensor, batch: TaskBatch) -> Tensor:
+        """Return the logit of each row, ``[B]``."""
+        return super().outputs(logits[:, 0], batch)
+
+
+class Spans(LabelledObjective):
+    """First and last token of the answer; the first token stands for no answer.
+
+    The softmax is over the tokens of a row; transformers' own loss also counts padding, so there
+    it depends on the longest row of the batch.
+    """
+
+    model_class = SpansModel
+
+    def loss(self, logits: Tensor, batch: TaskBatch) -> tuple[Tensor, Tensor]:
+        """Return the sum over rows of both cross-entropies' mean, and the number of exact spans."""
+        ends = self.distributions(logits, batch)
+        losses = [cross_entropy(ends[side], batch.labels[:, side])[0] for side in (0, 1)]
+        best = torch.stack([side.argmax(-1) for side in ends], -1)
+        return (losses[0] + losses[1]) / 2, (best == batch.labels).all(-1).sum()
+
+    def scored(self, batch: TaskBatch) -> Tensor:
+        """Return which rows have a label."""
+        return batch.labels[:, 0] != IGNORED_LABEL
+
+    def distributions(self, logits: Tensor, batch: TaskBatch) -> list[Tensor]:
+        """Return the logits of the first and of the last token, each ``[B, N]``."""
+        masked = logits.float().masked_fill(~batch.inputs.is_token.unsqueeze(-1), MASKED_LOGIT)
+        return list(masked.unbind(-1))

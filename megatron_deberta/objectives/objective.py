@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -214,3 +216,9 @@ class Objective(ABC):
             run_dir: the run folder, or an export.
             split: of a labelled task, the split to predict.
         """
+
+
+def export_command(run_dir: str) -> str:
+    """Return the command that exports the model of a run folder to transformers' format."""
+    folder, export = shlex.quote(run_dir), shlex.quote(str(Path(run_dir) / "hf"))
+    return f"megatron-deberta convert --checkpoint {folder} --to hf --output {export}"

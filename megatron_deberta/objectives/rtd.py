@@ -8,10 +8,8 @@ loss covers all tokens but padding.
 from __future__ import annotations
 
 import functools
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +24,7 @@ from megatron_deberta.model.flops import training_flops_per_token
 from megatron_deberta.model.heads import TokenLoss
 from megatron_deberta.model.replaced_tokens import DebertaForReplacedTokens
 from megatron_deberta.model.sampling import GumbelMax
-from megatron_deberta.objectives.mlm import masked_metrics
+from megatron_deberta.objectives.language_modelling import masked_metrics
 from megatron_deberta.objectives.objective import (
     NO_COUNTS,
     LossSums,
@@ -35,6 +33,7 @@ from megatron_deberta.objectives.objective import (
     ModelLosses,
     Objective,
     Update,
+    export_command,
 )
 from megatron_deberta.ops.cross_entropy import CrossEntropy
 
@@ -281,5 +280,4 @@ class ReplacedTokenDetection(Objective):
 
     def commands(self, run_dir: str, split: str = "test") -> list[str]:
         """Return the command that exports both models."""
-        folder, export = shlex.quote(run_dir), shlex.quote(str(Path(run_dir) / "hf"))
-        return [f"megatron-deberta convert --checkpoint {folder} --to hf --output {export}"]
+        return [export_command(run_dir)]

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.model.dropout import DropoutSeeds, site_id
 from megatron_deberta.model.embeddings import Perturbation
-from megatron_deberta.model.tp_hooks import TokenLayout
+from megatron_deberta.model.inputs import TokenInfo
 
 # Added to the largest gradient of a token, as in the release
 _EPSILON = 1e-6
@@ -124,12 +124,12 @@ class _NoisyPerturbation(Perturbation):
         super().__init__()
         self._noise, self._seeds = noise, seeds
 
-    def __call__(self, hidden: Tensor, layout: TokenLayout) -> Tensor:
+    def __call__(self, hidden: Tensor, tokens: TokenInfo) -> Tensor:
         if self.delta is None:
             self.delta = initial_noise(
-                self._noise, self._seeds, layout.positions, hidden.size(-1)
+                self._noise, self._seeds, tokens.positions, hidden.size(-1)
             ).requires_grad_()
-        return super().__call__(hidden, layout)
+        return super().__call__(hidden, tokens)
 
 
 def initial_noise(noise: float, seeds: DropoutSeeds, positions: Tensor, size: int) -> Tensor:

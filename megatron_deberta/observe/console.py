@@ -1,17 +1,30 @@
-"""Console output of rank 0: a live panel on terminals, one line per record elsewhere."""
+"""Output on the terminal: log lines of every process, and rank 0's records of training.
+
+Modules log through ``logging.getLogger(__name__)``. Records are a live panel on terminals, and
+lines elsewhere.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Literal
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.logging import RichHandler
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
+
+from megatron_deberta.errors import MegatronDebertaError
+
+LevelName = Literal["debug", "info", "warning"]
+PACKAGE = "megatron_deberta"
+HANDLER_NAME = "megatron_deberta"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,3 +176,56 @@ class LiveConsole:
         if self._note:
             parts.append(self._note)
         return Group(*parts)
+
+
+def setup_logging(
+    level: LevelName = "info", *, rank: int = 0, world_size: int = 1, console: Console | None = None
+) -> None:
+    """Send log records to the terminal, or as plain lines to standard error.
+
+    A later call replaces the previous set-up.
+
+    Args:
+        level: minimum level of this package on rank 0; other ranks and packages show warnings and
+            errors only.
+        rank: rank of this process.
+        world_size: number of processes; above 1, each line starts with the rank.
+        console: console of the live panel; on a terminal, messages are printed above it.
+    """
+    handler: logging.Handler
+    prefix = f"[rank {rank}] " if world_size > 1 else ""
+    if console is not None and console.is_terminal:
+        handler = RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S")
+        handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
+    else:
+        handler = logging.StreamHandler(sys.stderr)
+        line = f"%(asctime)s {prefix}%(levelname)s %(message)s"
+        handler.setFormatter(logging.Formatter(line, datefmt="%Y-%m-%d %H:%M:%S"))
+    handler.set_name(HANDLER_NAME)
+
+    root = logging.getLogger()
+    for old in [item for item in root.handlers if item.get_name() == HANDLER_NAME]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    shown = logging.getLevelName(level.upper())
+    logging.getLogger(PACKAGE).setLevel(shown if rank == 0 else max(shown, logging.WARNING))
+    if level != "debug":
+        # DeepSpeed logs many information messages from every rank to standard output.
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+
+
+def log_times() -> None:
+    """Log to standard error, each line with its time."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
+    )
+
+
+def run_logged(function: Callable[[], int], logger: logging.Logger) -> int:
+    """Call a function and return its exit code; an error becomes one line in the log."""
+    log_times()
+    try:
+        return function()
+    except MegatronDebertaError as error:
+        logger.error("error: %s", error)
+        return error.exit_code

@@ -1,4 +1,4 @@
-"""Metrics files of a run, written by rank 0: JSON lines, TensorBoard events and loss curves."""
+"""Records of a run, written by rank 0: JSON lines, TensorBoard events, W&B and loss curves."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import io
 import logging
 import os
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +14,8 @@ from typing import Any, Literal
 import orjson
 from typing_extensions import Required, TypedDict
 
-from megatron_deberta.errors import DataError
-from megatron_deberta.files import MAX_RECORD_BYTES, read_regular, write_atomically
-from megatron_deberta.observe.wandb_writer import WandbWriter
+from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.files import MAX_RECORD_BYTES, open_appending, read_regular, write_atomically
 from megatron_deberta.parsing import Count, Number, Scalar, Seconds, parse_json
 
 logger = logging.getLogger(__name__)
@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 RecordKind = Literal[
     "train", "validation", "baseline", "minimal_pairs", "guard", "checkpoint", "local_checkpoint"
 ]
+ID_FILE = "wandb_id"
+"""In the run folder: identifier under which restarts continue the same W&B run."""
+_STEP = "step"
 
 
 class _Record(TypedDict, total=False):
@@ -45,7 +48,19 @@ _NUMERIC = ("validation", "baseline", "minimal_pairs")
 """Kinds of records that have numbers only."""
 
 
-class MetricsWriter:
+class _Writer:
+    """A writer whose failures are warnings, of which the first is shown."""
+
+    target: object
+    _has_warned = False
+
+    def _warn(self, error: Exception) -> None:
+        if not self._has_warned:
+            logger.warning("%s: %s; training goes on", self.target, error)
+        self._has_warned = True
+
+
+class MetricsWriter(_Writer):
     """Appends one record per call; nonfinite numbers are written as null.
 
     On a full disk, records are kept in memory until there is space; training goes on.
@@ -75,7 +90,7 @@ class MetricsWriter:
     ) -> None:
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / FILE_NAME
+        self.target = self.path = folder / FILE_NAME
         self._check = check
         # A new file: what a former writer, which still has the old one open, adds to that is lost.
         _cut_after(self.path, resume_step, check)
@@ -83,7 +98,6 @@ class MetricsWriter:
         self._file = self.path.open("ab", buffering=0)
         self._size = os.fstat(self._file.fileno()).st_size
         self._pending: list[bytes] = []
-        self._has_warned = False
         self._wandb = wandb
         self._events: Any = None
         if tensorboard:
@@ -147,11 +161,6 @@ class MetricsWriter:
             raise
         self._size += len(content)
         self._pending = []
-
-    def _warn(self, error: OSError) -> None:
-        if not self._has_warned:
-            logger.warning("%s: %s; training goes on", self.path, error)
-        self._has_warned = True
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -259,3 +268,130 @@ def _loss_curves(metrics_path: str | os.PathLike[str]) -> dict[str, list[tuple[i
     if not any(curves.values()):
         raise DataError(f"{metrics_path}: contains no finite loss; train for a few steps first")
     return curves
+
+
+class JsonLines(_Writer):
+    """Appends objects to a file, each as one line and in one write.
+
+    Args:
+        path: the file, in an existing folder.
+        check: called before each change; does not return if another process now writes the folder.
+    """
+
+    def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
+        self.target = self.path = path
+        self._check = check
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Append an object; nonfinite numbers become null. A failure is a warning."""
+        try:
+            self._check()
+            append_line(self.path, orjson.dumps(record))
+        except OSError as error:
+            self._warn(error)
+
+    def cut_after(self, step: int) -> None:
+        """Remove the objects of later steps, and damaged lines. A failure is a warning."""
+        try:
+            lines = read_regular(self.path, MAX_RECORD_BYTES).splitlines(keepends=True)
+            kept = [line for line in lines if _step(line) <= step]
+            if len(kept) < len(lines):
+                self._check()
+                write_atomically(self.path, b"".join(kept))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._warn(error)
+
+
+def append_line(path: Path, line: bytes, *, is_shared: bool = False) -> None:
+    """Append a line in one write.
+
+    Args:
+        path: the file.
+        line: without its end.
+        is_shared: other processes append to the file as well: flush the line to the disk, and do
+            not remove the beginning of one for which there is no space.
+
+    Raises:
+        OSError: the disk is full or the file cannot be written.
+    """
+    with open_appending(path) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        line += b"\n"
+        if size and os.pread(stream.fileno(), 1, size - 1) != b"\n":
+            # A former line was cut short, by a full disk or a kill; it must not spoil this one.
+            line = b"\n" + line
+        if stream.write(line) != len(line):
+            if not is_shared:
+                os.ftruncate(stream.fileno(), size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        if is_shared:
+            os.fsync(stream.fileno())
+
+
+def _step(line: bytes) -> float:
+    """Return the step of a line; infinity: it is damaged or has none."""
+    try:
+        step = orjson.loads(line)["step"] if line.endswith(b"\n") else None
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        step = None
+    return step if isinstance(step, int) else float("inf")
+
+
+class WandbWriter(_Writer):
+    """Sends numbers to a W&B project, or with ``WANDB_MODE=offline`` to ``wandb/`` in the folder.
+
+    Args:
+        run_dir: run folder.
+        project: name of the project.
+        config: shown as the run's configuration.
+
+    Raises:
+        ConfigError: the package is not installed, or W&B refuses the start, such as without login.
+    """
+
+    target = "W&B"
+
+    def __init__(self, run_dir: Path, project: str, config: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                f"log.wandb={project} needs the package wandb, which is not installed; install it, "
+                "or leave log.wandb empty"
+            ) from error
+        identifier = run_dir / ID_FILE
+        if not identifier.exists():
+            write_atomically(identifier, secrets.token_hex(8).encode())
+        try:
+            self._run = wandb.init(
+                project=project,
+                id=identifier.read_text().strip(),
+                name=run_dir.name,
+                dir=run_dir,
+                config=dict(config),
+                resume="allow",
+            )
+            # Not W&B's own counter, which ignores the steps that a resumed run repeats.
+            self._run.define_metric("*", step_metric=_STEP)
+        except Exception as error:
+            # Its own exceptions and those of its service process have no common base.
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"log.wandb={project}: {reason}; run `wandb login`, or set WANDB_MODE=offline"
+            ) from error
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Send numbers by name; a failure is a warning."""
+        try:
+            self._run.log({_STEP: step, **values})
+        except Exception as error:
+            self._warn(error)
+
+    def close(self) -> None:
+        """Send what is left; a failure is a warning."""
+        try:
+            self._run.finish()
+        except Exception as error:
+            self._warn(error)

@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 import torch
 
+LIMIT_SECONDS = 0.25
+"""No repeat of a measurement starts after this time."""
 
-def measure_matmul_rate(
-    device: torch.device, dtype: torch.dtype, *, limit_seconds: float = 0.25
-) -> float:
+
+def measure_matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Measure the rate of a large square matrix product; the best of several repeats.
 
     Args:
         device: device to measure.
         dtype: dtype of the factors.
-        limit_seconds: no repeat starts after this time.
 
     Returns:
         FLOP/s of this device (on CPU: of this process's threads).
@@ -36,7 +36,7 @@ def measure_matmul_rate(
     begin = time.perf_counter()
     for repeat in range(20):
         start = time.perf_counter()
-        if repeat > 1 and start - begin > limit_seconds:
+        if repeat > 1 and start - begin > LIMIT_SECONDS:
             break
         torch.mm(left, right)
         if on_gpu:

@@ -15,7 +15,7 @@ import orjson
 import torch
 
 from megatron_deberta.errors import printable
-from megatron_deberta.observe.json_lines import JsonLines
+from megatron_deberta.observe.metrics import JsonLines
 from megatron_deberta.observe.progress import ProgressObserver, Section
 
 FILE_NAME = "timeline.jsonl"

@@ -1,4 +1,4 @@
-"""Arguments of the attention operator and their validation.
+"""Arguments of the attention operator, their validation, and which keys they make visible.
 
 Shapes, dtypes and devices are always checked. Values are checked on the CPU, and on other devices
 only with ``MEGATRON_DEBERTA_CHECK=1``, because reading them synchronises with the device.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Literal, NamedTuple
+import warnings
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from torch import Tensor
 from megatron_deberta.ops.dropout_bits import drop_threshold
 from megatron_deberta.ops.relative_positions import RelativePositions
 
-P2CIndex = Literal["released", "paper"]
+P2CIndex = Literal["microsoft", "paper"]
 MaskCache = dict[str, Tensor | None]
 """Results of a backend that depend on the masks and the length alone."""
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -83,6 +85,15 @@ def row_seeds(seed: int | Tensor | None, dropout_p: float, q: Tensor) -> Tensor 
     return seed
 
 
+def current_p2c_index(name: str) -> P2CIndex:
+    """Return the argument ``p2c_index``, with the old name of ``microsoft`` replaced."""
+    if name == "released":
+        message = "p2c_index='released' was renamed to 'microsoft'; use the new value"
+        warnings.warn(message, DeprecationWarning, stacklevel=3)
+        name = "microsoft"
+    return cast(P2CIndex, name)
+
+
 def check_arguments(a: AttentionArguments) -> None:
     """Validate the arguments of ``disentangled_attention``.
 
@@ -91,8 +102,8 @@ def check_arguments(a: AttentionArguments) -> None:
     """
     _check_heads(a)
     _check_rows(a)
-    if a.p2c_index not in ("released", "paper"):
-        raise ValueError(f"p2c_index: got {a.p2c_index!r}, expected 'released' or 'paper'")
+    if a.p2c_index not in ("microsoft", "paper"):
+        raise ValueError(f"p2c_index: got {a.p2c_index!r}, expected 'microsoft' or 'paper'")
     if a.head_offset < 0:
         raise ValueError(f"head_offset: got {a.head_offset}, expected at least 0")
     if a.q.device.type == "cpu" or os.environ.get("MEGATRON_DEBERTA_CHECK") == "1":
@@ -186,3 +197,92 @@ def _check_values(a: AttentionArguments) -> None:
         raise ValueError(
             f"document_ids: got decreasing ids in row {row}, expected non-decreasing ones"
         )
+
+
+def query_positions(a: AttentionArguments) -> Tensor:
+    """Return the positions of the queries.
+
+    Returns:
+        int64 ``[batch, q_len]``, -1 for padding; ``[1, q_len]`` if all rows are equal.
+    """
+    if a.q_positions is None:
+        return torch.arange(a.q.shape[2], device=a.q.device)[None]
+    return a.q_positions.long()
+
+
+def hides_keys(a: AttentionArguments) -> bool:
+    """Return whether any key may be hidden from any query."""
+    masks = (a.attention_mask, a.document_ids, a.q_positions)
+    return a.causal or any(mask is not None for mask in masks)
+
+
+def visible_keys(a: AttentionArguments, at: Tensor, rows: slice) -> Tensor:
+    """Return which keys a block of queries sees.
+
+    Args:
+        a: arguments of the call.
+        at: positions of the block's queries, ``[batch rows or 1, queries]``.
+        rows: batch rows of the block.
+
+    Returns:
+        bool, broadcastable to ``[batch rows, queries, k_len]``, three-dimensional.
+    """
+    visible = (at >= 0)[:, :, None]
+    if a.attention_mask is not None:
+        visible = visible & a.attention_mask[rows, None, :]
+    if a.document_ids is not None:
+        documents = a.document_ids[rows]
+        own = documents.gather(1, at.clamp(min=0).expand(documents.shape[0], -1))
+        visible = visible & (own[:, :, None] == documents[:, None, :])
+    if a.causal:
+        visible = visible & (torch.arange(a.k.shape[2], device=at.device) <= at[:, :, None])
+    return visible
+
+
+def visible_ranges(a: AttentionArguments) -> tuple[Tensor, Tensor] | None:
+    """Return which keys the query at each position sees, for kernels that read ranges.
+
+    Padding is one run, documents are runs and causality is an upper bound, so a query sees one run
+    of keys.
+
+    Returns:
+        First key and one past the last, int64 ``[batch, k_len]`` each, non-decreasing along a row.
+        None if nothing is hidden.
+    """
+    batch, _, length, _ = a.k.shape
+    if a.attention_mask is None and a.document_ids is None and not a.causal:
+        return None
+    at = torch.arange(length, device=a.k.device).expand(batch, length)
+    begin, end = torch.zeros_like(at), torch.full_like(at, length)
+    if a.document_ids is not None:
+        ids = a.document_ids.contiguous()
+        begin, end = torch.searchsorted(ids, ids), torch.searchsorted(ids, ids, right=True)
+    if a.attention_mask is not None and length:
+        real = a.attention_mask.long()
+        first = real.argmax(1, keepdim=True)
+        begin = begin.maximum(first)
+        end = end.minimum(first + real.sum(1, keepdim=True))
+    if a.causal:
+        end = end.minimum(at + 1)
+    return begin, end
+
+
+def gathered_ranges(
+    q_positions: Tensor, ranges: Sequence[Tensor] | None, length: int
+) -> tuple[Tensor, Tensor]:
+    """Return which keys gathered queries see: as `visible_ranges`, and (0, 0) for padding.
+
+    Args:
+        q_positions: ``[batch, queries]``, -1 for padding.
+        ranges: first and one past the last key of all positions; None: nothing is hidden.
+        length: keys per row.
+
+    Returns:
+        int64 ``[batch, queries]`` each.
+    """
+    at = q_positions.long()
+    real = at >= 0
+    begin, end = torch.zeros_like(at), torch.full_like(at, length)
+    if ranges is not None:
+        begin, end = (x.gather(1, at.clamp(min=0)) for x in ranges)
+    return begin * real, end * real

@@ -16,7 +16,13 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from megatron_deberta.ops.arguments import AttentionArguments, score_dtype
+from megatron_deberta.ops.arguments import (
+    AttentionArguments,
+    hides_keys,
+    query_positions,
+    score_dtype,
+    visible_keys,
+)
 from megatron_deberta.ops.dropout_bits import (
     consecutive_keep,
     drop_threshold,
@@ -27,7 +33,6 @@ from megatron_deberta.ops.dropout_bits import (
     row_keys,
 )
 from megatron_deberta.ops.position_terms import STRIP, Scratch, Table, diagonals
-from megatron_deberta.ops.visibility import hides_keys, query_positions, visible_keys
 
 BLOCK_ELEMENTS = 1 << 25
 """Scores per block."""
@@ -218,7 +223,7 @@ class _Call:
         self.scratch = Scratch(a.q, a.q.dtype)
         rising = torch.arange(1 - self.length, self.length, device=a.q.device)
         # Distances decrease along a score row and increase along a score column.
-        sign = 1 if a.p2c_index == "released" else -1
+        sign = 1 if a.p2c_index == "microsoft" else -1
         self.c2p = self._table(a.pos_key, a.positions.slots(-rising), falling=True)
         self.p2c = self._table(a.pos_query, a.positions.slots(sign * rising), falling=sign < 0)
 

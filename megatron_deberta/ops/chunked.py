@@ -22,7 +22,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_deberta.ops import batched
-from megatron_deberta.ops.arguments import AttentionArguments, score_dtype
+from megatron_deberta.ops.arguments import (
+    AttentionArguments,
+    hides_keys,
+    query_positions,
+    score_dtype,
+    visible_keys,
+)
 from megatron_deberta.ops.dropout_bits import (
     consecutive_bytes,
     drop_threshold,
@@ -40,7 +46,6 @@ from megatron_deberta.ops.position_terms import (
     ScoreBlock,
     Scratch,
 )
-from megatron_deberta.ops.visibility import hides_keys, query_positions, visible_keys
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 18}
 """Scores per block by device type. A few buffers of this size fit a core's second-level cache."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_deberta.ops.kernel_support import runs_kernels
+from megatron_deberta.ops.triton import runs_kernels
 
 # Label of a token without a loss
 IGNORED_LABEL = -100

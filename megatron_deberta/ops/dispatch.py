@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 from typing import Literal, overload
 
 import torch
@@ -19,6 +18,7 @@ from megatron_deberta.ops.arguments import (
     MaskCache,
     P2CIndex,
     check_arguments,
+    current_p2c_index,
     default_scale,
     row_seeds,
     without_idle_masks,
@@ -26,11 +26,9 @@ from megatron_deberta.ops.arguments import (
 from megatron_deberta.ops.native import backend as native_backend
 from megatron_deberta.ops.native.backend import why_not_native
 from megatron_deberta.ops.relative_positions import RelativePositions
+from megatron_deberta.ops.triton import why_not_fused
 
 _BACKENDS = ("reference", "chunked", "native", "triton")
-_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_KERNEL_HEAD_SIZES = (32, 64, 128)
-TRITON_INSTALLED = find_spec("triton") is not None
 # Looked up at import: torch 2.11 cannot compile a function that looks it up.
 _log = logging.getLogger(__name__)
 
@@ -99,7 +97,7 @@ def disentangled_attention(
     seed: int | Tensor | None = None,
     head_offset: int = 0,
     scale: float | None = None,
-    p2c_index: P2CIndex = "released",
+    p2c_index: P2CIndex = "microsoft",
     return_lse: bool = False,
     backend: str | None = None,
     masks: MaskCache | None = None,
@@ -159,8 +157,8 @@ def disentangled_attention(
         scale = default_scale(q.shape[-1], pos_key, pos_query)
     arguments = AttentionArguments(
         q, k, v, pos_key, pos_query, positions, q_positions, attention_mask, document_ids, causal,
-        dropout_p, row_seeds(seed, dropout_p, q), head_offset, scale, p2c_index, return_lse,
-        masks,
+        dropout_p, row_seeds(seed, dropout_p, q), head_offset, scale,
+        current_p2c_index(p2c_index), return_lse, masks,
     )  # fmt: skip
     check_arguments(arguments)
     chosen = choose_backend(backend, q)
@@ -216,30 +214,6 @@ def _requested_backend(requested: str | None) -> tuple[str, str]:
         return "backend", requested
     source = "MEGATRON_DEBERTA_ATTENTION"
     return source, os.environ.get(source) or "auto"
-
-
-def why_not_fused(q: Tensor) -> str | None:
-    """Return why the fused kernels cannot run on these queries, or None if they can.
-
-    Args:
-        q: queries ``[batch, heads, q_len, head_dim]``.
-    """
-    if not TRITON_INSTALLED:
-        return "Triton is not installed"
-    if q.dtype not in _KERNEL_DTYPES:
-        return f"the kernels do not support {q.dtype}"
-    if q.shape[-1] not in _KERNEL_HEAD_SIZES:
-        return f"heads have {q.shape[-1]} features and the kernels support only 32, 64 and 128"
-    if q.device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(q.device)
-        if major < 8:
-            return f"this GPU is sm_{major}{minor} and the kernels need sm_80 or newer"
-        return None
-    if q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        if q.dtype == torch.bfloat16:
-            return "the arithmetic of Triton's interpreter is wrong in bfloat16"
-        return None
-    return f"the kernels run on CUDA devices (sm_80 or newer), not on {q.device.type}"
 
 
 _LIMITS = {"triton": why_not_fused, "native": why_not_native}

@@ -244,7 +244,7 @@ class ConsecutiveTerms(PositionTerms):
             )
             return
         rising = torch.arange(1 - length, length, device=a.q.device)
-        sign = 1 if a.p2c_index == "released" else -1
+        sign = 1 if a.p2c_index == "microsoft" else -1
         # Distances decrease along a score row and increase along a score column.
         c2p, p2c = (slots(-rising), True), (slots(sign * rising), sign < 0)
         super().__init__(a, dtype, scratch, c2p=c2p, p2c=p2c)
@@ -272,7 +272,7 @@ class GatheredTerms(PositionTerms):
     ) -> None:
         """Initialize as the base class does."""
         self._at, self._positions, length = at, a.positions, a.k.shape[2]
-        self._sign = 1 if a.p2c_index == "released" else -1
+        self._sign = 1 if a.p2c_index == "microsoft" else -1
         # By slot there are fewer columns for long rows; by distance no two keys of a query share
         # a column, so sums with CUDA's atomics are deterministic.
         num_slots = 2 * self._positions.span

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_deberta.ops.arguments import AttentionArguments
+from megatron_deberta.ops.arguments import (
+    AttentionArguments,
+    P2CIndex,
+    check_arguments,
+    default_scale,
+    query_positions,
+    visible_keys,
+)
 from megatron_deberta.ops.dropout_bits import attention_keep_mask, keep_scale
-from megatron_deberta.ops.visibility import query_positions, visible_keys
+from megatron_deberta.ops.relative_positions import RelativePositions
 
 
 def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
@@ -87,6 +95,58 @@ def score_terms(a: AttentionArguments, wide: torch.dtype) -> Iterator[tuple[str,
         yield "c2p", by_slot.gather(-1, slots.expand(*by_slot.shape[:2], *slots.shape[2:]))
     if a.pos_query is not None:
         by_slot = torch.einsum("bhkd,hsd->bhks", k, a.pos_query.to(wide))
-        slots = a.positions.slots(distance if a.p2c_index == "released" else -distance)
+        slots = a.positions.slots(distance if a.p2c_index == "microsoft" else -distance)
         slots = slots.expand(*by_slot.shape[:2], *slots.shape[2:]).transpose(-1, -2)  # [b, h, k, q]
         yield "p2c", by_slot.gather(-1, slots).transpose(-1, -2)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMaps:
+    """Probabilities and scores of an attention call, float32.
+
+    Attributes:
+        probabilities: ``[batch, heads, q_len, k_len]``, the softmax of the sum of the terms.
+        terms: ``[batch, heads, q_len, k_len]`` scaled scores: ``c2c``, and ``c2p`` and ``p2c`` if
+            the call has them. Those of hidden keys are included.
+    """
+
+    probabilities: Tensor
+    terms: dict[str, Tensor]
+
+
+def attention_maps(
+    q: Tensor,
+    k: Tensor,
+    pos_key: Tensor | None,
+    pos_query: Tensor | None,
+    positions: RelativePositions,
+    *,
+    causal: bool = False,
+    p2c_index: P2CIndex = "microsoft",
+) -> AttentionMaps:
+    """Return the maps of ``disentangled_attention`` for rows without padding and dropout.
+
+    Args:
+        q: ``[batch, heads, len, head_dim]``.
+        k: like ``q``.
+        pos_key: ``[heads, 2 * span, head_dim]`` or None, as in ``disentangled_attention``.
+        pos_query: likewise.
+        positions: map from distances to slots.
+        causal: as in ``disentangled_attention``.
+        p2c_index: likewise.
+
+    Raises:
+        ValueError: see ``disentangled_attention``.
+
+    Source: He et al. 2021, arXiv:2006.03654, Eq. 4.
+    """
+    scale = default_scale(q.shape[-1], pos_key, pos_query)
+    a = AttentionArguments(
+        q, k, k, pos_key, pos_query, positions, None, None, None, causal, 0.0, None, 0, scale,
+        p2c_index, return_lse=False,
+    )  # fmt: skip
+    check_arguments(a)
+    terms = {name: term * scale for name, term in score_terms(a, torch.float32)}
+    scores = torch.stack(list(terms.values())).sum(0)
+    visible = visible_keys(a, query_positions(a), slice(None))[:, None]
+    return AttentionMaps(visible_softmax(scores, visible), terms)

@@ -1,4 +1,4 @@
-"""Peak device memory of a training step by formula.
+"""Sizes of a micro batch, and peak device memory of a training step, by formula.
 
 Activations are the tensors that autograd keeps, in the order of ``model``. The peak is at one of
 four moments: the loss (all activations, and a chunk of logits), the backward pass of the last
@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Literal, NamedTuple
 
+from megatron_deberta.config.rules import causal_fraction
 from megatron_deberta.config.schema import ModelConfig, RunConfig
 from megatron_deberta.distributed.parallelize.plan import shard_spec, vocabulary_rows
-from megatron_deberta.engine.deepspeed_config import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS
+from megatron_deberta.engine.deepspeed_engine import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS
 from megatron_deberta.model import parameter_shapes
 from megatron_deberta.model.flops import (
     is_task_head,
@@ -26,11 +28,47 @@ from megatron_deberta.model.flops import (
 from megatron_deberta.model.replaced_tokens import single_models
 from megatron_deberta.ops.batched import block_size, strip_size
 from megatron_deberta.ops.cross_entropy import chunk_rows
-from megatron_deberta.planning.work import masked_tokens, micro_batch_rows
+from megatron_deberta.tasks.task import load_task, run_task_name
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _STATISTICS = 8
 """Bytes per token that LayerNorm keeps: mean and deviation in fp32."""
+
+
+def rows_per_sample(config: RunConfig) -> int:
+    """Return the number of rows per sample: 1, but in multiple choice the task's choices."""
+    if config.model.head != "choices":
+        return 1
+    name = run_task_name(config.finetune.task or "", Path(config.train.run_dir))
+    return max(1, len(load_task(name).labels))
+
+
+def micro_batch_rows(config: RunConfig) -> int:
+    """Return the number of rows per forward pass."""
+    return config.train.micro_batch_size * rows_per_sample(config)
+
+
+def micro_batch_tokens(config: RunConfig) -> tuple[int, int]:
+    """Return the tokens of a micro batch and the global batch, by which phases are compared."""
+    length, train = config.data.sequence_length, config.train
+    return train.micro_batch_size * length, train.global_batch_size
+
+
+def masked_tokens(config: RunConfig) -> int:
+    """Return the number of tokens per micro batch at which mask decoder and vocabulary run.
+
+    Of an autoregressive micro batch if the objective has any, which takes the most memory.
+    """
+    if is_task_head(config.model):
+        return 0
+    length = config.data.sequence_length
+    masked = round(config.objective.mask_probability * length)
+    return config.train.micro_batch_size * (length - 1 if has_causal(config) else masked)
+
+
+def has_causal(config: RunConfig) -> bool:
+    """Return whether batches may be autoregressive."""
+    return causal_fraction(config.objective) > 0
 
 
 class MemoryEstimate(NamedTuple):

@@ -1,11 +1,15 @@
-"""The plan of a run: memory, FLOPs, traffic, time and layouts, as one value."""
+"""The plan of a run: memory, FLOPs, traffic, time and layouts on a cluster, or costs on a CPU."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from megatron_deberta.checkpoint.held_state import FREE_SHARE, copy_bytes, state_bytes
+import psutil
+
+from megatron_deberta.checkpoint.saver import FREE_SHARE, copy_bytes, state_bytes
 from megatron_deberta.cluster.profile import check_dtype
 from megatron_deberta.config.phases import describe_phases, phases_of, segments
 from megatron_deberta.config.rules import (
@@ -18,50 +22,166 @@ from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import TopologyError
 from megatron_deberta.model import count_parameters
 from megatron_deberta.model.flops import pretraining_flops_per_token
-from megatron_deberta.planning.local_saves import LocalSavePlan, plan_local_saves
 from megatron_deberta.planning.machine import (
     CALL_SECONDS,
+    FAILURE_DAYS,
     LINK_EFFICIENCY,
     RESERVED_MEMORY,
     Machine,
 )
-from megatron_deberta.planning.memory import MemoryEstimate, local_parameters
+from megatron_deberta.planning.memory import (
+    MemoryEstimate,
+    estimate_memory,
+    local_parameters,
+    micro_batch_rows,
+    micro_batch_tokens,
+    rows_per_sample,
+)
 from megatron_deberta.planning.search import POLICIES, Search, layout, rank_memory, search_layouts
-from megatron_deberta.planning.timing import (
+from megatron_deberta.planning.step import (
     LinkVolume,
+    RankFlops,
     StepTime,
     bytes_per_score,
     link_volume,
+    rank_flops,
     run_seconds,
     segment_seconds,
     step_time,
-)
-from megatron_deberta.planning.traffic import step_traffic
-from megatron_deberta.planning.work import (
-    RankFlops,
-    micro_batch_rows,
-    micro_batch_tokens,
-    rank_flops,
-    rows_per_sample,
+    step_traffic,
 )
 
-FAILURE_DAYS = 60.0
-"""Assumed mean days between failures of one node: every few days one of 16."""
+LIBRARY_BYTES = 1 << 30
+"""Resident code and data of Python, torch and DeepSpeed in one process, rounded up."""
+COPY_BYTES_PER_SECOND = 20e9
+"""Assumed rate of copies from a device to host memory, per rank."""
+KEPT_SAVES = 2
+"""Saves on a node's disk while one is being written."""
+
+
+class LostTime(NamedTuple):
+    """Seconds of training lost per failure, without the restart: half of the interval."""
+
+    shared: float
+    """With checkpoints in the run folder alone."""
+    local: float
+    """With local checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunPlan:
-    """Predicted costs of a run on a machine; memory by recomputation policy, FLOPs per rank."""
+class LocalSavePlan:
+    """Predicted costs of local checkpoints.
+
+    Attributes:
+        every: steps between saves.
+        part_bytes: bytes of a node's own parts of a save.
+        disk_bytes: largest use of a node's disk: parts and replicas of two saves.
+        host_bytes: host memory of a node during a save.
+        network_bytes: bytes that a node sends per save, for replicas, and at ZeRO stage 3 to
+            assemble parameters.
+        stall_seconds: time that training waits per save: the copy to the host.
+        step_seconds: time of a step without saves.
+        failures_per_day: of all nodes together.
+        lost: time lost per failure.
+    """
+
+    every: int
+    part_bytes: float
+    disk_bytes: float
+    host_bytes: float
+    network_bytes: float
+    stall_seconds: float
+    step_seconds: float
+    failures_per_day: float
+    lost: LostTime
+
+    @property
+    def stall_share(self) -> float:
+        """Share of the training time that saves take."""
+        return self.stall_seconds / (self.every * self.step_seconds + self.stall_seconds)
+
+    @property
+    def saved_seconds_per_day(self) -> float:
+        """Time per day that is not lost to failures, less the stalls; may be negative."""
+        gained = self.failures_per_day * (self.lost.shared - self.lost.local)
+        return gained - self.stall_share * 86400
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON types, with units in the names."""
+        values = {**asdict(self), "lost_seconds": self.lost._asdict()}
+        del values["lost"]
+        return values | {
+            "stall_share": self.stall_share,
+            "saved_seconds_per_day": self.saved_seconds_per_day,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Costs:
+    """Costs of a run on any machine; of a run with phases, the one with the largest micro batch."""
 
     config: RunConfig
-    machine: Machine
     world_size: int
     batch: BatchArithmetic
     parameters: int
+    memory: dict[str, MemoryEstimate]
+    """Per rank, by recomputation policy."""
+    flops_per_token: float
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step, in full rows."""
+        return self.batch.tokens_per_step * rows_per_sample(self.config)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON types, with units in the names."""
+        rows = self.config.train.global_batch_size
+        # A key of this format, also of runs without short rows.
+        short_tokens = rows * self.config.data.short_sequence_length
+        return {
+            "world_size": self.world_size,
+            "batch": self.batch._asdict() | {"short_tokens_per_step": short_tokens},
+            "parameters": self.parameters,
+            "memory_bytes": {
+                policy: {**estimate._asdict(), "total": estimate.total}
+                for policy, estimate in self.memory.items()
+            },
+            "flops_per_token": self.flops_per_token,
+            "flops_per_step": self.flops_per_token * self.tokens_per_step,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuPlan(_Costs):
+    """Predicted costs of a run on this machine's CPU, without times.
+
+    No rate is assumed: it differs several-fold between processors, number formats and thread
+    counts. ``pretrain`` measures it within a few steps and shows the time that is left.
+    """
+
+    cores: int
+    memory_bytes: int
+    """Of the machine."""
+    phases: tuple[str, ...]
+    """A line each; empty without phases."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON types, with units in the names."""
+        return {
+            "cores": self.cores,
+            "machine_memory_bytes": self.memory_bytes,
+            **super().to_dict(),
+            **({"phases": self.phases} if self.phases else {}),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan(_Costs):
+    """Predicted costs of a run on a machine; FLOPs per rank."""
+
+    machine: Machine
     rank_parameters: int
     """Per rank before ZeRO, including padding of the vocabulary."""
-    memory: dict[str, MemoryEstimate]
-    flops_per_token: float
     micro_batch_flops: RankFlops
     volumes: list[LinkVolume]
     step: StepTime
@@ -92,11 +212,6 @@ class RunPlan:
         if not self.machine.host_gib:
             return None
         return (1 + local) * self.copy_bytes <= FREE_SHARE * self.machine.host_gib * 2**30
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of a step, in full rows."""
-        return self.batch.tokens_per_step * rows_per_sample(self.config)
 
     @property
     def tokens_per_second(self) -> float:
@@ -143,24 +258,15 @@ class RunPlan:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON types, with units in the names."""
         search = self.search or Search(choices=[], refusals=[])
-        rows = self.config.train.global_batch_size
-        # A key of this format, also of runs without short rows.
-        short_tokens = rows * self.config.data.short_sequence_length
+        phases = {name: seconds / 86400 for name, seconds in self.phase_seconds.items()}
+        saves = self.local_saves
         return {
-            "world_size": self.world_size,
+            **super().to_dict(),
             "ranks_per_node": self.machine.ranks_per_node,
             "device": asdict(self.machine.device),
             "layout": layout(self.config),
-            "batch": self.batch._asdict() | {"short_tokens_per_step": short_tokens},
-            "parameters": self.parameters,
             "rank_parameters": self.rank_parameters,
-            "memory_bytes": {
-                policy: {**estimate._asdict(), "total": estimate.total}
-                for policy, estimate in self.memory.items()
-            },
             "capacity_bytes": self.machine.capacity_bytes,
-            "flops_per_token": self.flops_per_token,
-            "flops_per_step": self.flops_per_token * self.tokens_per_step,
             "micro_batch_flops": self.micro_batch_flops._asdict(),
             "communication": [
                 {
@@ -170,14 +276,14 @@ class RunPlan:
                 }
                 for volume in self.volumes
             ],
-            "step_seconds": {**asdict(self.step), "total": self.step.total},
+            "step_seconds": {**self.step._asdict(), "total": self.step.total},
             "tokens_per_second": self.tokens_per_second,
             "utilization": self.utilization,
             "days": self.seconds / 86400,
-            **({"phase_days": _days(self.phase_seconds)} if self.phase_seconds else {}),
+            **({"phase_days": phases} if phases else {}),
             "checkpoint_copy_bytes": self.copy_bytes,
             "asynchronous_checkpoints": self.saves_in_background,
-            **_local_saves(self.local_saves),
+            **({} if saves is None else {"local_checkpoints": saves.to_dict()}),
             "assumptions": self.assumptions,
             "layouts": [
                 {
@@ -190,6 +296,60 @@ class RunPlan:
             ],
             "refused_layouts": [asdict(refusal) for refusal in search.refusals],
         }
+
+
+Policy = Literal["none", "selective", "full"]
+
+
+def _costs(
+    config: RunConfig, world_size: int, dp_size: int, estimate: Callable[[Policy], MemoryEstimate]
+) -> dict[str, Any]:
+    """Return the fields of ``_Costs``; ``estimate`` returns the memory with a recomputation."""
+    return {
+        "config": config,
+        "world_size": world_size,
+        "batch": batch_arithmetic(config, dp_size),
+        "parameters": count_parameters(config.model),
+        "memory": {policy: estimate(policy) for policy in POLICIES},
+        "flops_per_token": pretraining_flops_per_token(
+            config.model,
+            config.objective,
+            config.data.sequence_length,
+            micro_batch_rows(config),
+        ),
+    }
+
+
+def make_cpu_plan(config: RunConfig, world_size: int) -> CpuPlan:
+    """Plan a run on this machine's CPU.
+
+    Args:
+        config: the run.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: the batch does not divide.
+        TopologyError: tensor parallelism does not divide the ranks.
+    """
+    dp_size = validate_for_world(config, world_size).dp_size
+    parts = [part.config for part in segments(config)]
+
+    def memory(policy: Policy) -> MemoryEstimate:
+        parallel = replace(config.parallel, recompute=policy)
+        estimates = (
+            estimate_memory(
+                replace(part, parallel=parallel), dp_size, attention="chunked", device_type="cpu"
+            )
+            for part in parts
+        )
+        return max(estimates, key=lambda estimate: estimate.total)
+
+    return CpuPlan(
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=psutil.virtual_memory().total,
+        phases=tuple(describe_phases(config)) if len(parts) > 1 else (),
+        **_costs(max(parts, key=micro_batch_tokens), world_size, dp_size, memory),
+    )
 
 
 def make_plan(
@@ -216,74 +376,93 @@ def make_plan(
         ConfigError: the batch does not divide, or the device does not support the number format.
         TopologyError: tensor parallelism or nodes do not divide the ranks.
     """
-    check_machine(config, machine, world_size)
+    _check_machine(config, machine, world_size)
     dp_size = validate_for_world(config, world_size).dp_size
-    run, parts = config, segments(config)
-    seconds = run_seconds(run, machine, dp_size, row_tokens)
-    phases = _phase_seconds(run, machine, dp_size) if len(parts) > 1 else {}
+    parts = segments(config)
+    seconds = run_seconds(config, machine, dp_size, row_tokens)
+    phases: dict[str, float] = {}
+    if len(parts) > 1:
+        phases = {
+            line: sum(segment_seconds(part, machine, dp_size) for part in of_phase)
+            for line, of_phase in zip(describe_phases(config), phases_of(config), strict=True)
+        }
     # Of the parts of a run with short rows only the length differs.
     is_uniform = len({(part.phase, part.config.train) for part in parts}) == 1
-    config = max(parts, key=lambda part: micro_batch_tokens(part.config)).config
-    batch = batch_arithmetic(config, dp_size)
-    model, data = config.model, config.data
-    step = step_time(config, machine, batch.dp_size)
+    largest = max((part.config for part in parts), key=micro_batch_tokens)
+    step = step_time(largest, machine, dp_size)
+
+    def memory(policy: Policy) -> MemoryEstimate:
+        parallel = replace(largest.parallel, recompute=policy)
+        return rank_memory(replace(largest, parallel=parallel), machine, dp_size)
+
     return RunPlan(
-        config=config,
         machine=machine,
-        world_size=world_size,
-        batch=batch,
-        parameters=count_parameters(model),
-        rank_parameters=local_parameters(model, config.parallel.tensor_parallel_size),
-        memory={
-            policy: rank_memory(
-                replace(config, parallel=replace(config.parallel, recompute=policy)),
-                machine,
-                batch.dp_size,
-            )
-            for policy in POLICIES
-        },
-        flops_per_token=pretraining_flops_per_token(
-            model, config.objective, data.sequence_length, micro_batch_rows(config)
-        ),
-        micro_batch_flops=rank_flops(config),
+        rank_parameters=local_parameters(largest.model, largest.parallel.tensor_parallel_size),
+        micro_batch_flops=rank_flops(largest),
         volumes=[
-            link_volume(part, config, machine, batch.dp_size)
-            for part in step_traffic(config, batch.dp_size)
+            link_volume(traffic, largest, machine, dp_size)
+            for traffic in step_traffic(largest, dp_size)
         ],
         step=step,
         seconds=seconds,
-        search=search_layouts(run, machine, world_size, row_tokens)
+        search=search_layouts(config, machine, world_size, row_tokens)
         if search and is_uniform
         else None,
         phase_seconds=phases,
         local_saves=plan_local_saves(
-            config, machine, world_size, step.total, failure_days, parts[-1].end
+            largest, machine, world_size, step.total, failure_days, parts[-1].end
+        ),
+        **_costs(largest, world_size, dp_size, memory),
+    )
+
+
+def plan_local_saves(
+    config: RunConfig,
+    machine: Machine,
+    world_size: int,
+    step_seconds: float,
+    failure_days: float,
+    total_steps: int,
+) -> LocalSavePlan | None:
+    """Plan the local checkpoints of a run; None: it has none.
+
+    Args:
+        config: the run.
+        machine: its machine.
+        world_size: number of ranks.
+        step_seconds: predicted time of a step.
+        failure_days: mean days between failures of one node.
+        total_steps: steps of the run, all of which a failure loses without ``save_every``.
+    """
+    checkpoint, tp_size = config.checkpoint, config.parallel.tensor_parallel_size
+    if not checkpoint.local_every:
+        return None
+    nodes = max(1, world_size // machine.ranks_per_node)
+    of_parameter = state_bytes(config.optimizer.ema_decay)
+    part = of_parameter * count_parameters(config.model) / nodes
+    copies = 2 if nodes > 1 else 1
+    dp_size = world_size // tp_size
+    stage = config.precision.zero_stage
+    shard = of_parameter * local_parameters(config.model, tp_size)
+    sent = part * (copies - 1) * (2 if stage == 3 else 1)
+    stall = shard / dp_size / COPY_BYTES_PER_SECOND
+    interval = checkpoint.save_every or total_steps
+    return LocalSavePlan(
+        every=checkpoint.local_every,
+        part_bytes=part,
+        disk_bytes=KEPT_SAVES * copies * part,
+        host_bytes=copy_bytes(shard, dp_size, stage) * min(world_size, machine.ranks_per_node),
+        network_bytes=sent,
+        stall_seconds=stall,
+        step_seconds=step_seconds,
+        failures_per_day=nodes / failure_days,
+        lost=LostTime(
+            interval * step_seconds / 2, min(interval, checkpoint.local_every) * step_seconds / 2
         ),
     )
 
 
-def _phase_seconds(config: RunConfig, machine: Machine, dp_size: int) -> dict[str, float]:
-    return {
-        line: sum(segment_seconds(part, machine, dp_size) for part in parts)
-        for line, parts in zip(describe_phases(config), phases_of(config), strict=True)
-    }
-
-
-def _local_saves(plan: LocalSavePlan | None) -> dict[str, Any]:
-    if plan is None:
-        return {}
-    values = {**asdict(plan), "lost_seconds": plan.lost._asdict()}
-    del values["lost"]
-    values["stall_share"] = plan.stall_share
-    values["saved_seconds_per_day"] = plan.saved_seconds_per_day
-    return {"local_checkpoints": values}
-
-
-def _days(seconds: dict[str, float]) -> dict[str, float]:
-    return {name: value / 86400 for name, value in seconds.items()}
-
-
-def check_machine(config: RunConfig, machine: Machine, world_size: int) -> None:
+def _check_machine(config: RunConfig, machine: Machine, world_size: int) -> None:
     """Check that a machine supports the number format and number of ranks of a run.
 
     Args:

@@ -7,7 +7,6 @@ other settings stay.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import ConfigError, TopologyError
 from megatron_deberta.planning.machine import Machine
 from megatron_deberta.planning.memory import MemoryEstimate, estimate_memory
-from megatron_deberta.planning.timing import run_seconds
+from megatron_deberta.planning.step import run_seconds
 
 NEAR = 1.05
 """Layouts within this factor of the fastest count as equally fast."""
@@ -91,7 +90,12 @@ def search_layouts(
                 refusals.append(Refusal(layout=f"TP {tp_size}", reason=str(error)))
                 # Sequence parallelism would fail for the same reason.
                 break
-            for variant in _variants(split):
+            for stage, policy in itertools.product(_STAGES, POLICIES):
+                variant = replace(
+                    split,
+                    precision=replace(split.precision, zero_stage=stage),
+                    parallel=replace(split.parallel, recompute=policy),
+                )
                 outcome = _fastest(variant, machine, world_size // tp_size, row_tokens)
                 if isinstance(outcome, Choice):
                     choices.append(outcome)
@@ -107,15 +111,6 @@ def _ranked(choices: list[Choice]) -> list[Choice]:
     near = [choice for choice in choices if choice.seconds <= limit]
     near.sort(key=lambda choice: (*_complexity(choice.config), choice.seconds))
     return near + choices[len(near) :]
-
-
-def _variants(config: RunConfig) -> Iterator[RunConfig]:
-    for stage, policy in itertools.product(_STAGES, POLICIES):
-        yield replace(
-            config,
-            precision=replace(config.precision, zero_stage=stage),
-            parallel=replace(config.parallel, recompute=policy),
-        )
 
 
 def _fastest(

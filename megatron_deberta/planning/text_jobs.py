@@ -15,15 +15,14 @@ from typing import NamedTuple
 
 from megatron_deberta.data.shards.format import bin_path, dtype_for_vocab, idx_path
 from megatron_deberta.data.shards.merge import open_compatible
-from megatron_deberta.text.deduplicate.candidates import PART_DOCUMENTS
-from megatron_deberta.text.deduplicate.settings import PERMUTATIONS, Settings
-from megatron_deberta.text.preprocess.encoding import choose_encoder
+from megatron_deberta.text.deduplicate.pairs import PART_DOCUMENTS
+from megatron_deberta.text.deduplicate.sign import PERMUTATIONS, Settings
+from megatron_deberta.text.preprocess.encoding import CACHE_BYTES, choose_encoder
 from megatron_deberta.text.readers.reading import DocumentReader
 from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import Source
 from megatron_deberta.text.sample import INPUT_PER_SAMPLE
 from megatron_deberta.tokenizer import load_tokenizer
-from megatron_deberta.tokenizer.batch_encoders import CACHE_BYTES
 
 _SAMPLE_BYTES = 8_000_000
 _SAMPLE_FILES = 8

@@ -15,13 +15,12 @@ from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.report.charts import NUM_COLORS, DrawnChart, draw
 from megatron_deberta.report.run_charts import CHART_GROUPS
 from megatron_deberta.report.run_folder import RunFolder, flatten, read_run, run_names
-from megatron_deberta.report.samples import sample_tables
 from megatron_deberta.report.tables import (
     config_differences,
     data_statistics,
     events,
     overview,
-    problem_lines,
+    sample_tables,
 )
 
 
@@ -39,17 +38,17 @@ def write_page(folders: Sequence[Path]) -> tuple[str, list[str]]:
     ]
     statistics = [data_statistics(run) for run in runs]
     samples = [sample_tables(run) for run in runs]
-    further = [
+    problems = [f"{run.name}: {problem}" for run in runs for problem in run.problems]
+    problems += [
         f"{run.name}: {problem}"
-        for run, (_, problems) in zip(runs, statistics, strict=True)
-        for problem in problems
+        for run, (_, found) in zip(runs, statistics, strict=True)
+        for problem in found
     ]
-    further += [
+    problems += [
         f"{run.name}: samples.jsonl: {damaged} damaged samples are left out"
         for run, (_, damaged) in zip(runs, samples, strict=True)
         if damaged
     ]
-    problems = problem_lines(runs, further)
     page = _template().render(
         title=" and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs",
         made=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),

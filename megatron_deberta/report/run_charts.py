@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from megatron_deberta.report.charts import Chart, Point, Series
+from megatron_deberta.report.charts import Chart, Point, Series, Style
 from megatron_deberta.report.run_folder import Record, RunFolder, is_number, points
 
 SECTIONS = {
@@ -31,29 +31,32 @@ def training_charts(runs: Sequence[RunFolder]) -> list[Chart]:
     charts = [
         Chart("Loss", "mean per target", list(_losses(runs)), note=_loss_note(runs)),
         *_validation_charts(runs),
-        _per_run(runs, "Learning rate", "learning rate", "learning_rate"),
-        _with_guard(runs, _per_run(runs, "Gradient norm", "norm before clipping", "grad_norm")),
+        Chart("Learning rate", "learning rate", _per_run(runs, "train", "learning_rate")),
+        Chart(
+            "Gradient norm",
+            "norm before clipping",
+            [*_per_run(runs, "train", "grad_norm"), *_skipped_marks(runs)],
+        ),
     ]
     scales = {value for run in runs for _, value in points(run.of_kind("train"), "loss_scale")}
     if scales - {1.0}:
-        charts.append(_per_run(runs, "Loss scale", "loss scale (fp16)", "loss_scale"))
+        scale = _per_run(runs, "train", "loss_scale")
+        charts.append(Chart("Loss scale", "loss scale (fp16)", scale))
     return _present(charts)
 
 
 def speed_charts(runs: Sequence[RunFolder]) -> list[Chart]:
     """Return throughput, MFU, time by part and memory."""
-    mfu = _per_run(runs, "MFU", "share of the matrix rate", "utilization")
     memory = [
         Series(run.name, points(_steps(run), "memory_bytes", 1 / _GIB), number)
         for number, run in enumerate(runs)
     ]
-    saves = [
-        Series(run.name, points(run.of_kind("checkpoint"), "seconds"), number, "points")
-        for number, run in enumerate(runs)
-    ]
+    throughput = _per_run(runs, "train", "tokens_per_second")
+    mfu = _per_run(runs, "train", "utilization")
+    saves = _per_run(runs, "checkpoint", "seconds", "points")
     charts = [
-        _per_run(runs, "Throughput", "tokens per second, all ranks", "tokens_per_second"),
-        Chart(mfu.title, mfu.y_label, mfu.series, percent=True),
+        Chart("Throughput", "tokens per second, all ranks", throughput),
+        Chart("MFU", "share of the matrix rate", mfu, percent=True),
         *(_time_by_part(run, runs) for run in runs),
         Chart("Peak memory of rank 0", "GiB", memory),
         Chart("Checkpoints", "seconds per checkpoint", saves),
@@ -68,10 +71,7 @@ def time_charts(runs: Sequence[RunFolder]) -> list[Chart]:
 
 def score_charts(runs: Sequence[RunFolder]) -> list[Chart]:
     """Return minimal pairs and fine-tuning scores against steps."""
-    pairs = [
-        Series(run.name, points(run.of_kind("minimal_pairs"), "accuracy"), number, "points")
-        for number, run in enumerate(runs)
-    ]
+    pairs = _per_run(runs, "minimal_pairs", "accuracy", "points")
     charts = [Chart("BLiMP, all pairs", "accuracy", pairs, percent=True)]
     if len(runs) == 1:
         charts.append(Chart("BLiMP by field", "accuracy", _pair_fields(runs[0]), percent=True))
@@ -102,13 +102,12 @@ def _present(charts: Iterable[Chart]) -> list[Chart]:
     return [chart for chart in charts if not chart.is_empty]
 
 
-def _per_run(runs: Sequence[RunFolder], title: str, label: str, key: str) -> Chart:
-    """Return a metric of training records, a line per run."""
-    series = [
-        Series(run.name, points(run.of_kind("train"), key), number)
+def _per_run(runs: Sequence[RunFolder], kind: str, key: str, style: Style = "line") -> list[Series]:
+    """Return a key of the metrics of a kind, a series per run."""
+    return [
+        Series(run.name, points(run.of_kind(kind), key), number, style)
         for number, run in enumerate(runs)
     ]
-    return Chart(title, label, series)
 
 
 def loss_owner(run: RunFolder) -> str:
@@ -151,12 +150,8 @@ def _validation_charts(runs: Sequence[RunFolder]) -> Iterator[Chart]:
                          if key not in _KNOWN_VALIDATION and is_number(value))  # fmt: skip
     for key in keys:
         label = key.replace("_", " ")
-        series = [
-            Series(run.name, points(run.of_kind("validation"), key), number, "points")
-            for number, run in enumerate(runs)
-        ]
-        is_share = key.endswith("accuracy")
-        yield Chart(f"Validation: {label}", label, series, percent=is_share)
+        series = _per_run(runs, "validation", key, "points")
+        yield Chart(f"Validation: {label}", label, series, percent=key.endswith("accuracy"))
 
 
 def skipped_updates(run: RunFolder) -> list[Record]:
@@ -165,21 +160,15 @@ def skipped_updates(run: RunFolder) -> list[Record]:
     return [record for record in skips if record["skip"] != "overflow"]
 
 
-def _with_guard(runs: Sequence[RunFolder], chart: Chart) -> Chart:
-    """Add the skipped updates of a single run as vertical lines."""
-    if len(runs) > 1:
-        return chart
+def _skipped_marks(runs: Sequence[RunFolder]) -> list[Series]:
+    """Return the skipped updates of a single run as vertical lines."""
     steps = [(record["step"], 0.0) for record in skipped_updates(runs[0])]
-    marks = Series("skipped update", steps, 5, "marker")
-    return Chart(chart.title, chart.y_label, [*chart.series, *([marks] if steps else [])])
+    return [Series("skipped update", steps, 5, "marker")] if steps and len(runs) == 1 else []
 
 
 def _time_by_part(run: RunFolder, runs: Sequence[RunFolder]) -> Chart:
     """Return the share of each part in the time of some steps."""
-    records = sorted(
-        _steps(run),
-        key=lambda record: int(record["step"]),
-    )
+    records = sorted(_steps(run), key=lambda record: int(record["step"]))
     shares: dict[str, list[Point]] = {part: [] for part in SECTIONS}
     size = max(1, math.ceil(len(records) / _MOST_BANDS))
     for first in range(0, len(records), size):

@@ -203,24 +203,21 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def points(
-    records: Iterable[Record], key: str, scale: float = 1.0, *, x: str = "step"
-) -> list[tuple[float, float]]:
+def points(records: Iterable[Record], key: str, scale: float = 1.0) -> list[tuple[float, float]]:
     """Return the curve of a metric.
 
     Args:
         records: of a run.
         key: of the metric.
         scale: factor on the values.
-        x: key of the positions.
 
     Returns:
-        Pairs of position and value, where both are numbers.
+        Pairs of step and value, where both are numbers.
     """
     return [
-        (record[x], record[key] * scale)
+        (record["step"], record[key] * scale)
         for record in records
-        if is_number(record.get(key)) and is_number(record.get(x))
+        if is_number(record.get(key)) and is_number(record.get("step"))
     ]
 
 

@@ -1,8 +1,17 @@
-"""Labelled examples, the common form of all readers."""
+"""Labelled examples, the common form of all formats, and how they are built from records."""
 
 from __future__ import annotations
 
+import math
+import re
+import string
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from megatron_deberta.tasks.records import Place, Record, kind_of, whole_number
+from megatron_deberta.tasks.task import TaskConfig, is_labelled
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +57,461 @@ class Example:
     answers: tuple[Answer, ...] | None = None
     candidates: tuple[Answer, ...] = ()
     group: str = ""
+
+
+_UNLABELLED = ("", "-1", "None")
+"""Labels that test files have instead of the hidden ones."""
+
+
+_SHOWN = 50
+"""Labels that an error lists."""
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+_WHITE_SPACE = re.compile(r"[ \t\r\n\f\v]+")
+
+
+_OPTIONAL = ("label", "tags", "answers", "answer_text", "answer_start")
+"""Roles that files may lack where labels are optional."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """The prediction for one example.
+
+    Attributes:
+        id: identifier of the example.
+        index: class index, or index of the choice; -1 for other heads.
+        value: label as written in the files, score, answer text (empty: no answer), or a label
+            per word.
+        probabilities: one per class or choice; empty for other heads.
+        null_score: spans: score of no answer minus that of the best answer.
+        group: the example's group.
+    """
+
+    id: str
+    index: int = -1
+    value: str | float | tuple[str, ...]
+    probabilities: tuple[float, ...] = ()
+    null_score: float = 0.0
+    group: str = ""
+
+
+def sentences(example: Example, values: tuple[str, ...]) -> list[list[str]]:
+    """Split values per word at the sentence breaks of an example."""
+    borders = [0, *example.breaks, len(values)]
+    return [list(values[a:b]) for a, b in zip(borders, borders[1:], strict=False)]
+
+
+class Row:
+    """A record with the roles of its columns.
+
+    Args:
+        task: the task.
+        columns: column, template or list of columns by role.
+        record: the record.
+        classes: index of each label in its composed form, as `class_indices` returns it.
+        labelled: whether labels are required.
+
+    Attributes:
+        task: see above.
+        labelled: see above.
+    """
+
+    def __init__(
+        self,
+        task: TaskConfig,
+        columns: Mapping[str, Any],
+        record: Record,
+        classes: Mapping[str, int],
+        *,
+        labelled: bool,
+    ) -> None:
+        """See the class."""
+        self.task = task
+        self.labelled = labelled
+        self._columns = columns
+        self._classes = classes
+        self._place, self._values = record
+
+    def fail(self, problem: str) -> NoReturn:
+        """Raise a ``DataError`` that names file and line."""
+        self._place.fail(problem)
+
+    def is_skipped(self) -> bool:
+        """Return whether the record's label is one of those to skip."""
+        if not self.task.skip_labels or not self.has("label"):
+            return False
+        return any(label in self.task.skip_labels for label in _spellings(self.raw("label")))
+
+    def has(self, role: str) -> bool:
+        """Return whether the role has a column; for optional labels, whether the file has it."""
+        name = self._columns.get(role)
+        if name is None:
+            return False
+        return self.labelled or role not in _OPTIONAL or name in self._values
+
+    def require(self, role: str) -> None:
+        """Check that a role has a column where labels are not optional.
+
+        Raises:
+            DataError: it has none.
+        """
+        if self.labelled and role not in self._columns:
+            self.fail(f"columns: no column is named as {role}")
+
+    def raw(self, role: str) -> Any:
+        """Return the value of a role's column."""
+        return self._value(str(self._columns[role]))
+
+    def text(self, role: str) -> str:
+        """Return the text of a role: a column, or a template filled with columns."""
+        return self._text_of(self._columns[role])
+
+    def filled_text(self, role: str) -> str:
+        """Return the text of a role, which may not be blank."""
+        text = self.text(role)
+        if not text.strip():
+            self.fail(f"{role} is empty")
+        return text
+
+    def texts(self, role: str) -> tuple[str, ...]:
+        """Return the texts of several columns, or of one column that holds a list.
+
+        The words of a sentence may also be a string that has spaces between them.
+        """
+        name = self._columns[role]
+        if isinstance(name, list):
+            return tuple(self._text_of(item) for item in name)
+        value = self._value(str(name))
+        if isinstance(value, str) and role == "words":
+            value = split_words(value)
+        if not isinstance(value, list):
+            self.fail(f"{name!r} is {kind_of(value)}, not a list")
+        for item in value:
+            if not isinstance(item, str):
+                self.fail(f"{name!r} contains {kind_of(item)}, not a string")
+        return tuple(value)
+
+    def class_index(self, value: Any, word: int = 0) -> int | None:
+        """Return the index of a label; None for the placeholder of a hidden one.
+
+        Args:
+            value: the label.
+            word: index of its word, whose line an error names if the file has a line per word.
+        """
+        # Files of words have many labels, nearly all of them written as in the task.
+        if isinstance(value, str) and (index := self._classes.get(value)) is not None:
+            return index
+        for label in _spellings(value):
+            if (index := self._classes.get(unicodedata.normalize("NFC", label))) is not None:
+                return index
+        if self.is_hidden(value):
+            return None
+        lines = self._values.get("lines") if self.task.reader == "conll" else None
+        place = Place(self._place.path, lines[word]) if lines else self._place
+        name = self.task.name
+        remedy = (
+            f"; list yours as labels: [...] in a task file with base: configs/tasks/{name}.yaml"
+        )
+        known = ", ".join(self.task.labels[:_SHOWN])
+        more = f" and {len(self.task.labels) - _SHOWN:,} more" * (len(self.task.labels) > _SHOWN)
+        place.fail(
+            f"label {written_label(value)!r} is not one of {known}{more}"
+            f"{remedy if name.startswith('custom_') else ''}"
+        )
+
+    def is_hidden(self, value: Any) -> bool:
+        """Return whether a label is the placeholder of one that is not published."""
+        return not self.labelled and (_is_missing(value) or written_label(value) in _UNLABELLED)
+
+    def breaks(self) -> tuple[int, ...]:
+        """Return the words that begin a sentence, other than the first, in a merged document."""
+        return tuple(self._values.get("breaks", ()))
+
+    def _text_of(self, name: Any) -> str:
+        template = str(name)
+        if "{" not in template:
+            return self._string(template)
+        try:
+            parts = list(string.Formatter().parse(template))
+        except ValueError as error:
+            self.fail(f"columns: template {template!r}: {error}")
+        return "".join(
+            before + (self._string(column) if column is not None else "")
+            for before, column, _, _ in parts
+        )
+
+    def _string(self, name: str) -> str:
+        value = self._value(name)
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (str, int, float))
+            or _is_missing(value)
+        ):
+            self.fail(f"{name!r} is {kind_of(value)}, not a string")
+        text = str(value)
+        return self.task.values.get(name, {}).get(text, text)
+
+    def _value(self, name: str) -> Any:
+        value: Any = self._values
+        # A name that contains a full stop is tried before the path that it could be.
+        for part in [name] if name in self._values else name.split("."):
+            if not isinstance(value, dict) or part not in value:
+                there = ", ".join(map(repr, list(self._values)[:12]))
+                self.fail(f"no column {name!r} (there are {there})")
+            value = value[part]
+        if self._has_surrogate(value):
+            self.fail(f"{name!r} has an unpaired surrogate, which is half of a character")
+        return value
+
+    def _has_surrogate(self, value: Any) -> bool:
+        if isinstance(value, str):
+            return not value.isascii() and _SURROGATE.search(value) is not None
+        parts = value.values() if isinstance(value, dict) else value
+        return isinstance(value, dict | list) and any(map(self._has_surrogate, parts))
+
+
+def class_indices(task: TaskConfig) -> dict[str, int]:
+    """Return the class of each label, by the label in its composed Unicode form."""
+    return {unicodedata.normalize("NFC", label): i for i, label in enumerate(task.labels)}
+
+
+def split_words(text: str) -> list[str]:
+    """Split at white space of ASCII; other white space, such as no-break spaces, is text."""
+    return [word for word in _WHITE_SPACE.split(text) if word]
+
+
+def _spellings(value: Any) -> tuple[str, ...]:
+    """Return the texts that a task file may have for a label; a missing value has none."""
+    if _is_missing(value):
+        return ()
+    if isinstance(value, (bool, float)):
+        return written_label(value), str(value)
+    return (str(value),)
+
+
+def _is_missing(value: Any) -> bool:
+    """Tell whether a value is null, which tables of numbers write as NaN."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def written_label(value: Any) -> str:
+    """Write a label as text files do: 1, true."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+_NUMBER = re.compile(r"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*")
+
+
+def build_examples(task: TaskConfig, split: str, records: Iterable[Record]) -> Iterator[Example]:
+    """Build the examples of a split.
+
+    Args:
+        task: the task.
+        split: name of the split.
+        records: of its files.
+
+    Raises:
+        DataError: a column is missing, or a value is not what the head needs; the message names
+            file and line.
+    """
+    columns = task.splits[split].columns or task.columns
+    build = _BUILDERS[task.head]
+    labelled, classes = is_labelled(split), class_indices(task)
+    seen: set[str] = set()
+    for record in records:
+        row = Row(task, columns, record, classes, labelled=labelled)
+        if row.is_skipped():
+            continue
+        identifier = row.text("id") if row.has("id") else str(len(seen))
+        if identifier in seen:
+            row.fail(f"id {identifier!r} occurs twice")
+        seen.add(identifier)
+        yield build(row, identifier)
+
+
+def _segments(row: Row, identifier: str) -> Example:
+    row.require("label")
+    return Example(
+        id=identifier,
+        text=row.filled_text("text"),
+        text_pair=row.filled_text("text_pair") if row.has("text_pair") else None,
+        label=_label(row) if row.has("label") else None,
+        group=row.text("group") if row.has("group") else "",
+    )
+
+
+def _label(row: Row) -> float | None:
+    if row.task.head == "regression":
+        return _score(row)
+    return row.class_index(row.raw("label"))
+
+
+def _score(row: Row) -> float | None:
+    value = row.raw("label")
+    low, high = row.task.label_range or (-math.inf, math.inf)
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        row.fail(f"score {value!r} is not a number")
+    try:
+        # Unlike ``float``, without underscores and other scripts' digits.
+        is_number = not isinstance(value, str) or _NUMBER.fullmatch(value)
+        score = float(value) if is_number else math.nan
+    except OverflowError:
+        score = math.nan
+    if row.is_hidden(value) and not low <= score <= high:
+        return None
+    if not math.isfinite(score):
+        row.fail(f"score {value!r} is not a number")
+    if not low <= score <= high:
+        row.fail(f"score {value} is not in {low:g}..{high:g}")
+    return score
+
+
+def _words(row: Row, identifier: str) -> Example:
+    row.require("tags")
+    words = row.texts("words")
+    if not words or not all(word.strip() for word in words):
+        row.fail("the sentence has no words" if not words else "a word is empty")
+    tags: tuple[int, ...] = ()
+    if row.has("tags"):
+        indices = [row.class_index(tag, word) for word, tag in enumerate(_tags(row))]
+        tags = tuple(index for index in indices if index is not None)
+    if len(tags) != len(words) and (row.labelled or tags):
+        row.fail(f"{len(tags)} labels for {len(words)} words")
+    return Example(id=identifier, words=words, tags=tags, breaks=row.breaks())
+
+
+def _tags(row: Row) -> list[Any]:
+    tags = row.raw("tags")
+    if isinstance(tags, str):
+        return split_words(tags)
+    if not isinstance(tags, list):
+        row.fail(f"tags are {kind_of(tags)}, not a list")
+    return tags
+
+
+def _choices(row: Row, identifier: str) -> Example:
+    row.require("label")
+    choices = row.texts("choices")
+    if len(choices) < 2:
+        row.fail(f"{len(choices)} choices; at least 2 are needed")
+    if not all(choice.strip() for choice in choices):
+        row.fail("a choice is empty")
+    question = row.text("question") if row.has("question") else ""
+    return Example(
+        id=identifier,
+        text=row.filled_text("text") if row.has("text") else "",
+        choices=tuple(f"{question} {choice}".strip() for choice in choices),
+        label=_choice_label(row, len(choices)) if row.has("label") else None,
+        group=row.text("group") if row.has("group") else "",
+    )
+
+
+def _choice_label(row: Row, choices: int) -> int | None:
+    value = row.raw("label")
+    if row.task.labels:
+        label = row.class_index(value)
+    else:
+        text = written_label(value)
+        label = whole_number(text)
+        if label is None and not row.is_hidden(value):
+            row.fail(f"label {text!r} is not the number of a choice, from 0")
+    if label is not None and label >= choices:
+        row.fail(f"label {written_label(value)!r} is beyond the {choices} choices")
+    return label
+
+
+def _spans(row: Row, identifier: str) -> Example:
+    context = row.filled_text("context")
+    answers: tuple[Answer, ...] | None = None
+    if row.has("answer_text"):
+        answers = _answer_in_columns(row, context)
+    elif row.has("answers"):
+        answers = answers_in(row.fail, row.raw("answers"), context)
+    if row.labelled and not answers and not row.task.unanswerable:
+        row.fail("the question has no answer; set unanswerable for data such as SQuAD 2.0")
+    return Example(
+        id=identifier,
+        text=row.filled_text("question"),
+        text_pair=context,
+        answers=answers,
+        candidates=answers_in(row.fail, row.raw("candidates"), context)
+        if row.has("candidates")
+        else (),
+    )
+
+
+def _answer_in_columns(row: Row, context: str) -> tuple[Answer, ...]:
+    """Return the answer of a table; without ``answer_start`` it is the first occurrence."""
+    text = row.text("answer_text")
+    if not text.strip():
+        return ()
+    places = (context.find(form) for form in _unicode_forms(text))
+    start: Any = next((place for place in places if place >= 0), -1)
+    if row.has("answer_start"):
+        start = whole_number(written_label(row.raw("answer_start")))
+    elif start < 0:
+        row.fail(f"answer {text[:40]!r} does not occur in the passage")
+    return answers_in(row.fail, [{"text": text, "answer_start": start}], context)
+
+
+def answers_in(report: Callable[[str], Any], value: Any, context: str) -> tuple[Answer, ...]:
+    """Check answers.
+
+    Args:
+        report: raises an error with a message.
+        value: a list of objects with ``text`` and ``answer_start``, as in SQuAD's files, or one
+            object of two lists, as ``datasets`` has it.
+        context: the passage that the answers stand in.
+    """
+    if isinstance(value, dict):
+        texts, starts = value.get("text"), value.get("answer_start")
+        if not isinstance(texts, list) or not isinstance(starts, list) or len(texts) != len(starts):
+            report("answers: text and answer_start are not lists of equal length")
+            return ()
+        value = [{"text": t, "answer_start": s} for t, s in zip(texts, starts, strict=True)]
+    if not isinstance(value, list):
+        report(f"answers are {kind_of(value)}, not a list")
+        return ()
+    return tuple(_answer_in(report, item, context) for item in value)
+
+
+def _answer_in(report: Callable[[str], Any], value: Any, context: str) -> Answer:
+    text = value.get("text") if isinstance(value, dict) else None
+    start = value.get("answer_start") if isinstance(value, dict) else None
+    if not isinstance(text, str) or type(start) is not int:
+        report("an answer needs text (a string) and answer_start (an integer)")
+        return Answer("", 0)
+    if not text.strip():
+        report("an answer is empty")
+    # Of texts that differ only in their Unicode form, the passage's is used.
+    text = next(
+        (form for form in _unicode_forms(text) if start >= 0 and context.startswith(form, start)),
+        text,
+    )
+    found = context[max(start, 0) : max(start, 0) + len(text)]
+    if start < 0 or found != text:
+        report(
+            f"answer {text[:40]!r} is not at character {start} of the passage, "
+            f"where {found[:40]!r} is"
+        )
+    return Answer(text, start)
+
+
+def _unicode_forms(text: str) -> tuple[str, ...]:
+    """Return a text as given, composed and decomposed."""
+    return text, unicodedata.normalize("NFC", text), unicodedata.normalize("NFD", text)
+
+
+_BUILDERS: Mapping[str, Callable[[Row, str], Example]] = {
+    "classification": _segments,
+    "regression": _segments,
+    "spans": _spans,
+    "tokens": _words,
+    "choices": _choices,
+}

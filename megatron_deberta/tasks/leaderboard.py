@@ -11,8 +11,7 @@ import orjson
 
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import write_atomically
-from megatron_deberta.tasks.examples import Example
-from megatron_deberta.tasks.scoring import Prediction, sentences
+from megatron_deberta.tasks.examples import Example, Prediction, sentences
 from megatron_deberta.tasks.task import TaskConfig
 
 Files = dict[str, bytes]

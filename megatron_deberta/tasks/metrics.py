@@ -1,114 +1,321 @@
-"""Metrics by scikit-learn, SciPy and seqeval."""
+"""Metrics of predictions, also of resampled examples.
+
+Sources: the evaluation scripts of SQuAD 1.1 and 2.0 (Rajpurkar et al. 2016 and 2018) and of ReCoRD
+(Zhang et al. 2018), which normalise answers alike; conlleval (Tjong Kim Sang and De Meulder 2003).
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import re
+import string
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Self
 
-from megatron_deberta.tasks.tags import OUTSIDE, TOKEN_PREFIX, entities
-from megatron_deberta.tasks.task import TaskConfig
+from megatron_deberta.tasks.examples import Example, Prediction, sentences
+from megatron_deberta.tasks.task import OUTSIDE, TOKEN_PREFIX, TaskConfig, entities
 
-Classes = npt.NDArray[np.int64]
-Scores = npt.NDArray[np.float64]
+Floats = npt.NDArray[np.float64]
+
+
+Finish = Callable[[Floats], Floats]
+
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b", re.UNICODE)
+
+
+_INVISIBLE = "\u200b\u2060\ufeff"
+"""Characters without width that no word contains: tokenizers remove them or read them as spaces."""
+
+
+_REMOVED = str.maketrans("", "", string.punctuation + _INVISIBLE)
+
+
 _MOST_GROUPS = 20
 """Groups up to which the accuracy of each is reported (RACE has middle and high)."""
 
 
-def class_metrics(
-    task: TaskConfig, truth: Classes, found: Classes, groups: Sequence[str]
+class PairedMetric(Protocol):
+    """Metric of one run as a function of its units: examples, or groups of them."""
+
+    @property
+    def num_units(self) -> int:
+        """Number of units, n."""
+
+    def value(self) -> float:
+        """Return the metric of all units."""
+
+    def resampled(self, weights: Floats) -> Floats:
+        """Return the metric per resample, float64 ``[C]``.
+
+        Args:
+            weights: how often each unit occurs, float64 ``[C, n]``.
+        """
+
+    def swapped(self, other: Self, mask: npt.NDArray[np.bool_]) -> Floats:
+        """Return the metric after replacing some predictions by another run's, float64 ``[C]``.
+
+        Args:
+            other: another run on the same units.
+            mask: units whose prediction is the other's, bool ``[C, n]``.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class CountMetric:
+    """Metric that is a function of sums over units.
+
+    Attributes:
+        counts: addends of each unit, float64 ``[n, K]``.
+        finish: returns the metric ``[C]`` of sums ``[C, K]``.
+    """
+
+    counts: Floats
+    finish: Finish
+
+    @property
+    def num_units(self) -> int:
+        """Number of units."""
+        return len(self.counts)
+
+    def value(self) -> float:
+        """Return the metric of all units."""
+        return float(self.finish(self.counts.sum(axis=0, keepdims=True))[0])
+
+    def resampled(self, weights: Floats) -> Floats:
+        """Return the metric per resample; see ``PairedMetric``."""
+        return self.finish(weights @ self.counts)
+
+    def swapped(self, other: CountMetric, mask: npt.NDArray[np.bool_]) -> Floats:
+        """Return the metric with some predictions replaced; see ``PairedMetric``."""
+        changes = mask.astype(np.float64) @ (other.counts - self.counts)
+        return self.finish(self.counts.sum(axis=0) + changes)
+
+
+@dataclass(frozen=True, slots=True)
+class CorrelationMetric:
+    """Correlation of predicted and right scores; 0 where one side is constant.
+
+    Attributes:
+        name: ``pearson``, ``spearman``, or their mean ``pearson_spearman``.
+        truth: right score per example, float64 ``[n]``.
+        found: predicted score per example, float64 ``[n]``.
+    """
+
+    name: str
+    truth: Floats
+    found: Floats
+
+    @property
+    def num_units(self) -> int:
+        """Number of examples."""
+        return len(self.truth)
+
+    def value(self) -> float:
+        """Return the correlation of all examples."""
+        return float(self.resampled(np.ones((1, len(self.truth))))[0])
+
+    def resampled(self, weights: Floats) -> Floats:
+        """Return the correlation per resample; see ``PairedMetric``."""
+        return self._correlations(
+            self.found[None], weights, lambda scores: _weighted_ranks(scores[0], weights)
+        )
+
+    def swapped(self, other: CorrelationMetric, mask: npt.NDArray[np.bool_]) -> Floats:
+        """Return the correlation with some predictions replaced; see ``PairedMetric``."""
+        from scipy import stats
+
+        found = np.where(mask, other.found, self.found)
+        return self._correlations(found, np.ones(mask.shape), partial(stats.rankdata, axis=1))
+
+    def _correlations(
+        self, found: Floats, weights: Floats, ranks: Callable[[Floats], Floats]
+    ) -> Floats:
+        """Return the correlation per row of ``found`` or ``weights``, of scores or of ranks."""
+        truth, values = self.truth[None], []
+        if self.name != "spearman":
+            values.append(_correlation(truth, found, weights))
+        if self.name != "pearson":
+            values.append(_correlation(ranks(truth), ranks(found), weights))
+        mean: Floats = np.mean(values, axis=0)
+        return mean
+
+
+def paired_metric(
+    task: TaskConfig,
+    name: str,
+    examples: Sequence[Example],
+    predictions: Sequence[Prediction],
+    *,
+    has_best_text: bool,
+) -> PairedMetric:
+    """Return a metric of predictions as a function of resampled examples.
+
+    Args:
+        task: the task.
+        name: the metric.
+        examples: labelled examples.
+        predictions: their predictions, in the same order.
+        has_best_text: spans: the values are the best answers even where ``null_score`` is above
+            the threshold of no answer, which is then 0, or for ``best_f1`` and ``best_exact`` the
+            best one on all examples (resamples keep it). False: no answer is in the values.
+    """
+    if task.head == "regression":
+        scores = np.array([example.label for example in examples], np.float64)
+        predicted = np.array([prediction.value for prediction in predictions], np.float64)
+        return CorrelationMetric(name, scores, predicted)
+    if task.head == "spans":
+        return _mean_of(_span_scores(task, name, examples, predictions, has_best_text))
+    if task.head == "tokens":
+        return _tag_metric(task, name, examples, predictions)
+    truth = np.array([example.label for example in examples], np.int64)
+    found = np.array([prediction.index for prediction in predictions], np.int64)
+    groups = [example.group for example in examples]
+    if name in ("group_exact", "gender_parity"):
+        return _mean_of(_group_scores(name, groups, truth, found))
+    return _class_metric(task, name, truth, found)
+
+
+def _mean_of(scores: Floats) -> CountMetric:
+    """Return the mean of one score per unit."""
+    counts = np.stack([scores, np.ones(len(scores))], axis=1)
+    return CountMetric(counts, lambda sums: _ratio(sums[:, 0], sums[:, 1]))
+
+
+def _class_metric(
+    task: TaskConfig, name: str, truth: npt.NDArray[np.int64], found: npt.NDArray[np.int64]
+) -> CountMetric:
+    if name == "accuracy":
+        return _mean_of((truth == found).astype(np.float64))
+    # Of macro_f1 and matthews all classes, of f1 the positive one against the others.
+    classes = np.arange(len(task.labels))
+    if name in ("f1", "f1a"):
+        classes = classes[-1:]
+        if task.positive_label:
+            classes[:] = task.labels.index(task.positive_label)
+    sides = [side[:, None] == classes for side in (truth, found)]
+    counts = np.concatenate([sides[0] & sides[1], *sides], axis=1).astype(np.float64)
+    return CountMetric(counts, _matthews if name == "matthews" else _mean_f1)
+
+
+def _mean_f1(sums: Floats) -> Floats:
+    """Return the mean F1 ``[C]`` of classes whose right, labelled and predicted examples are given.
+
+    Args:
+        sums: ``[C, 3 K]``.
+    """
+    right, truth, found = np.split(sums, 3, axis=1)
+    mean: Floats = _ratio(2 * right, truth + found).mean(axis=1)
+    return mean
+
+
+def _matthews(sums: Floats) -> Floats:
+    """Return Matthews' correlation (Gorodkin 2004 for several classes), 0 if not defined.
+
+    Args:
+        sums: as of `_mean_f1`.
+    """
+    right, truth, found = np.split(sums, 3, axis=1)
+    total = truth.sum(axis=1)
+    covariance = right.sum(axis=1) * total - (truth * found).sum(axis=1)
+    spreads = [total**2 - (side**2).sum(axis=1) for side in (truth, found)]
+    return _ratio(covariance, np.sqrt(spreads[0] * spreads[1]))
+
+
+def _group_scores(
+    name: str,
+    groups: Sequence[str],
+    truth: npt.NDArray[np.int64],
+    found: npt.NDArray[np.int64],
+) -> Floats:
+    """Return a score per group, in the order of the groups' first examples."""
+    members: dict[str, list[int]] = defaultdict(list)
+    for index, group in enumerate(groups):
+        members[group].append(index)
+    if name == "group_exact":
+        return np.array([float((truth[m] == found[m]).all()) for m in members.values()])
+    return np.array([float(len(set(found[m].tolist())) == 1) for m in members.values()])
+
+
+def _span_scores(
+    task: TaskConfig,
+    name: str,
+    examples: Sequence[Example],
+    predictions: Sequence[Prediction],
+    has_best_text: bool,
+) -> Floats:
+    """Return exact match or F1 per question."""
+    scores, empty = _answer_scores(task, name, examples, predictions)
+    if not task.unanswerable:
+        return scores
+    if not has_best_text:
+        return np.where([not prediction.value for prediction in predictions], empty, scores)
+    nulls = np.array([prediction.null_score for prediction in predictions])
+    threshold = best_threshold(nulls, scores, empty)[1] if name.startswith("best") else 0.0
+    return np.where(nulls > threshold, empty, scores)
+
+
+def _answer_scores(
+    task: TaskConfig, name: str, examples: Sequence[Example], predictions: Sequence[Prediction]
+) -> tuple[Floats, Floats]:
+    """Return each answer's best score over the right ones, and the score of no answer."""
+    compare = token_f1 if name.endswith("f1") else exact_match
+    truth = [right_answers(task, example) for example in examples]
+    scores = [
+        max((compare(str(prediction.value), answer) for answer in answers), default=0.0)
+        for prediction, answers in zip(predictions, truth, strict=True)
+    ]
+    return np.array(scores), np.array([float(not answers) for answers in truth])
+
+
+def best_null_threshold(
+    task: TaskConfig, examples: Sequence[Example], predictions: Sequence[Prediction]
+) -> float:
+    """Return the threshold of no answer with the best F1; see `best_threshold`.
+
+    Args:
+        task: of the head ``spans``.
+        examples: the questions.
+        predictions: the best answers, whatever their ``null_score`` is.
+    """
+    nulls = np.array([prediction.null_score for prediction in predictions])
+    return best_threshold(nulls, *_answer_scores(task, "f1", examples, predictions))[1]
+
+
+def group_accuracies(
+    examples: Sequence[Example], predictions: Sequence[Prediction]
 ) -> dict[str, float]:
-    """Return the metrics of classes or choices.
+    """Return the accuracy of each group, unless there are many (RACE has middle and high).
 
     Args:
-        task: names the metrics and the positive label of F1.
-        truth: right class per example.
-        found: predicted class per example.
-        groups: group per example; empty strings if there are none.
+        examples: labelled with a class or a choice.
+        predictions: one per example, in the same order.
     """
-    from sklearn import metrics
-
-    labels = task.labels
-    positive = labels.index(task.positive_label) if task.positive_label else len(labels) - 1
-
-    def f1() -> Any:
-        # Of one class against the others, so that tasks may have more than two.
-        return metrics.f1_score(truth == positive, found == positive, zero_division=0)
-
-    compute: Mapping[str, Callable[[], Any]] = {
-        "accuracy": lambda: metrics.accuracy_score(truth, found),
-        "f1": f1,
-        "f1a": f1,
-        "macro_f1": lambda: metrics.f1_score(
-            truth, found, labels=range(len(labels)), average="macro", zero_division=0
-        ),
-        "matthews": lambda: metrics.matthews_corrcoef(truth, found),
-        "group_exact": lambda: _group_mean(groups, truth == found),
-        "gender_parity": lambda: _share_of_equal_pairs(groups, found),
-    }
-    result: dict[str, float] = {name: float(compute[name]()) for name in task.metrics}
-    if task.head == "choices" and 2 <= len(set(groups)) <= _MOST_GROUPS:
-        for group in sorted(set(groups)):
-            members = np.array([name == group for name in groups])
-            result[f"accuracy_{group}"] = float(np.mean(truth[members] == found[members]))
-    return result
+    right: dict[str, list[bool]] = defaultdict(list)
+    for example, prediction in zip(examples, predictions, strict=True):
+        right[example.group].append(example.label == prediction.index)
+    if not 2 <= len(right) <= _MOST_GROUPS:
+        return {}
+    return {f"accuracy_{group}": float(np.mean(right[group])) for group in sorted(right)}
 
 
-def _group_mean(groups: Sequence[str], right: npt.NDArray[np.bool_]) -> float:
-    """Return the share of groups whose members are all right (MultiRC's exact match)."""
-    whole: dict[str, bool] = {}
-    for group, is_right in zip(groups, right.tolist(), strict=True):
-        whole[group] = whole.get(group, True) and is_right
-    return float(np.mean(list(whole.values())))
-
-
-def _share_of_equal_pairs(groups: Sequence[str], found: Classes) -> float:
-    """Return the share of groups with a single prediction (Winogender's gender parity)."""
-    classes: dict[str, set[int]] = defaultdict(set)
-    for group, index in zip(groups, found.tolist(), strict=True):
-        classes[group].add(index)
-    return float(np.mean([len(members) == 1 for members in classes.values()]))
-
-
-def regression_metrics(names: Sequence[str], truth: Scores, found: Scores) -> dict[str, float]:
-    """Return correlations; 0 where one side is constant, so that they are undefined.
-
-    Args:
-        names: of the metrics wanted.
-        truth: labels.
-        found: predicted scores.
-    """
-    from scipy import stats
-
-    is_constant = len(truth) < 2 or np.ptp(truth) == 0 or np.ptp(found) == 0
-    pearson = 0.0 if is_constant else float(stats.pearsonr(truth, found).statistic)
-    spearman = 0.0 if is_constant else float(stats.spearmanr(truth, found).statistic)
-    values = {
-        "pearson": pearson,
-        "spearman": spearman,
-        "pearson_spearman": (pearson + spearman) / 2,
-    }
-    return {name: values[name] for name in names}
-
-
-def tag_metrics(
-    task: TaskConfig, truth: Sequence[list[str]], found: Sequence[list[str]]
-) -> dict[str, float]:
-    """Return metrics of entities as conlleval counts them, of words, and the accuracy of words.
-
-    Args:
-        task: names the metrics; its labels have a scheme if a metric is of entities.
-        truth: right labels of the words of each sentence.
-        found: predicted labels.
-    """
-    values: dict[str, float] = {}
-    for name in task.metrics:
-        counts = tag_counts(task, name, truth, found)
-        values[name] = float(finish_tag_metric(name, np.array([counts], np.float64))[0])
-    return values
+def _tag_metric(
+    task: TaskConfig, name: str, examples: Sequence[Example], predictions: Sequence[Prediction]
+) -> CountMetric:
+    """Return a metric of entities, as conlleval counts them, or of words."""
+    counts = []
+    for example, prediction in zip(examples, predictions, strict=True):
+        assert isinstance(prediction.value, tuple)
+        tags = tuple(task.labels[tag] for tag in example.tags)
+        truth, found = (sentences(example, side) for side in (tags, prediction.value))
+        counts.append(tag_counts(task, name, truth, found))
+    return CountMetric(np.array(counts, np.float64), partial(finish_tag_metric, name))
 
 
 def tag_counts(
@@ -138,8 +345,8 @@ def tag_counts(
     return len(sets[0] & sets[1]), len(sets[0]), len(sets[1])
 
 
-def finish_tag_metric(name: str, sums: Scores) -> Scores:
-    """Return a metric from rows of summed `tag_counts`; 0 where none is defined."""
+def finish_tag_metric(name: str, sums: Floats) -> Floats:
+    """Return a metric ``[C]`` from summed `tag_counts` ``[C, 3]``; 0 where none is defined."""
     right, labelled, predicted = sums.T
     of = {
         "accuracy": (right, labelled),
@@ -147,7 +354,96 @@ def finish_tag_metric(name: str, sums: Scores) -> Scores:
         "precision": (right, predicted),
         "f1": (2 * right, labelled + predicted),
     }
-    numerator, denominator = of[name.removeprefix(TOKEN_PREFIX)]
-    result: Scores = np.zeros(len(sums))
-    np.divide(numerator, denominator, out=result, where=denominator != 0)
-    return result
+    return _ratio(*of[name.removeprefix(TOKEN_PREFIX)])
+
+
+def _correlation(x: Floats, y: Floats, weights: Floats) -> Floats:
+    """Return Pearson's correlation of rows ``[C, n]`` (or ``[1, n]``), weighted."""
+    total = weights.sum(axis=1, keepdims=True)
+    x, y = (v - (weights * v).sum(axis=1, keepdims=True) / total for v in (x, y))
+    covariance = (weights * x * y).sum(axis=1)
+    spreads = [(weights * v * v).sum(axis=1) for v in (x, y)]
+    # Below this, rounding errors of constant values.
+    product = np.sqrt(spreads[0] * spreads[1])
+    return _ratio(covariance, np.where(product > 1e-12, product, 0.0))
+
+
+def _weighted_ranks(values: Floats, weights: Floats) -> Floats:
+    """Return the mean ranks ``[C, n]`` of values that occur ``weights`` times each."""
+    distinct, inverse = np.unique(values, return_inverse=True)
+    order = np.argsort(inverse, kind="stable")
+    starts = np.searchsorted(inverse[order], np.arange(len(distinct)))
+    sizes = np.add.reduceat(weights[:, order], starts, axis=1)
+    ranks = np.cumsum(sizes, axis=1) - (sizes - 1) / 2
+    found: Floats = ranks[:, inverse]
+    return found
+
+
+def _ratio(numerator: Floats, denominator: Floats) -> Floats:
+    """Divide, with 0 where the denominator is 0."""
+    zero = np.zeros(np.broadcast_shapes(numerator.shape, denominator.shape))
+    return np.divide(numerator, denominator, out=zero, where=denominator != 0)
+
+
+def right_answers(task: TaskConfig, example: Example) -> list[str]:
+    """Return the texts of right answers; SQuAD 2.0's script ignores those without words."""
+    texts = [answer.text for answer in example.answers or ()]
+    return [text for text in texts if not task.unanswerable or normalize_answer(text)]
+
+
+# The metrics of a split compare the same answers.
+@lru_cache(maxsize=1 << 16)
+def normalize_answer(text: str) -> str:
+    """Lower-case, and remove punctuation, articles and superfluous white space.
+
+    Unlike SQuAD's script, also remove characters without width: pieces do not contain them, so no
+    prediction has them at its ends.
+    """
+    lowered = text.lower().translate(_REMOVED)
+    return " ".join(_ARTICLES.sub(" ", lowered).split())
+
+
+def exact_match(found: str, truth: str) -> float:
+    """Return 1 if two answers are equal after normalisation, else 0."""
+    return float(normalize_answer(found) == normalize_answer(truth))
+
+
+def token_f1(found: str, truth: str) -> float:
+    """Return the F1 of the words that two answers share after normalisation."""
+    found_words, truth_words = normalize_answer(found).split(), normalize_answer(truth).split()
+    if not found_words or not truth_words:
+        # Without words on one side, the answers agree only if both have none.
+        return float(found_words == truth_words)
+    shared = sum((Counter(found_words) & Counter(truth_words)).values())
+    if not shared:
+        return 0.0
+    precision, recall = shared / len(found_words), shared / len(truth_words)
+    return 2 * precision * recall / (precision + recall)
+
+
+def best_threshold(
+    null_scores: npt.NDArray[np.float64],
+    scores: npt.NDArray[np.float64],
+    empty_scores: npt.NDArray[np.float64],
+) -> tuple[float, float]:
+    """Return the best mean score over all thresholds of no answer, and that threshold.
+
+    Args:
+        null_scores: score of no answer minus that of the best answer, per question.
+        scores: score of the best answer.
+        empty_scores: score of no answer.
+
+    Returns:
+        The best mean, and the threshold: no answer is given where ``null_scores`` is above it.
+    """
+    order = np.argsort(null_scores, kind="stable")
+    ordered = null_scores[order]
+    gains = np.concatenate([[0.0], np.cumsum(scores[order] - empty_scores[order])])
+    # Questions of equal scores are answered together or not at all.
+    is_border = np.concatenate([[True], ordered[1:] > ordered[:-1], [True]])
+    gains[~is_border] = -np.inf
+    answered = int(gains.argmax())
+    mean = (empty_scores.sum() + gains[answered]) / len(scores)
+    if answered == 0:
+        return float(mean), float(ordered[0] - 1.0)
+    return float(mean), float(ordered[answered - 1])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -14,15 +15,89 @@ from megatron_deberta.errors import (
     MegatronDebertaError,
     MissingInputError,
 )
-from megatron_deberta.tasks.examples import Example
-from megatron_deberta.tasks.readers.build import build_examples
-from megatron_deberta.tasks.readers.records import require_below
-from megatron_deberta.tasks.readers.registry import (
-    TABLE_SUFFIXES,
-    is_labelled,
-    read_records,
+from megatron_deberta.tasks.examples import Example, build_examples
+from megatron_deberta.tasks.formats import (
+    read_conll,
+    read_copa_xml,
+    read_multirc,
+    read_quail,
+    read_race,
+    read_record,
+    read_squad,
+    read_wic,
+    read_wsc,
 )
-from megatron_deberta.tasks.task import TaskConfig, load_task
+from megatron_deberta.tasks.records import (
+    Record,
+    read_datasets,
+    read_delimited,
+    read_jsonl,
+    read_parquet,
+    require_below,
+)
+from megatron_deberta.tasks.task import TaskConfig, is_labelled, load_task
+
+READERS: Mapping[str, Callable[[Path], Iterator[Record]]] = {
+    "jsonl": partial(read_jsonl, is_lenient=True),
+    "parquet": read_parquet,
+    "datasets": read_datasets,
+    "squad": read_squad,
+    "record": read_record,
+    "multirc": read_multirc,
+    "wic": read_wic,
+    "wsc": read_wsc,
+    "race": read_race,
+    "quail": read_quail,
+    "copa_xml": read_copa_xml,
+}
+"""Readers that need nothing but the path."""
+
+
+TABLE_SUFFIXES: Mapping[str, str] = {
+    ".jsonl": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
+}  # fmt: skip
+"""Formats that the reader ``table`` recognises, besides folders of ``datasets``."""
+
+
+def read_records(task: TaskConfig, split: str, path: Path) -> Iterator[Record]:
+    """Read the records of one file of a split.
+
+    Args:
+        task: the task.
+        split: name of the split.
+        path: the file, or a folder for readers of folders.
+
+    Raises:
+        DataError: the file is malformed; the message names file and line.
+    """
+    reader = task.reader
+    name = _table_format(path) if reader == "table" else reader
+    if path.is_dir() and name not in ("datasets", "race"):
+        raise MalformedInputError(f"{path}: is a folder; reader {reader} reads files")
+    if name in ("tsv", "csv"):
+        own = task.splits[split].header
+        return read_delimited(
+            path,
+            "\t" if name == "tsv" else ",",
+            header=task.header if own is None else own,
+            quoting=task.quoting,
+            skip_short_rows=task.skip_short_rows,
+        )
+    if name == "conll":
+        return read_conll(path, labelled=is_labelled(split), merge=task.merge_sentences)
+    return READERS[name](path)
+
+
+def _table_format(path: Path) -> str:
+    if path.is_dir():
+        return "datasets"
+    suffix = Path(path.name.removesuffix(".gz")).suffix
+    if suffix not in TABLE_SUFFIXES:
+        raise MalformedInputError(
+            f"{path}: is none of {', '.join(TABLE_SUFFIXES)}; set the task's reader"
+        )
+    return TABLE_SUFFIXES[suffix]
+
 
 _TEST = "test"
 

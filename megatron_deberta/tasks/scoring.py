@@ -2,43 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_deberta.errors import DataError, MalformedInputError
-from megatron_deberta.tasks.encoded import EncodedDataset
-from megatron_deberta.tasks.examples import Example
-from megatron_deberta.tasks.metrics import class_metrics, regression_metrics, tag_metrics
-from megatron_deberta.tasks.spans import best_spans, span_metrics
+from megatron_deberta.tasks.encoding import EncodedDataset, covered_span, pieces_of
+from megatron_deberta.tasks.examples import Example, Prediction
+from megatron_deberta.tasks.metrics import (
+    CorrelationMetric,
+    best_null_threshold,
+    group_accuracies,
+    paired_metric,
+)
 from megatron_deberta.tasks.task import TaskConfig
 
 Outputs = npt.NDArray[np.float32]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """The prediction for one example.
-
-    Attributes:
-        id: identifier of the example.
-        index: class index, or index of the choice; -1 for other heads.
-        value: label as written in the files, score, answer text (empty: no answer), or a label
-            per word.
-        probabilities: one per class or choice; empty for other heads.
-        null_score: spans: score of no answer minus that of the best answer.
-        group: the example's group.
-    """
-
-    id: str
-    index: int = -1
-    value: str | float | tuple[str, ...]
-    probabilities: tuple[float, ...] = ()
-    null_score: float = 0.0
-    group: str = ""
+logger = logging.getLogger(__name__)
 
 
 def predict(
@@ -106,38 +90,35 @@ def score(
         ValueError: the outputs have another shape.
     """
     _check_outputs(task, examples, encoded, outputs)
-    _require_labels(task, examples)
-    if task.head == "spans":
-        return span_metrics(task, examples, best_spans(task, examples, encoded, outputs))
+    require_labels(task, examples)
     if task.head == "regression":
-        scores = np.array([example.label for example in examples], np.float64)
-        return regression_metrics(task.metrics, scores, outputs.astype(np.float64))
-    predictions = predict(task, examples, encoded, outputs)
-    if task.head == "tokens":
-        truth, found = [], []
-        for example, prediction in zip(examples, predictions, strict=True):
-            assert isinstance(prediction.value, tuple)
-            tags = tuple(task.labels[tag] for tag in example.tags)
-            truth += sentences(example, tags)
-            found += sentences(example, prediction.value)
-        return tag_metrics(task, truth, found)
-    labels = np.array([example.label for example in examples], np.int64)
-    indices = np.array([prediction.index for prediction in predictions], np.int64)
-    return class_metrics(task, labels, indices, [example.group for example in examples])
+        # Not clipped to the range of the scores, as predictions are.
+        truth = np.array([example.label for example in examples], np.float64)
+        found = outputs.astype(np.float64)
+        return {name: CorrelationMetric(name, truth, found).value() for name in task.metrics}
+    predictions = predict(task, examples, encoded, outputs, null_threshold=np.inf)
+    values: dict[str, float] = {
+        name: paired_metric(task, name, examples, predictions, has_best_text=True).value()
+        for name in task.metrics
+    }
+    if task.unanswerable:
+        values["null_threshold"] = best_null_threshold(task, examples, predictions)
+    if task.head == "choices":
+        values |= group_accuracies(examples, predictions)
+    return values
 
 
-def sentences(example: Example, values: tuple[str, ...]) -> list[list[str]]:
-    """Split values per word at the sentence breaks of an example."""
-    borders = [0, *example.breaks, len(values)]
-    return [list(values[a:b]) for a, b in zip(borders, borders[1:], strict=False)]
+def require_labels(task: TaskConfig, examples: Sequence[Example]) -> None:
+    """Check that all examples have labels.
 
-
-def _require_labels(task: TaskConfig, examples: Sequence[Example]) -> None:
+    Raises:
+        MalformedInputError: one has none.
+    """
     unlabelled = [e.id for e in examples if e.label is None and not e.tags and e.answers is None]
     if unlabelled:
         raise MalformedInputError(
             f"task {task.name}: {len(unlabelled)} of {len(examples)} examples have no label "
-            f"(first: {unlabelled[0]}); predict them instead"
+            f"(first: {unlabelled[0]}); predict them, or use another split"
         )
 
 
@@ -262,3 +243,100 @@ _PREDICT: Mapping[str, Callable[..., list[Prediction]]] = {
     "tokens": _predict_tags,
     "choices": _predict_choices,
 }
+
+
+class BestSpan(NamedTuple):
+    """The best answer of a question.
+
+    Attributes:
+        text: its text.
+        score: sum of its start and end logits; -inf if no span is possible.
+        null_score: score of no answer minus ``score``.
+    """
+
+    text: str
+    score: float
+    null_score: float
+
+
+def best_spans(
+    task: TaskConfig,
+    examples: Sequence[Example],
+    encoded: EncodedDataset,
+    outputs: npt.NDArray[np.float32],
+) -> list[BestSpan]:
+    """Return the best span of each question over all its windows.
+
+    Candidates that are in no window are counted in a warning.
+
+    Args:
+        task: the task.
+        examples: the questions.
+        encoded: their rows.
+        outputs: fp32 ``[tokens, 2]``, logits of the first and of the last token of an answer.
+    """
+    offsets = encoded.example_offsets
+    found = []
+    unplaced = total = 0
+    for index, example in enumerate(examples):
+        context = example.text_pair or ""
+        rows = [encoded.row(row) for row in range(int(offsets[index]), int(offsets[index + 1]))]
+        windows = [(outputs[row].astype(np.float64), encoded.char_offsets[row]) for row in rows]
+        # The first token stands for "no answer in this window"; so does the example's score for
+        # the window where that is least likely.
+        null = min(float(logits[0].sum()) for logits, _ in windows)
+        if example.candidates:
+            spans = _candidates(example, windows)
+            total += len(example.candidates)
+            unplaced += len(example.candidates) - len(spans)
+        else:
+            spans = [_best_pieces(*window, task.max_answer_length) for window in windows]
+        best, place = max(spans, key=lambda span: span[0], default=(-np.inf, (0, 0)))
+        found.append(BestSpan(context[place[0] : place[1]], best, null - best))
+    if unplaced:
+        logger.warning(
+            "task %s: %s of %s candidates are in no window and cannot be predicted; raise "
+            "max_length or stride",
+            task.name, f"{unplaced:,}", f"{total:,}",
+        )  # fmt: skip
+    return found
+
+
+def _best_pieces(
+    logits: npt.NDArray[np.float64], chars: npt.NDArray[np.int32], longest: int
+) -> tuple[float, tuple[int, int]]:
+    """Return score and characters of the best span of at most ``longest`` tokens."""
+    inside = np.flatnonzero(chars[:, 0] >= 0)
+    if not len(inside):
+        return -np.inf, (0, 0)
+    # The passage's tokens are contiguous in a row.
+    first, last = inside[0], inside[-1] + 1
+    starts, ends = logits[first:last, 0], logits[first:last, 1]
+    padded = np.concatenate([ends, np.full(longest - 1, -np.inf)])
+    windows = np.lib.stride_tricks.sliding_window_view(padded, longest)
+    lengths = windows.argmax(axis=1)
+    scores = starts + windows[np.arange(len(starts)), lengths]
+    start = int(scores.argmax())
+    end = start + int(lengths[start])
+    span = int(chars[first + start, 0]), int(chars[first + end, 1])
+    return float(scores[start]), span
+
+
+def _candidates(
+    example: Example, windows: Sequence[tuple[npt.NDArray[np.float64], npt.NDArray[np.int32]]]
+) -> list[tuple[float, tuple[int, int]]]:
+    """Return score and characters of each candidate of an example that lies in a window.
+
+    Args:
+        example: the example.
+        windows: logits and characters of the tokens of each of its rows.
+    """
+    chars = np.concatenate([chars for _, chars in windows])
+    found = []
+    for candidate in example.candidates:
+        span = covered_span(chars, candidate.start, candidate.end)
+        places = [(logits, span and pieces_of(chars, *span)) for logits, chars in windows]
+        scores = [float(logits[at[0], 0] + logits[at[1], 1]) for logits, at in places if at]
+        if scores:
+            found.append((max(scores), (candidate.start, candidate.end)))
+    return found

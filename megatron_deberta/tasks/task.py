@@ -1,4 +1,4 @@
-"""Task configs: one YAML file per task, ``configs/tasks/NAME.yaml``."""
+"""Task configs, one YAML file per task (``configs/tasks/NAME.yaml``), and schemes of labels."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import yaml
 from omegaconf import OmegaConf
@@ -21,19 +22,18 @@ from megatron_deberta.config.loader import CONFIG_ROOTS, OVERRIDES, plain_value,
 from megatron_deberta.config.yaml_reader import PlainScalar, TextLoader, parse_yaml, read_yaml
 from megatron_deberta.errors import ConfigError, MissingInputError
 from megatron_deberta.files import write_atomically
-from megatron_deberta.tasks.tags import ENTITY_METRICS, TOKEN_PREFIX, SchemeError, entity_labels
 
 Head = Literal["classification", "regression", "spans", "tokens", "choices"]
+
+
 Reader = Literal[
     "table", "tsv", "csv", "jsonl", "parquet", "datasets", "conll", "squad", "record", "multirc",
     "wic", "wsc", "race", "quail", "copa_xml",
 ]  # fmt: skip
-Metric = Literal[
-    "accuracy", "f1", "macro_f1", "matthews", "pearson", "spearman", "pearson_spearman",
-    "exact", "best_f1", "best_exact", "precision", "recall", "f1a", "group_exact",
-    "gender_parity", "token_f1", "token_precision", "token_recall",
-]  # fmt: skip
+
+
 Leaderboard = Literal["", "glue", "superglue", "squad", "conll"]
+
 
 METRICS: Mapping[str, tuple[str, ...]] = {
     "classification": (
@@ -46,6 +46,8 @@ METRICS: Mapping[str, tuple[str, ...]] = {
     ),
     "choices": ("accuracy",),
 }  # fmt: skip
+
+
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "classification": ("text", "text_pair", "label", "id", "group"),
     "regression": ("text", "text_pair", "label", "id"),
@@ -61,6 +63,8 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "tokens": ("words", "tags", "id"),
     "choices": ("text", "question", "choices", "label", "id", "group"),
 }
+
+
 REQUIRED_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "classification": ("text",),
     "regression": ("text",),
@@ -70,11 +74,21 @@ REQUIRED_COLUMNS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+TRAIN, DEV = "train", "dev"
+"""Splits that a run is trained and validated on."""
+
+
 TASK_FILE = "task.yaml"
 """In the folder of a fine-tuning run: the task, complete."""
+
+
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
+
+
 _NAME = re.compile(r"\w[\w .+-]{0,99}")
 """Names of tasks and splits and of leaderboard files, which become names of files."""
+
+
 _PATH_KEYS = (
     "train.run_dir", "finetune.task", "finetune.data", "finetune.cache", "tokenizer.path",
     "checkpoint.load_from", "checkpoint.continue_from", "checkpoint.local_dir", "data.train",
@@ -82,12 +96,18 @@ _PATH_KEYS = (
     "cluster.prometheus_file",
 )  # fmt: skip
 """Keys of a run that name files or commands."""
+
+
 _TYPED_KEYS = (
     "label_range", "max_length", "stride", "max_answer_length", "unanswerable", "merge_sentences",
     "header", "quoting", "skip_short_rows",
 )  # fmt: skip
 """Keys whose values are numbers or booleans; all others but ``settings`` hold text."""
+
+
 _TYPED_SPLIT_KEYS = ("part", "header")
+
+
 _LABEL_KEYS = ("labels", "label_names", "leaderboard_labels", "skip_labels")
 
 
@@ -146,7 +166,7 @@ class TaskConfig:
     """Lowest and highest score (regression); predictions are clipped to it."""
     positive_label: str = ""
     """Label that ``f1`` refers to; empty: the last one."""
-    metrics: tuple[Metric, ...]
+    metrics: tuple[str, ...]
     """Metrics to report; the first selects the best checkpoint. Larger is better. Of labels of
     words without a scheme such as BIO, ``f1`` becomes ``token_f1``, as do precision and recall."""
     max_length: int
@@ -187,6 +207,11 @@ class TaskConfig:
         return dict(enumerate(self.label_names or self.labels))
 
 
+def is_labelled(split: str) -> bool:
+    """Return whether labels are required in a split; in test splits they are optional."""
+    return not split.startswith(("test", "predict"))
+
+
 def load_task(name: str | os.PathLike[str], overrides: Sequence[str] = ()) -> TaskConfig:
     """Load a task's config.
 
@@ -217,12 +242,6 @@ def task_from_dict(data: Mapping[str, Any], source: str) -> TaskConfig:
     """
     expanded = _expand_shorthands(data, source)
     _check_names(expanded, source)
-    for metric in _listed(expanded.get("metrics")):
-        if metric not in get_args(Metric):
-            known = ", ".join(get_args(Metric))
-            raise ConfigError(
-                f"{source}: metrics: there is no metric {metric!r}; there are {known}"
-            )
     # OmegaConf takes 80 us per item, and there may be thousands of labels.
     labels = {key: expanded.pop(key) for key in _LABEL_KEYS if key in expanded}
     try:
@@ -236,10 +255,6 @@ def task_from_dict(data: Mapping[str, Any], source: str) -> TaskConfig:
     _check_file_names(task, source)
     _check(task, source)
     return replace(task, metrics=_metrics_of_scheme(task, source))
-
-
-def _listed(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (list, tuple)) else ()
 
 
 def save_task(task: TaskConfig, run_dir: Path) -> None:
@@ -287,12 +302,17 @@ def task_names() -> list[str]:
     return []
 
 
+def packaged_file(path: Path) -> Path:
+    """Return a path, or the packaged file of this name (``configs/...``) if it does not exist."""
+    if path.exists() or path.parts[:1] != ("configs",):
+        return path
+    return next((root / path for root in CONFIG_ROOTS if (root / path).is_file()), path)
+
+
 def _find_task(name: str) -> Path:
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
-        if not path.exists() and path.parts[:1] == ("configs",):
-            return next((root / path for root in CONFIG_ROOTS if (root / path).is_file()), path)
-        return path
+        return packaged_file(path)
     for root in CONFIG_ROOTS:
         if (root / "configs/tasks" / f"{name}.yaml").is_file():
             return root / "configs/tasks" / f"{name}.yaml"
@@ -442,7 +462,7 @@ def _label(source: str, key: str, value: Any) -> str:
     return text
 
 
-def _metrics_of_scheme(task: TaskConfig, source: str) -> tuple[Metric, ...]:
+def _metrics_of_scheme(task: TaskConfig, source: str) -> tuple[str, ...]:
     """Return the metrics, with those of entities renamed where labels of words have no scheme."""
     if task.head != "tokens" or not set(task.metrics) & set(ENTITY_METRICS):
         return task.metrics
@@ -454,7 +474,7 @@ def _metrics_of_scheme(task: TaskConfig, source: str) -> tuple[Metric, ...]:
             f"{source}: labels: {error}; or give metrics that need none: [token_f1, accuracy]"
         ) from error
     names = [TOKEN_PREFIX + name if name in ENTITY_METRICS else name for name in task.metrics]
-    return cast("tuple[Metric, ...]", tuple(dict.fromkeys(names)))
+    return tuple(dict.fromkeys(names))
 
 
 def _check_names(data: Mapping[str, Any], source: str) -> None:
@@ -559,3 +579,103 @@ def _columns_by_split(task: TaskConfig) -> list[tuple[str, Mapping[str, Any]]]:
         (f"splits.{name}.", split.columns) for name, split in task.splits.items() if split.columns
     ]
     return [("", task.columns), *own]
+
+
+OUTSIDE = "O"
+"""Label of words that belong to no entity."""
+
+
+ENTITY_METRICS = ("f1", "precision", "recall")
+"""Metrics of entities; with the prefix ``token_``, of words."""
+
+
+TOKEN_PREFIX = "token_"
+
+
+_SCHEMES = ("BI", "BIES", "BILU", "BMES", "BMEW")
+
+
+_AS_IOBES = {"B": "B", "I": "I", "M": "I", "E": "E", "L": "E", "S": "S", "U": "S", "W": "S"}
+
+
+_BEFORE = re.compile(r"([BIELMSUWbi])[-_:](.+)", re.DOTALL)
+
+
+_AFTER = re.compile(r"(.+)[-_:]([BIELMSUW])", re.DOTALL)
+
+
+class SchemeError(ValueError):
+    """Labels mix a scheme with something else."""
+
+
+@cache
+def entity_labels(labels: tuple[str, ...]) -> Mapping[str, str] | None:
+    """Recognise the scheme of labels.
+
+    The position may stand before the type (``B-PER``), after it (``PER-B``) or alone (``B``). BIO
+    stands for IOB1 and IOB2, which conlleval's rules for the ends of entities both cover.
+
+    Args:
+        labels: the labels of a task.
+
+    Returns:
+        Each label in the form that conlleval reads, ``O`` or the positions B, I, E or S with a
+        type; None: the labels have no scheme.
+
+    Raises:
+        SchemeError: some labels have a position and others have none, or the positions are of no
+            scheme.
+    """
+    named = [label for label in labels if label != OUTSIDE]
+    if not named:
+        return None
+    parsed: dict[str, tuple[str, str]] = {}
+    for pattern in (_BEFORE, _AFTER):
+        found = {label: match for label in named if (match := pattern.fullmatch(label))}
+        if len(found) == len(named):
+            position, type_ = (1, 2) if pattern is _BEFORE else (2, 1)
+            parsed = {label: (m[position], m[type_]) for label, m in found.items()}
+            break
+    else:
+        if set(named) <= set(_AS_IOBES) and "B" in named:
+            parsed = {label: (label, "") for label in named}
+        elif odd := _odd_label(named):
+            raise SchemeError(
+                f"{odd[0]!r} has a position in an entity, as in BIO, but {odd[1]!r} has none; "
+                f"write every label but {OUTSIDE} with its position"
+            )
+        else:
+            return None
+    positions = {at.upper() for at, _ in parsed.values()}
+    if not any(positions <= set(scheme) for scheme in _SCHEMES):
+        raise SchemeError(
+            f"the positions {', '.join(sorted(positions))} are of no scheme (BIO, IOBES, BILOU, "
+            "BMES)"
+        )
+    as_iobes = {label: f"{_AS_IOBES[at.upper()]}-{name}" for label, (at, name) in parsed.items()}
+    return {OUTSIDE: OUTSIDE, **as_iobes}
+
+
+def entities(
+    labels: tuple[str, ...], sentences: Sequence[Sequence[str]]
+) -> set[tuple[str, int, int]]:
+    """Return the entities of sentences, as conlleval finds them: type, first and last word.
+
+    Args:
+        labels: the labels of the task; they have a scheme.
+        sentences: labels of the words of each sentence.
+    """
+    from seqeval.metrics.sequence_labeling import get_entities
+
+    scheme = entity_labels(labels)
+    assert scheme is not None
+    return set(get_entities([[scheme[label] for label in tags] for tags in sentences]))
+
+
+def _odd_label(named: Sequence[str]) -> tuple[str, str] | None:
+    """Return a label that begins or ends with B or I as in BIO, and one that does not."""
+    for pattern, group in ((_BEFORE, 1), (_AFTER, 2)):
+        has = {label: match[group] for label in named if (match := pattern.fullmatch(label))}
+        if {"B", "I"} & set(has.values()):
+            return next(iter(has)), next(label for label in named if label not in has)
+    return None

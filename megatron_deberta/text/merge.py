@@ -1,25 +1,42 @@
-"""Merging of whole shards into one, resumable and on any executor."""
+"""Merging of the parts of a job, or of whole shards, into shards, resumable on any executor."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from megatron_deberta.data.shards.format import idx_path, refuse_duplicates, refuse_existing
-from megatron_deberta.data.shards.manifest import ShardManifest
+import numpy.typing as npt
+
+from megatron_deberta.data.shards.format import (
+    bin_path,
+    idx_path,
+    manifest_path,
+    refuse_duplicates,
+    refuse_existing,
+)
+from megatron_deberta.data.shards.manifest import ShardManifest, encode_manifest
 from megatron_deberta.data.shards.merge import (
+    Call,
     DamagedPartError,
+    ReadIndex,
     ShardHashes,
+    ShardPart,
+    merge_calls,
     open_compatible,
     read_shard_index,
+    shard_layout,
     shard_part,
     sum_manifests,
 )
+from megatron_deberta.data.shards.writer import publish_shards, remove_indices, rename_staged
 from megatron_deberta.errors import ConfigError, DataError
-from megatron_deberta.text.jobs.executors import RunOptions, local_engine
+from megatron_deberta.files import write_atomically
+from megatron_deberta.text.jobs.executors import Engine, RunOptions, run_job, run_stage
 from megatron_deberta.text.jobs.folder import JobFolder, plan_digest
-from megatron_deberta.text.jobs.shards import StagedShards
+from megatron_deberta.text.jobs.progress import Advance
 
 
 def merge_shards(
@@ -47,7 +64,6 @@ def merge_shards(
     if os.path.realpath(idx_path(output)) in [os.path.realpath(idx_path(p)) for p in prefixes]:
         raise ConfigError(f"--output {output}: is one of the inputs; choose another name")
     folder = JobFolder(os.path.abspath(output))
-    folder.remove_leftovers()
     manifests = open_compatible(prefixes)
     parts = [shard_part(*each) for each in zip(prefixes, manifests, strict=True)]
     shard = StagedShards(
@@ -58,18 +74,102 @@ def merge_shards(
         read_index=read_shard_index,
     )
     plan = {"--input": [[part.name, *part.sha256] for part in parts]}
-    try:
-        with folder.locked(), contextlib.ExitStack() as stack:
-            folder.open(plan_digest(plan))
-            if not run.force and not folder.is_recorded("manifests"):
-                refuse_existing([output])
-            folder.begin(plan)
-            engine = run.engine or stack.enter_context(local_engine(run.workers))
+
+    def merge() -> ShardManifest:
+        folder.open(plan_digest(plan))
+        if not run.force and not folder.is_recorded("manifests"):
+            refuse_existing([output])
+        folder.begin(plan)
+        with run.open_engine() as engine:
             shard.merge(engine, run.advance, lambda _, hashes: sum_manifests(manifests, hashes))
-            merged = sum_manifests(manifests, folder.recorded("hash-0", ShardHashes))
-            folder.remove()
+        return sum_manifests(manifests, folder.recorded("hash-0", ShardHashes))
+
+    try:
+        merged = run_job(folder, run, find_result=lambda: None, work=lambda: None, publish=merge)
     except DamagedPartError as error:
         raise DataError(f"{error}; preprocess again") from error
     except OSError as error:
         raise DataError(f"{output}: cannot write the shard: {error}; is the disk full?") from error
+    assert merged is not None
     return merged
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagedShards:
+    """Shards of a job.
+
+    Attributes:
+        folder: of the job; locked by this process.
+        prefixes: final prefixes of the shards, in one folder.
+        dtype: token type.
+        parts: of each shard, in order.
+        read_index: of a part.
+        others: further files of the result: name in ``folder.staged``, and final path.
+    """
+
+    folder: JobFolder
+    prefixes: Sequence[str]
+    dtype: npt.DTypeLike
+    parts: Sequence[Sequence[ShardPart]]
+    read_index: ReadIndex
+    others: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def _staged(self) -> list[str]:
+        return [str(self.folder.staged / str(number)) for number in range(len(self.prefixes))]
+
+    def merge(
+        self,
+        engine: Engine,
+        advance: Advance,
+        describe: Callable[[int, ShardHashes], ShardManifest],
+    ) -> None:
+        """Copy the parts that are not copied yet, and publish; may be killed and called again.
+
+        Args:
+            engine: runs copies and hashes.
+            advance: shows progress.
+            describe: returns the manifest of a shard, from its number and hashes.
+
+        Raises:
+            DamagedPartError: a part is damaged.
+            DataError: a worker died, or another process has finished or restarted the job.
+            OSError: the disk is full, or a file cannot be read.
+        """
+        folder = self.folder
+        if not folder.is_recorded("manifests"):
+            allocated = folder.is_recorded("allocated")
+            calls: dict[str, Call] = {}
+            for number, (staged, parts) in enumerate(zip(self._staged, self.parts, strict=True)):
+                files = bin_path(staged), idx_path(staged)
+                if not allocated:
+                    # A full disk is found before anything is copied.
+                    shard_layout(self.dtype, parts).create(*files)
+                calls |= merge_calls(str(number), files, self.dtype, parts, self.read_index)
+            folder.record("allocated", {})
+            # Hashes take longest: a single process computes each.
+            order = sorted(calls, key=lambda name: name.startswith("copy"))
+            left = [
+                (_named, (name, *calls[name])) for name in order if not folder.is_recorded(name)
+            ]
+
+            def record(result: tuple[str, dict[str, Any]]) -> Counter[str]:
+                folder.record(*result)
+                return Counter({"text_bytes": result[1].get("text_bytes", 0)})
+
+            run_stage(engine, "merge", len(calls), left, advance, record)
+            for number, staged in enumerate(self._staged):
+                manifest = describe(number, folder.recorded(f"hash-{number}", ShardHashes))
+                write_atomically(manifest_path(staged), encode_manifest(manifest))
+            folder.record("manifests", {})
+        folder.check_lock()
+        if not folder.is_recorded("cleared"):
+            remove_indices(self.prefixes)
+            folder.record("cleared", {})
+        for name, path in self.others.items():
+            rename_staged(folder.staged / name, path)
+        publish_shards(self._staged, self.prefixes)
+
+
+def _named(name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str, Any]:
+    return name, function(*arguments)

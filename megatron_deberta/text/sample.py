@@ -12,23 +12,25 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from megatron_deberta.errors import ConfigError, MegatronDebertaError
-from megatron_deberta.text.deduplicate.output import QUARANTINE, concatenate
-from megatron_deberta.text.deduplicate.units import Record, UnitReader, plan_units
-from megatron_deberta.text.deduplicate.work import (
+from megatron_deberta.text.jobs.executors import RunOptions
+from megatron_deberta.text.jobs.folder import JobFolder
+from megatron_deberta.text.jobs.stages import (
+    QUARANTINE,
     StageRunner,
     TaskFolder,
     Work,
     begin_work,
+    check_again,
+    concatenate,
     make_plan,
 )
-from megatron_deberta.text.jobs.executors import RunOptions, local_engine
-from megatron_deberta.text.jobs.folder import JobFolder
-from megatron_deberta.text.preprocess.units import UNIT_BYTES
+from megatron_deberta.text.jobs.units import UNIT_BYTES
 from megatron_deberta.text.readers.checks import refuse_bad
 from megatron_deberta.text.readers.records import EMPTY, ReadOptions
 from megatron_deberta.text.readers.sources import Source
@@ -78,22 +80,23 @@ def sampled_lines(
     input_bytes = sum(source.size_bytes for source in sources)
     ratio = input_bytes / (INPUT_PER_SAMPLE * sample_bytes) if sample_bytes else 0
     parameters = {"sample": sample_bytes, "level": int(math.log2(max(ratio, 1)))}
-    plan = make_plan(parameters, options, sources, plan_units(sources, unit_bytes), "none")
+    plan = make_plan(parameters, options, sources, unit_bytes)
     folder = JobFolder(output)
     folder.remove_leftovers()
-    with contextlib.ExitStack() as stack:
-        work = stack.enter_context(begin_work(folder, plan))
+    check_again(folder, plan)
+    with folder.locked():
+        work = begin_work(folder, plan)
         try:
             check()
         except ConfigError:
             folder.remove()
             raise
-        count = run.workers if len(work.units) > 1 else 0
-        engine = run.engine or stack.enter_context(local_engine(count, start_method="spawn"))
-        runner = StageRunner(work, engine, run.advance)
+        run = run if len(work.units) > 1 else replace(run, workers=0)
         try:
-            runner.run("sample", _sample_unit, len(work.units))
-            runner.check()
+            with run.open_engine("spawn") as engine:
+                runner = StageRunner(work, engine, run.advance)
+                runner.run("sample", _sample_unit, len(work.units))
+                runner.check()
             _refuse_bad(work, run.allow_bad)
             yield _gather(work, sample_bytes)
         except MegatronDebertaError:
@@ -109,15 +112,9 @@ def _sample_unit(work: Work, task: int, folder: TaskFolder) -> None:
     least: int = work.parameters["level"]
     sizes = [0] * _MOST_LEVELS
     levels = bytearray()
-    quarantined: Counter[str] = Counter()
-    reader = UnitReader(work.units[task], work.sources, work.options)
     with folder.open("lines.txt") as stream, folder.open(QUARANTINE) as quarantine:
+        reader = work.read(task, folder, quarantine)
         for record in reader:
-            if not isinstance(record, Record):
-                source, defect = record
-                quarantined[defect.reason] += 1
-                quarantine.write(defect.describe(work.sources[source].name))
-                continue
             for line in split_lines(record.text):
                 # 1 - random() is in (0, 1].
                 level = min(int(-math.log2(1 - draw.random())), _MOST_LEVELS - 1)
@@ -126,10 +123,9 @@ def _sample_unit(work: Work, task: int, folder: TaskFolder) -> None:
                     stream.write(content + b"\n")
                     levels.append(level)
                     sizes[level] += len(content)
-    folder.counts = reader.counts
     folder.save_array("level", np.frombuffer(bytes(levels), np.uint8))
     records = reader.counts["documents"] + reader.counts["quarantined"]
-    folder.save_json("info", {"records": records, "quarantined": quarantined, "sizes": sizes})
+    folder.save_json("info", {"records": records, "quarantined": reader.reasons, "sizes": sizes})
 
 
 def _refuse_bad(work: Work, allow_bad: float | None) -> None:

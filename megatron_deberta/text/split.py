@@ -20,27 +20,26 @@ import numpy as np
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.files import sha256_file
 from megatron_deberta.parsing import read_json
-from megatron_deberta.text.deduplicate.output import (
-    CLUSTERS,
-    QUARANTINE,
-    add_counts,
-    concatenate,
-    take_parts,
-)
-from megatron_deberta.text.deduplicate.pipeline import Compression, fill_folder, refuse_inputs
+from megatron_deberta.text.deduplicate.pipeline import CLUSTERS
 from megatron_deberta.text.deduplicate.shingles import digest_of
-from megatron_deberta.text.deduplicate.units import Record, UnitReader, plan_units
-from megatron_deberta.text.deduplicate.work import (
+from megatron_deberta.text.jobs.executors import RunOptions
+from megatron_deberta.text.jobs.stages import (
+    QUARANTINE,
     Array,
+    Compression,
     NoDocumentsError,
     StageRunner,
     TaskFolder,
     Work,
+    add_counts,
+    concatenate,
+    fill_folder,
     load_array,
     make_plan,
+    refuse_inputs,
+    take_parts,
 )
-from megatron_deberta.text.jobs.executors import RunOptions
-from megatron_deberta.text.preprocess.units import UNIT_BYTES
+from megatron_deberta.text.jobs.units import UNIT_BYTES
 from megatron_deberta.text.readers.checks import SIDES
 from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import SUMMARY, Source
@@ -96,8 +95,7 @@ def split(
         path = clusters / CLUSTERS
         _check_clusters(clusters, options)
         parameters |= {"clusters": str(path.resolve()), "clusters_sha256": sha256_file(path)}
-    units = plan_units(sources, unit_bytes)
-    plan = make_plan(parameters, options, sources, units, compression)
+    plan = make_plan(parameters, options, sources, unit_bytes, compression)
     return fill_folder(output, plan, _run_stages, _gather, run or RunOptions())
 
 
@@ -133,28 +131,21 @@ def _split_unit(work: Work, task: int, folder: TaskFolder) -> None:
     choose = _chooser(work)
     counts: Counter[str] = Counter(members=0)
     sizes: Counter[str] = Counter()
-    quarantined: Counter[str] = Counter()
     with (
         folder.open("train.jsonl", work.compression) as train,
         folder.open("validation.jsonl", work.compression) as validation,
         folder.open(QUARANTINE) as quarantine,
     ):
         streams = {"train": train, "validation": validation}
-        reader = UnitReader(work.units[task], work.sources, work.options)
+        reader = work.read(task, folder, quarantine)
         for record in reader:
-            if isinstance(record, Record):
-                side, is_member = choose(digest_of(record.text))
-                counts[side] += 1
-                counts["members"] += is_member
-                sizes[side] += len(record.content)
-                streams[side].write(record.content + b"\n")
-                continue
-            source, defect = record
-            quarantined[defect.reason] += 1
-            quarantine.write(defect.describe(work.sources[source].name))
-    folder.counts = reader.counts
+            side, is_member = choose(digest_of(record.text))
+            counts[side] += 1
+            counts["members"] += is_member
+            sizes[side] += len(record.content)
+            streams[side].write(record.content + b"\n")
     info = {f"{side}_bytes": size for side, size in sizes.items()}
-    folder.save_json("info", {**counts, **info, "quarantined": quarantined})
+    folder.save_json("info", {**counts, **info, "quarantined": reader.reasons})
 
 
 def _chooser(work: Work) -> Callable[[bytes], tuple[str, bool]]:

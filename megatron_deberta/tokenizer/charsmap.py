@@ -32,6 +32,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Regex, normalizers
 
+from megatron_deberta.hashing import finalize_array
+
 logger = logging.getLogger(__name__)
 
 _MATCH_END, _CLUSTER_CUT = "\ufdda\U0008fffe", "\ufddb\U0009fffe"
@@ -336,7 +338,7 @@ class _Trie:
             levels[:0:-1], parents[:0:-1], levels[-2::-1], strict=True
         ):
             hashes[states] += self._ends[states].astype(np.uint64) * np.uint64(0x632BE59BD9B4E019)
-            mixed = _mixed(hashes[states] * np.uint64(257) + labels[states])
+            mixed = finalize_array(hashes[states] * np.uint64(257) + labels[states])
             sums = np.zeros(above.size, np.uint64)
             np.add.at(sums, owners, mixed)
             hashes[above] = sums
@@ -401,14 +403,6 @@ class _Trie:
 @functools.lru_cache(maxsize=1)
 def _trie(charsmap: bytes) -> _Trie:
     return _Trie(charsmap)
-
-
-def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Mix the bits of hashes (the finalizer of splitmix64)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31))
-    return mixed
 
 
 def _class(characters: Iterable[str]) -> str:

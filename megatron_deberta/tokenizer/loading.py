@@ -7,25 +7,29 @@ plain text, are rejected.
 from __future__ import annotations
 
 import logging
+import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
 import orjson
 from pydantic import Field
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 from typing_extensions import TypedDict
 
 from megatron_deberta.errors import DataError, MissingInputError
 from megatron_deberta.files import did_you_mean
 from megatron_deberta.parsing import Number, parse_json
-from megatron_deberta.tokenizer.charsmap import is_longest_match
-from megatron_deberta.tokenizer.sentencepiece_model import build_backend, rows_for
+from megatron_deberta.tokenizer.charsmap import is_longest_match, longest_match_normalizer
 from megatron_deberta.tokenizer.special_tokens import (
+    SPACE_PIECE,
     USUAL_NAMES,
+    SpecialTokens,
     add_special_tokens,
     declare_special_tokens,
     has_guard,
@@ -68,7 +72,11 @@ class _Spec(TypedDict):
     pre_tokenizer: dict[str, Any] | None
 
 
-_LAYOUTS = "tokenizer.json, spm.model (or one other *.model), or vocab.json with merges.txt"
+# Begins the name of the normalization in models of our own training: text is composed before it.
+COMPOSED = "nfc+"
+_UNIGRAM, _BPE = 1, 2
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_FILES = "tokenizer.json, spm.model (or one other *.model), or vocab.json with merges.txt"
 
 
 def load_tokenizer(path: str) -> Tokenizer:
@@ -97,11 +105,11 @@ def _load(path: str) -> Tokenizer:
             return _load_sentencepiece(model)
         if (files := _find_byte_level(location)) is not None:
             return _load_byte_level(*files, f"tokenizer {location}")
-        raise MissingInputError(f"tokenizer {path}: expected {_LAYOUTS} in this folder")
+        raise MissingInputError(f"tokenizer {path}: expected {_FILES} in this folder")
     if not location.is_file():
         raise MissingInputError(
             f"tokenizer {path}: no such file or folder"
-            f"{did_you_mean(location) or f'; expected {_LAYOUTS}'}"
+            f"{did_you_mean(location) or f'; expected {_FILES}'}"
         )
     return _load_json(location) if location.suffix == ".json" else _load_sentencepiece(location)
 
@@ -295,3 +303,145 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
+
+
+def rows_for(num_tokens: int) -> int:
+    """Return the rows of the embedding table for a SentencePiece vocabulary.
+
+    Source: the DeBERTa v2 and v3 releases, rounded up to hundreds: 128,100 rows for 128,000 pieces
+    and [MASK].
+    """
+    return math.ceil(num_tokens / 100) * 100
+
+
+def build_backend(content: bytes, where: str) -> tuple[Backend, SpecialTokens]:
+    """Build the pipeline of a SentencePiece model, missing special tokens appended.
+
+    Pieces keep their ids. Text is normalized as SentencePiece does it, and before that brought to
+    NFC if the model is of our own training. Extra spaces are removed if the model says so. Text
+    after a special token continues the word, as in training: ``[MASK].`` ends in the piece of a
+    full stop after a word, not in that of one at the beginning of a text.
+
+    Args:
+        content: bytes of the ``.model`` file.
+        where: its name in errors.
+
+    Raises:
+        DataError: not a SentencePiece model, or one with settings that have no equivalent.
+    """
+    proto = _parse_model(content, where)
+    _check_supported(proto, where)
+    special = _special_tokens(proto)
+    is_unigram = proto.trainer_spec.model_type == _UNIGRAM
+    backend = Backend(_unigram_model(proto) if is_unigram else _bpe_model(proto))
+    tidy = proto.normalizer_spec.remove_extra_whitespaces
+    backend.normalizer = _sentencepiece_normalizer(proto.normalizer_spec, where)
+    metaspace = pre_tokenizers.Metaspace(
+        replacement=SPACE_PIECE,
+        prepend_scheme="first" if proto.normalizer_spec.add_dummy_prefix else "never",
+        split=tidy and proto.trainer_spec.split_by_whitespace,
+    )
+    apart = [piece.piece for piece in proto.pieces if piece.type != _NORMAL]
+    backend.pre_tokenizer = with_guard(metaspace, apart) if is_unigram else metaspace
+    spaces = decoders.Replace(SPACE_PIECE, " "), decoders.Strip(" ", 1, 0)
+    fallback = decoders.ByteFallback(), decoders.Fuse()
+    backend.decoder = decoders.Sequence([spaces[0], *fallback, spaces[1]])
+    backend.add_tokens(
+        [AddedToken(p.piece, normalized=False) for p in proto.pieces if p.type == _USER_DEFINED]
+    )
+    add_special_tokens(backend, [p.piece for p in proto.pieces if p.type in (_CONTROL, _UNKNOWN)])
+    declare_special_tokens(backend, special)
+    return backend, special
+
+
+def named_as_composing(content: bytes) -> bytes:
+    """Return a trained model whose name of the normalization says that text is composed first.
+
+    SentencePiece does not read the name.
+    """
+    proto = _parse_model(content, "the trained model")
+    proto.normalizer_spec.name = COMPOSED + proto.normalizer_spec.name
+    return bytes(proto.SerializeToString())
+
+
+def _parse_model(content: bytes, where: str) -> Any:
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto()
+    try:
+        proto.ParseFromString(content)
+    except DecodeError as error:
+        raise DataError(f"{where}: not a SentencePiece model ({error})") from error
+    if not proto.pieces:
+        raise DataError(f"{where}: not a SentencePiece model (it has no pieces)")
+    return proto
+
+
+def _check_supported(proto: Any, where: str) -> None:
+    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    if trainer.model_type not in (_UNIGRAM, _BPE):
+        raise DataError(f"{where}: model_type {trainer.model_type} is neither unigram nor bpe")
+    if trainer.treat_whitespace_as_suffix or not normalizer.escape_whitespaces:
+        raise DataError(
+            f"{where}: treat_whitespace_as_suffix=true and escape_whitespaces=false are not "
+            "supported; train with SentencePiece's defaults"
+        )
+    name, count = Counter(piece.piece for piece in proto.pieces).most_common(1)[0]
+    if count > 1:
+        raise DataError(f"{where}: piece {name!r} occurs twice")
+
+
+def _special_tokens(proto: Any) -> SpecialTokens:
+    control = {piece.piece for piece in proto.pieces if piece.type == _CONTROL}
+    special = usual_special_tokens(control)
+    unknown = next((piece.piece for piece in proto.pieces if piece.type == _UNKNOWN), special.unk)
+    return replace(special, unk=unknown)
+
+
+def _sentencepiece_normalizer(spec: Any, where: str) -> normalizers.Sequence:
+    steps: list[normalizers.Normalizer] = []
+    if spec.name.startswith(COMPOSED):
+        steps.append(normalizers.NFC())
+    if spec.precompiled_charsmap:
+        try:
+            steps += longest_match_normalizer(spec.precompiled_charsmap)
+        except ValueError as error:
+            raise DataError(f"{where}: {error}") from error
+    if spec.remove_extra_whitespaces:
+        # A leading space is kept: the metaspace would add the same one.
+        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+        steps.append(normalizers.Replace(Regex(" \\z"), ""))
+    return normalizers.Sequence(steps)
+
+
+def _unigram_model(proto: Any) -> models.Unigram:
+    # Nine digits identify a float32 score and, unlike seventeen, survive the library's JSON reader.
+    return models.Unigram(
+        [(piece.piece, float(f"{piece.score:.9g}")) for piece in proto.pieces],
+        unk_id=proto.trainer_spec.unk_id,
+        byte_fallback=proto.trainer_spec.byte_fallback,
+    )
+
+
+def _bpe_model(proto: Any) -> models.BPE:
+    """Derive the merges: every split of a piece into two pieces, best score first.
+
+    SentencePiece merges the neighbours whose union has the best score. Only normal pieces are
+    merged, so text never becomes a control or byte piece.
+    """
+    scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == _NORMAL}
+    ids = {piece.piece: token_id for token_id, piece in enumerate(proto.pieces)}
+    merges: list[tuple[float, int, int, tuple[str, str]]] = []
+    for piece, score in scores.items():
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in scores and right in scores:
+                merges.append((-score, ids[left], ids[right], (left, right)))
+    return models.BPE(
+        vocab=ids,
+        merges=[pair for *_, pair in sorted(merges)],
+        unk_token=next((p.piece for p in proto.pieces if p.type == _UNKNOWN), None),
+        fuse_unk=True,
+        byte_fallback=proto.trainer_spec.byte_fallback,
+    )

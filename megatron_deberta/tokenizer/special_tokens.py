@@ -14,6 +14,7 @@ from tokenizers.processors import TemplateProcessing
 
 from megatron_deberta.errors import DataError
 
+SPACE_PIECE = "\u2581"
 # Usual names of each role: those of DeBERTa and BERT, then those of RoBERTa.
 USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "pad": ("[PAD]", "<pad>"),

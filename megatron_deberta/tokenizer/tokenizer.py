@@ -21,7 +21,7 @@ from megatron_deberta.tokenizer.charsmap import (
     is_longest_match,
     without_separators,
 )
-from megatron_deberta.tokenizer.special_tokens import SpecialTokens
+from megatron_deberta.tokenizer.special_tokens import SPACE_PIECE, SpecialTokens
 
 if TYPE_CHECKING:
     from megatron_deberta.tokenizer.word_cache import WordCache
@@ -34,7 +34,7 @@ SIZE_KEY = "model_vocab_size"
 # Largest size of a vocabulary; tables of this many entries fit into any machine's memory.
 MAX_ROWS = 1 << 24
 # SentencePiece's space, and byte-level BPE's space, newline, tab and carriage return.
-_WORD_STARTS = ("\u2581", "Ġ", "Ċ", "ĉ", "č")
+_WORD_STARTS = (SPACE_PIECE, "Ġ", "Ċ", "ĉ", "č")
 # Vowels and final consonants of Hangul, half-width ones, and half-width voicing marks.
 _OTHER_MARKS = frozenset(map(chr, [*range(0x1160, 0x1200), *range(0xFF9E, 0xFFDD)]))
 
@@ -303,7 +303,7 @@ class Tokenizer:
         """
         piece = self.piece(token_id)
         if self._backend.decoder is None:
-            return piece.replace("\u2581", " ")
+            return piece.replace(SPACE_PIECE, " ")
         # Decoded after a letter: the decoder removes the space at the beginning of a text.
         text: str = self._backend.decoder.decode(["a", piece])[1:]
         return piece if "\ufffd" in text else text

@@ -12,8 +12,7 @@ from typing import Literal
 
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.files import published_folder
-from megatron_deberta.tokenizer.loading import sentencepiece_tokenizer
-from megatron_deberta.tokenizer.sentencepiece_model import named_as_composing
+from megatron_deberta.tokenizer.loading import named_as_composing, sentencepiece_tokenizer
 from megatron_deberta.tokenizer.tokenizer import (
     CONFIG_FILE,
     JSON_FILE,

@@ -17,15 +17,21 @@ import numpy.typing as npt
 import pyarrow
 import pyarrow.compute
 from tokenizers import Tokenizer as Backend
+from tokenizers.pre_tokenizers import Metaspace
 
 from megatron_deberta.tokenizer.charsmap import without_separators
-from megatron_deberta.tokenizer.unigram_search import Ids, Lengths, UnigramSearch
+from megatron_deberta.tokenizer.special_tokens import SPACE_PIECE
+
+Ids = npt.NDArray[np.int32]
+Lengths = npt.NDArray[np.int64]
 
 # Words in the cache. With half as many, words of 77 MB of novels were evicted and met again.
 _MAX_WORDS = 1 << 19
 # Characters of a text after which it is cut.
 _MOST_CHARACTERS = 1 << 23
 _LONGEST_KEPT = 64
+# New words that the library encodes at once; more are not faster.
+_WORDS_AT_ONCE = 1 << 9
 # Words whose ids are copied at once.
 _GATHERED_WORDS = 1 << 16
 # Characters of cached words beyond which the cache is reduced, however few words it has.
@@ -231,13 +237,17 @@ class _WordEncoder:
         self, spec: Mapping[str, Any], backend: Backend, encode: Callable[[str], list[int]]
     ) -> None:
         self._encode = encode
-        self._search = UnigramSearch(spec["model"]["vocab"])
+        pieces = [piece for piece, _ in spec["model"]["vocab"]]
+        self._begins_word = np.array([piece.startswith(SPACE_PIECE) for piece in pieces])
+        # The model itself, which is not copied, without normalization.
+        self._model = Backend(backend.model)
+        self._model.pre_tokenizer = Metaspace(prepend_scheme="always")
+        # A word of pieces has no unknown character, and begins with the piece of a space.
         unchanged = "".join(
-            character
-            for character in self._search.characters
-            if not _INTERACTING.match(character)
-            and character not in _SPACES
-            and backend.normalizer.normalize_str(character) == character
+            piece
+            for piece in sorted(set(pieces) if SPACE_PIECE in pieces else ())
+            if re.fullmatch(f"[{_LONE}]", piece)
+            and backend.normalizer.normalize_str(piece) == piece
         )
         _, *guards = _pre_tokenizers(spec)
         apart = "".join(f"(?!.*(?:{guard['pattern']['Regex']}))" for guard in guards)
@@ -246,14 +256,22 @@ class _WordEncoder:
         self.is_plain = re.compile(pattern).fullmatch
 
     def encode_plain(self, words: Sequence[str]) -> tuple[Ids, Lengths]:
-        """Encode words for which ``is_plain`` holds."""
-        return self._search([word[:-1] for word in words])
+        """Encode words for which ``is_plain`` holds; return their ids, and how many each has."""
+        parts = [_NO_IDS]
+        for first in range(0, len(words), _WORDS_AT_ONCE):
+            text = "".join(words[first : first + _WORDS_AT_ONCE])[:-1]
+            (found,) = self._model.encode_batch_fast([text], add_special_tokens=False)
+            parts.append(np.array(found.ids, np.int32))
+        ids = np.concatenate(parts)
+        begins = np.flatnonzero(self._begins_word[ids])
+        return ids, np.diff(begins, append=ids.size)
 
     def encode_other(self, words: Sequence[str]) -> tuple[Ids, Lengths, npt.NDArray[np.bool_]]:
         """Encode other words.
 
         Returns:
-            As ``UnigramSearch``, and which words depend on their neighbours (they have no ids).
+            Ids, their number per word, and which words depend on their neighbours: these have no
+            ids.
         """
         interacts = np.fromiter(map(bool, map(_INTERACTING.search, words)), np.bool_, len(words))
         ids, sizes = _join(

@@ -10,31 +10,25 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import ClassVar
 
-from megatron_deberta.checkpoint.background import Saved
 from megatron_deberta.checkpoint.retention import Retention
-from megatron_deberta.config.phases import segment_at, segments
+from megatron_deberta.checkpoint.saver import Saved
+from megatron_deberta.config.phases import last_step, segment_at, segments
 from megatron_deberta.config.schema import CheckpointConfig
 from megatron_deberta.distributed.control import all_reduce_any
 from megatron_deberta.errors import CheckpointError
+from megatron_deberta.evaluate.minimal_pairs import MinimalPairTask
+from megatron_deberta.evaluate.selection import SCORE, Selection, record_selection, select_committed
+from megatron_deberta.evaluate.validation import Evaluation
+from megatron_deberta.evaluate.validation_samples import FILE_NAME as SAMPLES_FILE
+from megatron_deberta.evaluate.validation_samples import SampleRecorder, SampleWriter
 from megatron_deberta.observe.console import StepRecord
-from megatron_deberta.observe.json_lines import JsonLines
-from megatron_deberta.observe.metrics import RecordKind
+from megatron_deberta.observe.metrics import JsonLines, RecordKind
 from megatron_deberta.observe.progress import Section
 from megatron_deberta.observe.timeline import Timeline
 from megatron_deberta.train.data import Validator
-from megatron_deberta.train.evaluate import Evaluation
-from megatron_deberta.train.minimal_pairs import MinimalPairTask
 from megatron_deberta.train.records import RunRecords
-from megatron_deberta.train.selection import (
-    SCORE,
-    Selection,
-    record_selection,
-    select_committed,
-)
 from megatron_deberta.train.state import Ending, StepResult
-from megatron_deberta.train.trainer import Callback, Trainer, last_step
-from megatron_deberta.train.validation_samples import FILE_NAME as SAMPLES_FILE
-from megatron_deberta.train.validation_samples import SampleRecorder, SampleWriter
+from megatron_deberta.train.trainer import Callback, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -272,8 +266,10 @@ class Validate(PeriodicEvaluation):
         self._evaluate = recorder.watch(self._validation(trainer, trainer.validator))
         if records is not None:
             lines = JsonLines(records.run_dir / SAMPLES_FILE, trainer.saver.fence.check)
+            # Those of steps that are repeated are removed.
+            lines.cut_after(records.first_step)
             path = trainer.data.identity.tokenizer_path
-            self._writer = SampleWriter(lines, recorder, path, records)
+            self._writer = SampleWriter(lines, recorder, path)
         self._repeat_missing(trainer)
 
     def _repeat_missing(self, trainer: Trainer) -> None:
@@ -311,8 +307,10 @@ class Validate(PeriodicEvaluation):
 
     def show(self, trainer: Trainer, evaluation: Evaluation) -> None:
         """Record the metrics and the samples."""
+        assert trainer.records is not None
         assert self._writer is not None
-        self._writer.report(trainer.state.step, evaluation)
+        trainer.records.report(trainer.state.step, evaluation)
+        self._writer.write(trainer.state.step)
 
 
 @dataclass(frozen=True)

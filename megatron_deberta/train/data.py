@@ -26,11 +26,11 @@ from megatron_deberta.data.shards.statistics import PACKINGS
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import ConfigError
+from megatron_deberta.evaluate.validation import Evaluation, evaluate
 from megatron_deberta.model.flops import recomputed_flops
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.observe.throughput import StepWork
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
-from megatron_deberta.train.evaluate import Evaluation, evaluate
 from megatron_deberta.train.fingerprint import run_fingerprint
 from megatron_deberta.train.records import RunRecords
 from megatron_deberta.train.start import Identity
@@ -38,7 +38,7 @@ from megatron_deberta.train.start import Identity
 logger = logging.getLogger(__name__)
 
 # Masking probability of the release, above which its generator spends its budget early in a row
-_RELEASED_RATE = 0.15
+_MICROSOFT_RATE = 0.15
 # Factor by which the validation's share of the tokens may miss its share of the documents.
 _FAR_SHARE = 1.5
 # ``data.train`` and ``data.validation``
@@ -218,12 +218,12 @@ def open_pretraining_data(
 
 
 def _warn_of_masking(config: RunConfig) -> None:
-    """Warn where the released masking leaves the end of rows almost unmasked."""
+    """Warn where Microsoft's masking leaves the end of rows almost unmasked."""
     for part in segments(config):
         objective = part.config.objective
-        if objective.masking == "released" and objective.mask_probability > _RELEASED_RATE:
+        if objective.masking == "microsoft" and objective.mask_probability > _MICROSOFT_RATE:
             logger.warning(
-                "objective.masking=released with objective.mask_probability=%g: the end of a row "
+                "objective.masking=microsoft with objective.mask_probability=%g: the end of a row "
                 "is masked far less than its beginning; use objective.masking=uniform (rates by "
                 "eighth of a row: megatron-deberta inspect data)",
                 objective.mask_probability,

@@ -12,21 +12,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from megatron_deberta.checkpoint.fence import Fence
 from megatron_deberta.checkpoint.layout import committed_steps
-from megatron_deberta.checkpoint.local.history import History
-from megatron_deberta.checkpoint.local.limits import LISTING_SECONDS, within
-from megatron_deberta.checkpoint.local.nodes import Nodes
-from megatron_deberta.checkpoint.local.recovery import LocalRecovery
-from megatron_deberta.checkpoint.local.saver import LocalSaver
-from megatron_deberta.checkpoint.local.schedule import SaveSchedule
+from megatron_deberta.checkpoint.local.parts import LISTING_SECONDS, within
+from megatron_deberta.checkpoint.local.recovery import History, LocalRecovery
+from megatron_deberta.checkpoint.local.saver import LocalSaver, Nodes, SaveSchedule
+from megatron_deberta.checkpoint.writer import Fence
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.control import (
     broadcast_from_rank_zero,
     broadcast_text,
     raise_on_all_ranks,
 )
-from megatron_deberta.distributed.parallelize.spec import ParameterSpec
+from megatron_deberta.distributed.parallelize.plan import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import Engine
 from megatron_deberta.errors import CheckpointError

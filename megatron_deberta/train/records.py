@@ -10,24 +10,24 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_deberta.checkpoint.background import Saved
-from megatron_deberta.checkpoint.fence import UNLOCKED, Fence
+from megatron_deberta.checkpoint.saver import Saved
+from megatron_deberta.checkpoint.writer import UNLOCKED, Fence
 from megatron_deberta.config import config_to_dict, save_config
 from megatron_deberta.config.rules import causal_fraction
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.build import Corpora, validation_loader
 from megatron_deberta.data.dataset.unigram import unigram_cross_entropy, unigram_log_probabilities
 from megatron_deberta.data.vocabulary import Vocabulary
+from megatron_deberta.evaluate.validation import Evaluation
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.observe.console import LiveConsole
 from megatron_deberta.observe.metrics import (
     MetricsWriter,
     RecordKind,
+    WandbWriter,
     plot_loss,
     read_metrics,
 )
-from megatron_deberta.observe.wandb_writer import WandbWriter
-from megatron_deberta.train.evaluate import Evaluation
 from megatron_deberta.train.stability.rollback import Rollback
 from megatron_deberta.train.stability.verdict import Verdict
 

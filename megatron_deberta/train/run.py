@@ -12,19 +12,25 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from megatron_deberta.checkpoint.background import Saver
-from megatron_deberta.checkpoint.fence import Fence
 from megatron_deberta.checkpoint.retention import delete_leftovers
+from megatron_deberta.checkpoint.saver import Saver
+from megatron_deberta.checkpoint.writer import Fence
 from megatron_deberta.config import validate_for_world
-from megatron_deberta.config.phases import segment_at
+from megatron_deberta.config.phases import last_step, segment_at
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.control import broadcast_from_rank_zero, raise_on_all_ranks
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.distributed.parallelize.build import initial_weights
-from megatron_deberta.distributed.topology import ProcessGroups, init_process_groups, shutdown
+from megatron_deberta.distributed.topology import (
+    ProcessGroups,
+    choose_device,
+    init_process_groups,
+    shutdown,
+)
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REQUEUE
-from megatron_deberta.observe.logs import setup_logging
+from megatron_deberta.evaluate.minimal_pairs import open_minimal_pairs
+from megatron_deberta.observe.console import setup_logging
 from megatron_deberta.observe.progress import ProgressObserver, Section
 from megatron_deberta.observe.timeline import SectionTimer, Timeline
 from megatron_deberta.train.callbacks import (
@@ -38,19 +44,13 @@ from megatron_deberta.train.callbacks import (
 )
 from megatron_deberta.train.data import OpenData, open_pretraining_data
 from megatron_deberta.train.local_checkpoints import LocalCheckpoints, SaveLocalCheckpoints
-from megatron_deberta.train.minimal_pairs import open_minimal_pairs
 from megatron_deberta.train.preemption import StopSignal
-from megatron_deberta.train.setup import (
-    build_rank_model,
-    choose_background_saves,
-    choose_device,
-    set_determinism,
-)
+from megatron_deberta.train.setup import build_rank_model, choose_background_saves, set_determinism
 from megatron_deberta.train.stability.guard import Guard
 from megatron_deberta.train.start import OpenWeights, choose_start, load_start, refusals
 from megatron_deberta.train.state import Ending, FolderLock
 from megatron_deberta.train.summary import describe_end, describe_nothing_left, describe_start
-from megatron_deberta.train.trainer import Callback, Trainer, last_step
+from megatron_deberta.train.trainer import Callback, Trainer
 from megatron_deberta.train.vocab_size import with_vocab_size
 
 EXIT_CODES = {Ending.PREEMPTED: EXIT_REQUEUE, Ending.INTERRUPTED: EXIT_INTERRUPTED}

@@ -10,30 +10,17 @@ from collections.abc import Mapping
 import psutil
 import torch
 
-from megatron_deberta.checkpoint.held_state import FREE_SHARE, copy_bytes, state_bytes
+from megatron_deberta.checkpoint.saver import FREE_SHARE, copy_bytes, state_bytes
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.control import all_reduce_any
 from megatron_deberta.distributed.environment import RankEnvironment, read_environment
 from megatron_deberta.distributed.parallelize.build import ShardedModel, build_model
-from megatron_deberta.distributed.parallelize.spec import ParameterSpec
+from megatron_deberta.distributed.parallelize.plan import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.errors import ConfigError
 from megatron_deberta.observe.throughput import StepWork, ThroughputMeter, measure_matmul_rate
 
 # Values of ``precision.dtype`` as torch dtypes
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def choose_device(config: RunConfig) -> torch.device:
-    """Resolve ``train.device`` on this machine.
-
-    Raises:
-        ConfigError: ``train.device=cuda`` and CUDA is not available.
-    """
-    available = torch.cuda.is_available()
-    if config.train.device == "cuda" and not available:
-        raise ConfigError("train.device=cuda but CUDA is not available here; use auto or cpu")
-    return torch.device("cuda" if available and config.train.device != "cpu" else "cpu")
 
 
 def set_determinism(device: torch.device, environment: RankEnvironment) -> None:
@@ -71,7 +58,7 @@ def build_rank_model(config: RunConfig, groups: ProcessGroups) -> ShardedModel:
     partition = None
     if config.precision.engine == "deepspeed" and config.precision.zero_stage == 3:
         # Imported here because importing DeepSpeed is slow and reads the environment.
-        from megatron_deberta.engine.deepspeed_runtime import zero3_partition
+        from megatron_deberta.engine.deepspeed_engine import zero3_partition
 
         partition = functools.partial(zero3_partition, groups=groups, config=config)
     return build_model(config, groups, DTYPES[config.precision.dtype], partition=partition)

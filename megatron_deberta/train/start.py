@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,21 +11,18 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_deberta.checkpoint import store
-from megatron_deberta.checkpoint.layout import COMMITTED_FILE, committed_steps, find_best
-from megatron_deberta.checkpoint.parts import open_part
-from megatron_deberta.checkpoint.positions import ExtendedPositions
-from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.checkpoint.layout import COMMITTED_FILE, committed_steps
+from megatron_deberta.checkpoint.reader import CheckpointReader, StoredRun
 from megatron_deberta.checkpoint.resume import (
     check_continuation,
     check_resume,
     check_same_architecture,
 )
-from megatron_deberta.checkpoint.store import StoredRun
-from megatron_deberta.checkpoint.task_head import TaskHead
+from megatron_deberta.checkpoint.views import ExtendedPositions, TaskHead, open_part
 from megatron_deberta.config import config_from_dict
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.control import broadcast_from_rank_zero, raise_on_all_ranks
-from megatron_deberta.distributed.parallelize.spec import ParameterSpec
+from megatron_deberta.distributed.parallelize.plan import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import Engine
 from megatron_deberta.errors import EXIT_USAGE, CheckpointError, ConfigError, DataError
@@ -131,11 +128,7 @@ def choose_start(
             allow_change=allow_config_change,
         )
         logger.info("resuming from %s", reader.path)
-        for change in changed:
-            logger.info("changed since then: %s", change)
-        state, guard = resumed_position(config, groups, reader)
-        dtype = reader.metadata.config["precision"]["dtype"]
-        return Start(state, guard, reader, other_dtype=dtype != config.precision.dtype)
+        return _continued(config, reader, changed, *resumed_position(config, groups, reader))
     if resume == "must":
         raise CheckpointError(
             f"checkpoint.resume=must but train.run_dir={run_dir} has no committed checkpoint; "
@@ -144,9 +137,8 @@ def choose_start(
     if config.checkpoint.continue_from:
         return _continue(config, groups, identity)
     if config.finetune.task and config.checkpoint.load_from:
-        path = Path(config.checkpoint.load_from or "")
-        is_checkpoint = (path / COMMITTED_FILE).exists() or store.find_newest(path) is not None
-        if open_weights is None or is_checkpoint:
+        path = Path(config.checkpoint.load_from)
+        if open_weights is None or store.find_checkpoint(path) is not None:
             reader = _open_weights(config, groups, identity)
             saved = config_from_dict(reader.metadata.config, str(reader.path))
             own, weights = open_part(reader, saved.model, "discriminator")
@@ -179,12 +171,22 @@ def _continue(config: RunConfig, groups: ProcessGroups, identity: Identity) -> S
         reader, config, tokenizer_fingerprint=identity.tokenizer_fingerprint
     )
     logger.info("continuing %s", path)
+    state = TrainState(reader.metadata.step, reader.metadata.consumed_samples)
+    return _continued(config, reader, changed, state, guard_state(reader))
+
+
+def _continued(
+    config: RunConfig,
+    reader: CheckpointReader,
+    changed: Iterable[str],
+    state: TrainState,
+    guard: GuardState,
+) -> Start:
+    """Return the start from a checkpoint with its optimizer state, and log what has changed."""
     for change in changed:
         logger.info("changed since then: %s", change)
-    saved = reader.metadata
-    state = TrainState(saved.step, saved.consumed_samples)
-    dtype = saved.config["precision"]["dtype"]
-    return Start(state, guard_state(reader), reader, other_dtype=dtype != config.precision.dtype)
+    dtype = reader.metadata.config["precision"]["dtype"]
+    return Start(state, guard, reader, other_dtype=dtype != config.precision.dtype)
 
 
 def load_start(
@@ -220,9 +222,8 @@ def load_start(
 
 def _open_weights(config: RunConfig, groups: ProcessGroups, identity: Identity) -> CheckpointReader:
     """Open ``checkpoint.load_from``: a checkpoint, or the newest one of a run folder."""
-    path = Path(config.checkpoint.load_from or "")
-    if not (path / COMMITTED_FILE).exists():
-        path = find_best(path) or store.find_newest(path) or path
+    given = Path(config.checkpoint.load_from or "")
+    path = store.find_checkpoint(given) or given
     reader = store.open_intact(path, groups, hashes=config.checkpoint.verify)
     check_same_architecture(reader, config)
     if reader.metadata.tokenizer_fingerprint != identity.tokenizer_fingerprint:

@@ -73,7 +73,7 @@ class FolderLock(Protocol):
 
         Args:
             step: at which they computed.
-            verdict: its kind; a node with a ``lasting`` fault is excluded from now on.
+            verdict: its kind; a node with a ``persistent`` fault is excluded from now on.
             places: ``rank``, ``host`` and ``device`` of each suspect.
         """
         ...

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.batch import MicroBatch
+from megatron_deberta.distributed.control import sum_over_batch_ranks
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import Engine, StepOutcome
 from megatron_deberta.engine.schedule import learning_rate
@@ -22,23 +23,10 @@ from megatron_deberta.errors import LossScaleError, NumericsError
 from megatron_deberta.model.dropout import DropoutSeeds
 from megatron_deberta.objectives import NO_COUNTS, Mean, Update, build_objective
 from megatron_deberta.train.forward_timer import ForwardTimer
-from megatron_deberta.train.stability.guard import Guard, Skip
-from megatron_deberta.train.stability.nonfinite_gradients import NonfiniteGradients
+from megatron_deberta.train.stability.guard import Guard, NonfiniteGradients, Skip
 from megatron_deberta.train.state import StepResult
 
 logger = logging.getLogger(__name__)
-
-
-def sum_over_batch_ranks(numbers: Tensor, groups: ProcessGroups) -> Tensor:
-    """Sum a tensor over data-parallel ranks, in place. Collective over these ranks.
-
-    Args:
-        numbers: any shape, on ``groups.device``.
-        groups: process groups.
-    """
-    if groups.dp_group is not None:
-        dist.all_reduce(numbers, group=groups.dp_group)
-    return numbers
 
 
 class Flags(Protocol):

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from megatron_deberta.checkpoint.layout import committed_steps, step_dir
+from megatron_deberta.config.phases import last_step
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.objectives import build_objective
@@ -20,7 +21,6 @@ from megatron_deberta.train.preemption import STOP_FILE
 from megatron_deberta.train.records import UNIGRAM_METRIC
 from megatron_deberta.train.start import Start
 from megatron_deberta.train.state import Ending
-from megatron_deberta.train.trainer import last_step
 
 _LABEL_WIDTH = 12
 

@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 
 from rich.console import Console
 
-from megatron_deberta.checkpoint.background import Saved, Saver
 from megatron_deberta.checkpoint.layout import CheckpointMetadata
+from megatron_deberta.checkpoint.saver import Saved, Saver
 from megatron_deberta.config import batch_arithmetic, config_to_dict
-from megatron_deberta.config.phases import Segment, segment_at, segments
+from megatron_deberta.config.phases import Segment, last_step, segment_at, segments
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.batch import MicroBatch
 from megatron_deberta.data.sample_log import SampleLog
@@ -25,31 +25,25 @@ from megatron_deberta.distributed.parallelize.build import ShardedModel
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import Engine
 from megatron_deberta.errors import ReplicaError
+from megatron_deberta.evaluate.selection import Selection, open_selection
+from megatron_deberta.evaluate.validation import Evaluation
 from megatron_deberta.observe.metrics import RecordKind
 from megatron_deberta.observe.progress import ProgressObserver, Section
 from megatron_deberta.observe.throughput import ThroughputMeter
 from megatron_deberta.train.data import RunData, Validator
-from megatron_deberta.train.evaluate import Evaluation
 from megatron_deberta.train.preemption import Request, Requests, StopSignal
 from megatron_deberta.train.prefetch import InputQueue
 from megatron_deberta.train.records import RunRecords
-from megatron_deberta.train.selection import Selection, open_selection
 from megatron_deberta.train.setup import build_meter
-from megatron_deberta.train.stability.faults import FaultReports
 from megatron_deberta.train.stability.guard import Guard
 from megatron_deberta.train.stability.replicas import check_replicas
-from megatron_deberta.train.stability.rerun import RerunStep
+from megatron_deberta.train.stability.rerun import FaultReports, RerunStep
 from megatron_deberta.train.stability.rollback import Rollback, rollback
 from megatron_deberta.train.start import refusals
 from megatron_deberta.train.state import Ending, FolderLock, StepResult, TrainState
 from megatron_deberta.train.step import TrainStep
 
 logger = logging.getLogger(__name__)
-
-
-def last_step(config: RunConfig) -> int:
-    """Return the number of optimizer steps after which a run is finished."""
-    return config.train.exit_step or config.train.steps
 
 
 class Callback:

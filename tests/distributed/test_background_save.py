@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from megatron_deberta.checkpoint import store, writer
-from megatron_deberta.checkpoint.background import Saver
 from megatron_deberta.checkpoint.layout import checkpoints_dir, committed_steps
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.retention import Retention
-from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.checkpoint.saver import Saver
+from megatron_deberta.engine import deepspeed_engine
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import CheckpointError
 from megatron_deberta.train.setup import build_rank_model
@@ -32,7 +32,9 @@ class Run:
     """Training on one layout, step by step."""
 
     def __init__(self, layout: Layout, run_dir: str, ema_decay: float = 0.0) -> None:
-        deepspeed_config.PERSISTENCE_THRESHOLD = 0
+        deepspeed_engine.PERSISTENCE_THRESHOLD = 0
+        # So that the ranks exchange and write in several batches
+        writer.FILE_BYTES = 20_000
         config = run_config(layout)
         config = replace(config, optimizer=replace(config.optimizer, ema_decay=ema_decay))
         self.config = config

@@ -35,10 +35,11 @@ from megatron_deberta.errors import CheckpointError, NumericsError
 from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.step import TrainStep
-from tests.support.checkpoints import metadata
+from tests.support.checkpoints import metadata, save_state
 from tests.support.losses import with_first_loss
 from tests.support.ranks import RankPool, grid
 from tests.support.tiny_models import V2, tiny_tokenizer
+from tests.support.toy_engine import states
 
 CHAIN = (
     ("deepspeed", "fp32", 1, 2),
@@ -96,7 +97,7 @@ def train_and_save(rank: int, run_dir: str, place: tuple[str, str, int, int]) ->
     config, groups, model, engine = start(place)
     step = TrainStep(engine, config, groups)
     losses = [step(number, micro_batches(groups, config)).loss for number in range(2)]
-    store.save(run_dir, engine, model.specs, groups, metadata(2, config))
+    save_state(run_dir, engine, model.specs, groups, metadata(2, config))
     engine.destroy()
     return losses
 
@@ -107,7 +108,7 @@ def move(rank: int, source: str, target: str, place: tuple[str, str, int, int]) 
     reader = store.choose_intact(source, groups)
     assert reader is not None
     store.load(reader, engine, model.specs)
-    store.save(target, engine, model.specs, groups, metadata(2, config))
+    save_state(target, engine, model.specs, groups, metadata(2, config))
     loss = TrainStep(engine, config, groups)(2, micro_batches(groups, config)).loss
     engine.destroy()
     gc.collect()
@@ -144,7 +145,7 @@ def test_state_is_unchanged_after_all_layouts(four_ranks: RankPool, tmp_path: Pa
 def train_and_save_with_tokenizer(rank: int, run_dir: str, tokenizer_dir: str) -> list[float]:
     """Train two steps on TP 2 x ZeRO-3; return the largest change of each weight."""
     config, groups, model, engine = start(("deepspeed", "fp32", 3, 2))
-    before = {name: state.weight.clone() for name, state in engine.gather_states()}
+    before = {name: state.weight.clone() for name, state in states(engine).items()}
     step = TrainStep(engine, config, groups)
     for number in range(2):
         step(number, micro_batches(groups, config))
@@ -153,8 +154,8 @@ def train_and_save_with_tokenizer(rank: int, run_dir: str, tokenizer_dir: str) -
         tokenizer_fingerprint=tiny_tokenizer().fingerprint,
         tokenizer_path=tokenizer_dir,
     )
-    store.save(run_dir, engine, model.specs, groups, named)
-    after = {name: state.weight for name, state in engine.gather_states()}
+    save_state(run_dir, engine, model.specs, groups, named)
+    after = {name: state.weight for name, state in states(engine).items()}
     engine.destroy()
     return [(after[name] - weight).abs().max().item() for name, weight in before.items()]
 
@@ -192,7 +193,7 @@ def fail_on_rank_one(rank: int, run_dir: str, step: int) -> str:
 
         original, writer.write_tensors = writer.write_tensors, full
     try:
-        store.save(run_dir, engine, model.specs, groups, metadata(step, config))
+        save_state(run_dir, engine, model.specs, groups, metadata(step, config))
     except CheckpointError as error:
         return str(error)
     finally:
@@ -213,7 +214,7 @@ def not_finite_on_rank_one(rank: int, tp_size: int, stage: int) -> tuple[str, bo
     engine_name = "deepspeed" if stage else "plain"
     config, groups, _, engine = start((engine_name, "fp32", stage, tp_size))
     config = replace(config, guard=GuardConfig(non_finite="stop"))
-    before = {name: state.weight for name, state in engine.gather_states()}
+    before = {name: state.weight for name, state in states(engine).items()}
     step = TrainStep(engine, config, groups)
     if rank == 1:
         engine.module.register_forward_hook(
@@ -223,7 +224,7 @@ def not_finite_on_rank_one(rank: int, tp_size: int, stage: int) -> tuple[str, bo
         step(0, micro_batches(groups, config))
     except NumericsError as error:
         message = str(error)
-    after = dict(engine.gather_states())
+    after = states(engine)
     return message, all(weight.equal(after[name].weight) for name, weight in before.items())
 
 

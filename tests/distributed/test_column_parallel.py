@@ -20,10 +20,9 @@ from megatron_deberta.distributed import collectives
 from megatron_deberta.distributed.parallelize import apply, build_model
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.model.attention import AttentionContext
-from megatron_deberta.model.inputs import ModelInputs
+from megatron_deberta.model.inputs import ModelInputs, TokenInfo
 from megatron_deberta.model.layers import Layer
-from megatron_deberta.model.projections import project_together
-from megatron_deberta.model.tp_hooks import BlockInput, TokenLayout
+from megatron_deberta.model.parallel_layers import ColumnParallelInput, project_together
 from tests.support.ranks import RankPool, grid
 from tests.support.tiny_models import V2
 
@@ -48,8 +47,8 @@ def hidden_states(sequence: bool, rows: int = B) -> Tensor:
     return local.clone().requires_grad_()
 
 
-def token_layout(rows: int = B) -> TokenLayout:
-    return TokenLayout.of_sequence(ModelInputs(torch.ones(rows, N).long()))
+def all_tokens(rows: int = B) -> TokenInfo:
+    return TokenInfo.of_sequence(ModelInputs(torch.ones(rows, N).long()))
 
 
 def in_token_order(out: Tensor, rows: int) -> Tensor:
@@ -58,10 +57,14 @@ def in_token_order(out: Tensor, rows: int) -> Tensor:
 
 
 def one_by_one(
-    block: BlockInput, x: Tensor, layout: TokenLayout, layers: list[nn.Linear], with_bias: bool
+    block: ColumnParallelInput,
+    x: Tensor,
+    is_sequence: bool,
+    layers: list[nn.Linear],
+    with_bias: bool,
 ) -> tuple[Tensor, ...]:
-    """Communicate first, then project: what ``BlockInput.project`` must equal."""
-    value = block(x, layout)
+    """Communicate first, then project: what ``ColumnParallelInput.project`` must equal."""
+    value = block(x, is_sequence)
     if len(layers) > 1:
         return project_together(value, layers)
     return (functional.linear(value, layers[0].weight, layers[0].bias if with_bias else None),)
@@ -85,21 +88,21 @@ def run_both_ways(
 
 def both_ways(rank: int, sequence: bool, rows: int) -> list[tuple[Tensor, Tensor]]:
     """Return outputs and gradients of projections, each with and without overlap."""
-    layer, layout, pairs = build_layer(sequence), token_layout(rows), []
+    layer, pairs = build_layer(sequence), []
     attention, ffn = layer.attention, layer.ffn
-    for block, layers, with_bias, tokens in (
-        (attention.input, [attention.query, attention.key, attention.value], True, layout),
-        (attention.input, [attention.query], True, layout.replicated()),
-        (ffn.input, [ffn.up], True, layout),
-        (ffn.input, [ffn.up], False, layout),
+    for block, layers, with_bias, is_sequence in (
+        (attention.input, [attention.query, attention.key, attention.value], True, True),
+        (attention.input, [attention.query], True, False),
+        (ffn.input, [ffn.up], True, True),
+        (ffn.input, [ffn.up], False, True),
     ):
         found = []
         for overlapped in (True, False):
-            x = hidden_states(sequence and tokens.sequence, rows)
+            x = hidden_states(sequence and is_sequence, rows)
             outs = (
-                block.project(x, tokens, layers, with_bias=with_bias)
+                block.project(x, is_sequence, layers, with_bias=with_bias)
                 if overlapped
-                else one_by_one(block, x, tokens, layers, with_bias)
+                else one_by_one(block, x, is_sequence, layers, with_bias)
             )
             leaves = [x, *(one.weight for one in layers)]
             leaves += [one.bias for one in layers if with_bias]
@@ -166,13 +169,13 @@ class _Work:
 
 
 def run_recorded(rank: int, sequence: bool, monkeypatch_target: str) -> dict[str, list[str]]:
-    layer, layout, found = build_layer(sequence), token_layout(), {}
+    layer, found = build_layer(sequence), {}
     attention, ffn = layer.attention, layer.ffn
     for name, block, layers in (
         ("attention", attention.input, [attention.query, attention.key, attention.value]),
         ("feed-forward", ffn.input, [ffn.up]),
     ):
-        outs = block.project(hidden_states(sequence), layout, layers)
+        outs = block.project(hidden_states(sequence), True, layers)
         events = Events()
         owner = collectives if sequence else dist
         original = getattr(owner, monkeypatch_target)
@@ -218,7 +221,7 @@ def run_layer(rank: int, reorders: bool) -> list[Tensor]:
     x = hidden_states(True)
     weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(rank))
     with order_of_gpus() if reorders else nullcontext():
-        out = layer(x, token_layout(), context)
+        out = layer(x, all_tokens(), context)
         (out * weights).sum().backward()
     named = [*layer.named_parameters(), ("x", x)]
     return [out.detach(), *(one.grad for _, one in named if one.grad is not None)]
@@ -254,11 +257,11 @@ def test_a_layer_copies_no_gathered_activation(rows: int) -> None:
     Attention transposes this rank's own tokens: two tensors in forward, two in backward.
     """
     with fake_grid(0, 2, "meta") as groups:
-        layer, layout = build_layer(True, groups), token_layout(rows)
+        layer, tokens = build_layer(True, groups), all_tokens(rows)
         x = torch.empty(rows, N // 2, V2.hidden_size, device="meta", requires_grad=True)
         context = AttentionContext(None, None, None, None, "reference", False)
         with Copies() as copies:
-            out = layer(x, layout, context)
+            out = layer(x, tokens, context)
             out.backward(torch.ones_like(out))
     gathered, own = rows * N * V2.hidden_size, rows * N * V2.hidden_size // 2
     assert gathered not in copies.elements

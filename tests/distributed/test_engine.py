@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_deberta.distributed.topology import ProcessGroups, single_process_groups
-from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine import deepspeed_engine
 from tests.support.ranks import RankPool, grid
 from tests.support.toy_engine import (
     MICRO_BATCHES,
@@ -44,7 +44,7 @@ def compare_with_plain(
     rank: int, tp_size: int, dtype: str, stage: int, clip: float, weights: dict[str, float]
 ) -> None:
     groups = grid(tp_size)
-    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     config = toy_config("deepspeed", dtype, stage, dp_size=groups.dp_size, clip=clip)
     engine = start(config, groups)
     results = train(engine, config, groups, range(STEPS))
@@ -99,7 +99,7 @@ def test_no_clipping_equals_the_reference_engine(two_ranks: RankPool, stage: int
 
 def frozen_layer(rank: int, tp_size: int, dtype: str, stage: int) -> None:
     groups = grid(tp_size)
-    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     results = []
     for name in ("deepspeed", "plain"):
         config = toy_config(name, dtype, stage, dp_size=groups.dp_size)
@@ -125,7 +125,7 @@ def test_frozen_parameters_keep_their_bits_in_every_stage(
 def scale_grows_and_overflows(rank: int, tp_size: int, stage: int, clip: float) -> list[float]:
     """Run fp16 with growth every 2 steps and two overflows, the first without effect."""
     groups = grid(tp_size)
-    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     blown_up = {4: 1e6, 5: 1e6}
     results = []
     for name in ("deepspeed", "plain"):
@@ -175,7 +175,7 @@ def test_fp16_update_with_growing_loss_scale_and_overflows(
 
 def gradient_norm(rank: int, tp_size: int, stage: int) -> tuple[float, float]:
     groups = grid(tp_size)
-    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     config = toy_config("deepspeed", "fp32", stage, dp_size=groups.dp_size)
     engine = start(config, groups)
     norm = train(engine, config, groups, range(1))[0][0].grad_norm
@@ -219,7 +219,7 @@ def plain_weights(rank: int, tp_size: int) -> None:
         name: type(state)(
             *(local_part(t, name, groups) for t in (state.weight, state.exp_avg, state.exp_avg_sq))
         )
-        for name, state in reference.gather_states()
+        for name, state in states(reference).items()
     }
     assert_same_states(states(engine), expected, rtol=1e-4, atol=1e-5)
 

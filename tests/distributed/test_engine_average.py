@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine import deepspeed_engine
 from tests.support.ranks import RankPool, grid
 from tests.support.toy_engine import assert_same_states, start, states, toy_config, train
 
@@ -19,7 +19,7 @@ OVERFLOW = {2: 1e6}
 
 def averaged(rank: int, tp_size: int, name: str, dtype: str, stage: int) -> None:
     groups = grid(tp_size)
-    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     plain = toy_config(name, dtype, stage, dp_size=groups.dp_size)
     config = with_average(plain, DECAY)
     engine = start(config, groups)

@@ -14,8 +14,8 @@ from megatron_deberta.config.schema import ModelConfig, ParallelConfig, RunConfi
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.engine import deepspeed_config
-from megatron_deberta.engine.deepspeed_runtime import zero3_partition
+from megatron_deberta.engine import deepspeed_engine
+from megatron_deberta.engine.deepspeed_engine import zero3_partition
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model import DropoutSeeds
 from megatron_deberta.model.inputs import ModelInputs
@@ -78,7 +78,7 @@ def trained(
 
 def compare(rank: int, dtype: str, stage: int, parallel: ParallelConfig) -> None:
     groups = grid(parallel.tensor_parallel_size)
-    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     actual, states = trained(groups, "deepspeed", dtype, stage, parallel)
     expected, expected_states = trained(groups, "plain", dtype, stage, parallel)
     # ZeRO-3's hooks change the order in which autograd adds gradients of shared tensors, which

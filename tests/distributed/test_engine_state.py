@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from megatron_deberta.distributed.topology import single_process_groups
-from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine import deepspeed_engine
 from megatron_deberta.engine.base import ParameterState
-from megatron_deberta.engine.deepspeed_runtime import zero3_partition
+from megatron_deberta.engine.deepspeed_engine import zero3_partition
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import TopologyError
 from tests.support.ranks import RankPool, grid
@@ -38,7 +38,7 @@ LOSS_FACTORS = {4: 1e6}
 
 def resumed(rank: int, tp_size: int, name: str, dtype: str, stage: int) -> None:
     groups = grid(tp_size)
-    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     config = toy_config(name, dtype, stage, dp_size=groups.dp_size, scale_window=2)
     uninterrupted = start(config, groups)
     train(uninterrupted, config, groups, range(3), LOSS_FACTORS)
@@ -93,7 +93,7 @@ def test_reference_engine_resumes_bit_identically(two_ranks: RankPool, dtype: st
 def moved(rank: int, source: tuple[str, int], target: tuple[str, int]) -> None:
     """Save with one engine and stage, resume with another."""
     groups = grid(1)
-    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     results = []
     engine = start(toy_config(source[0], "bf16", source[1], dp_size=2), groups)
     config = toy_config("deepspeed", "bf16", dp_size=2)
@@ -144,7 +144,7 @@ def test_new_engine_has_its_weights_and_zero_moments(two_ranks: RankPool, stage:
 
 def partitioned_while_building(rank: int, dtype: str) -> None:
     groups = grid(1)
-    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     config = toy_config("deepspeed", dtype, 3, dp_size=2)
     whole_elements: list[int] = []
     built: list[nn.Parameter] = []

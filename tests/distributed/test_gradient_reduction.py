@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine import deepspeed_engine
 from tests.support.ranks import RankPool, grid
 from tests.support.toy_engine import MICRO_BATCHES, micro_batch, start, toy_config
 
@@ -43,12 +43,12 @@ class Collectives(TorchDispatchMode):
 def exchanged(rank: int, dtype: str, stage: int, bucket: int) -> tuple[list[Any], int]:
     """Return a step's collectives of two data-parallel ranks, and the number of parameters."""
     groups: ProcessGroups = grid(1)
-    usual = deepspeed_config.REDUCE_BUCKET_ELEMENTS
-    deepspeed_config.REDUCE_BUCKET_ELEMENTS = bucket
+    usual = deepspeed_engine.REDUCE_BUCKET_ELEMENTS
+    deepspeed_engine.REDUCE_BUCKET_ELEMENTS = bucket
     try:
         engine = start(toy_config("deepspeed", dtype, stage, dp_size=groups.dp_size), groups)
     finally:
-        deepspeed_config.REDUCE_BUCKET_ELEMENTS = usual
+        deepspeed_engine.REDUCE_BUCKET_ELEMENTS = usual
     elements = sum(parameter.numel() for parameter in engine.module.parameters())
     seen = Collectives()
 

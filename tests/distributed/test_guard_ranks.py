@@ -15,7 +15,7 @@ from megatron_deberta.config.schema import GuardConfig, RunConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.parallelize import ShardedModel
 from megatron_deberta.distributed.topology import single_process_groups
-from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine import deepspeed_engine
 from megatron_deberta.engine.base import Engine
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.engine.schedule import learning_rate
@@ -55,7 +55,7 @@ FEW = {
 def step_without_update(rank: int, tp_size: int, name: str, dtype: str, stage: int) -> None:
     """Check that a skipped step changes no state."""
     groups = grid(tp_size)
-    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     config = toy_config(name, dtype, stage, dp_size=groups.dp_size)
     probe = start(config, groups)
     train(probe, config, groups, range(1))
@@ -122,7 +122,7 @@ class LossFault:
 
 
 def build(config: RunConfig, groups: Any) -> tuple[ShardedModel, Engine]:
-    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     model = build_rank_model(config, groups)
     model.module.train()
     return model, build_engine(config, model.module, model.specs, groups)
@@ -138,7 +138,7 @@ def train_with_faults(
     guard, history = Guard.of_run(config), []
     for step in range(STEPS):
         if step in resume_at:
-            saved, scalars = dict(engine.gather_states()), engine.state_dict()
+            saved, scalars = states(engine), engine.state_dict()
             memory = json.loads(json.dumps(asdict(guard.state)))
             engine.destroy()
             model, engine = build(config, groups)

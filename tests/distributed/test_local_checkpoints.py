@@ -19,7 +19,6 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from megatron_deberta.checkpoint.fence import UNLOCKED
 from megatron_deberta.checkpoint.layout import (
     COMMITTED_FILE,
     EMA,
@@ -29,9 +28,10 @@ from megatron_deberta.checkpoint.layout import (
     step_dir,
 )
 from megatron_deberta.checkpoint.local import parts, recovery
-from megatron_deberta.checkpoint.local.history import History
+from megatron_deberta.checkpoint.local.recovery import History
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.retention import Retention
+from megatron_deberta.checkpoint.writer import UNLOCKED
 from megatron_deberta.config.schema import CheckpointConfig, RunConfig, TrainConfig
 from megatron_deberta.train.local_checkpoints import LocalCheckpoints, SaveLocalCheckpoints
 from tests.distributed.test_background_save import Run

@@ -27,14 +27,15 @@ from megatron_deberta.config.schema import (
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.parallelize import ParameterSpec, build_model
 from megatron_deberta.distributed.topology import single_process_groups
-from megatron_deberta.engine import deepspeed_config
-from megatron_deberta.engine.deepspeed_runtime import zero3_partition
+from megatron_deberta.engine import deepspeed_engine
+from megatron_deberta.engine.deepspeed_engine import zero3_partition
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model import DebertaBackbone, DropoutSeeds
 from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.objectives import LossSums, MaskedLanguageModel, ModelLosses
 from tests.support.ranks import RankPool, grid
 from tests.support.tolerances import FP64, LAYOUT_GRADIENT
+from tests.support.toy_engine import states
 
 BASE = ModelConfig(
     num_layers=3,
@@ -207,7 +208,7 @@ def engine_config(engine: Any, stage: Any, parallel: ParallelConfig) -> RunConfi
 
 def encoder_moments(rank: int, config: RunConfig) -> dict[str, tuple[ParameterSpec, Tensor]]:
     """Return the first moments of one step of the probe: 1 - beta1 times the whole gradient."""
-    deepspeed_config.PERSISTENCE_THRESHOLD = (
+    deepspeed_engine.PERSISTENCE_THRESHOLD = (
         0  # Tensors of this size would not be partitioned otherwise.
     )
     tp_size = config.parallel.tensor_parallel_size
@@ -225,7 +226,7 @@ def encoder_moments(rank: int, config: RunConfig) -> dict[str, tuple[ParameterSp
     assert not engine.step(1e-3).skipped
     found = {
         name: (model.specs[name], model.specs[name].true_part(state.exp_avg).clone())
-        for name, state in engine.gather_states()
+        for name, state in states(engine).items()
     }
     engine.destroy()
     return found

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from megatron_deberta.distributed.topology import single_process_groups
-from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine import deepspeed_engine
 from megatron_deberta.engine.factory import build_engine
-from megatron_deberta.tasks.minimal_pairs import MinimalPair
-from megatron_deberta.train.minimal_pairs import build_minimal_pairs
-from megatron_deberta.train.pseudo_likelihood import score_sentences
+from megatron_deberta.evaluate.likelihood import score_rows
+from megatron_deberta.evaluate.minimal_pairs import MinimalPair, build_minimal_pairs
 from megatron_deberta.train.setup import build_rank_model
 from tests.support.layout_matrix import Layout, run_config
 from tests.support.minimal_pairs import PAIRS
@@ -23,7 +22,7 @@ from tests.support.tiny_models import tiny_tokenizer
 
 def scores_of(rank: int, layout: Layout | None) -> list[float]:
     """Return the scores of all sentences and the accuracies, on this rank."""
-    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     groups = grid(layout.tp_size) if layout else single_process_groups(torch.device("cpu"))
     config = run_config(layout, micro_batch=2)
     config = replace(
@@ -33,7 +32,7 @@ def scores_of(rank: int, layout: Layout | None) -> list[float]:
     engine = build_engine(config, model.module, model.specs, groups)
     pairs = [MinimalPair(*pair) for pair in PAIRS]
     task = build_minimal_pairs(config, tiny_tokenizer(), pairs)
-    found = score_sentences(engine.module, task.rows, groups, 60, multiple=task.multiple)
+    found = score_rows(engine.module, task.rows, groups, 60, multiple=task.multiple)
     evaluation = task.evaluate(engine.module, groups, lambda: False)
     engine.destroy()
     assert found is not None

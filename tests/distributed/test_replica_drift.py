@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine import deepspeed_engine
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import EXIT_FAILURE, ReplicaError
 from megatron_deberta.train.setup import build_rank_model
@@ -23,7 +23,7 @@ LAYOUTS = [Layout(tp, zero, tp > 1, "none") for tp, zero in ((1, 0), (2, 1), (4,
 
 def healthy(rank: int, layout: Layout, dtype: str) -> int:
     """Train, and assert that replicas are bit-identical; return their number."""
-    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     config = run_config(layout)
     config = replace(config, precision=replace(config.precision, dtype=dtype))  # type: ignore[arg-type]
     groups = grid(layout.tp_size)

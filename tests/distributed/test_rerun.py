@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from megatron_deberta.config.schema import GuardConfig
-from megatron_deberta.engine import deepspeed_config, loss_scale
+from megatron_deberta.engine import deepspeed_engine, schedule
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import EXIT_FAILURE, ReplicaError
 from megatron_deberta.objectives import ModelLosses
 from megatron_deberta.train.setup import build_rank_model
-from megatron_deberta.train.stability.faults import FaultReports
 from megatron_deberta.train.stability.replicas import check_replicas
-from megatron_deberta.train.stability.rerun import RerunStep
+from megatron_deberta.train.stability.rerun import FaultReports, RerunStep
 from megatron_deberta.train.stability.verdict import Verdict
 from megatron_deberta.train.state import FolderLock
 from tests.support.layout_matrix import GLOBAL_BATCH, Layout, micro_batches, moments, run_config
@@ -80,7 +79,7 @@ def train(
     rank: int, layout: Layout, kind: str, precision: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Train with a fault; return losses, skips, verdicts, the error and the last moments."""
-    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     config, groups, fault = run_config(layout), grid(layout.tp_size), Fault(kind, rank)
     changed = replace(config.precision, **precision or {})
     config = replace(config, guard=GuardConfig(rerun=True), precision=changed)
@@ -88,7 +87,7 @@ def train(
     # Before the engine's and the record's hooks, like a fault of the device.
     dict(model.module.named_parameters())[LAYER].register_hook(fault.gradient)
     # The first overflow at the smallest loss scale counts.
-    with mock.patch.object(loss_scale, "HYSTERESIS", 1):
+    with mock.patch.object(schedule, "HYSTERESIS", 1):
         engine = build_engine(config, model.module, model.specs, groups)
     engine.module.register_forward_hook(fault.loss)
     verdicts: list[Verdict] = []
@@ -128,19 +127,21 @@ def test_three_causes_have_three_verdicts(four_ranks: RankPool, layout: Layout) 
     expected = four_ranks.run(train, layout, "none")
     assert not any(result["verdicts"] for result in expected)
 
-    passing = four_ranks.run(train, layout, "once")
-    check_ranks(passing, "passing", [FAULTY_RANK])
-    for result, unbroken in zip(passing, expected, strict=True):
+    transient = four_ranks.run(train, layout, "once")
+    check_ranks(transient, "transient", [FAULTY_RANK])
+    for result, unbroken in zip(transient, expected, strict=True):
         # The run goes on as if nothing had happened.
         assert result["steps"] == unbroken["steps"]
         for name, (_, moment) in unbroken["last"].items():
             assert result["last"][name][1].equal(moment), name
 
-    lasting = four_ranks.run(train, layout, "always")
-    check_ranks(lasting, "lasting", [FAULTY_RANK])
-    for result, unbroken in zip(lasting, expected, strict=True):
+    persistent = four_ranks.run(train, layout, "always")
+    check_ranks(persistent, "persistent", [FAULTY_RANK])
+    for result, unbroken in zip(persistent, expected, strict=True):
         assert result["steps"] == unbroken["steps"][:FAULTY_STEP]
-        start = f"step {FAULTY_STEP + 1}: gradient not finite; run again: a lasting fault on rank 2"
+        start = (
+            f"step {FAULTY_STEP + 1}: gradient not finite; run again: a persistent fault on rank 2"
+        )
         assert result["error"].startswith(start)
         assert result["code"] == EXIT_FAILURE
 
@@ -172,13 +173,13 @@ def test_overflow_at_the_smallest_loss_scale(four_ranks: RankPool, layout: Layou
         assert not result["verdicts"]
     smallest = {**higher, "min_loss_scale": 8.0}
     expected = four_ranks.run(train, layout, "none", smallest)
-    passing = four_ranks.run(train, layout, "once", smallest)
-    check_ranks(passing, "passing", [FAULTY_RANK])
-    assert [r["steps"] for r in passing] == [r["steps"] for r in expected]
-    lasting = four_ranks.run(train, layout, "always", smallest)
-    check_ranks(lasting, "lasting", [FAULTY_RANK])
-    for result in lasting:
-        assert "overflows at the smallest loss scale; run again: a lasting" in result["error"]
+    transient = four_ranks.run(train, layout, "once", smallest)
+    check_ranks(transient, "transient", [FAULTY_RANK])
+    assert [r["steps"] for r in transient] == [r["steps"] for r in expected]
+    persistent = four_ranks.run(train, layout, "always", smallest)
+    check_ranks(persistent, "persistent", [FAULTY_RANK])
+    for result in persistent:
+        assert "overflows at the smallest loss scale; run again: a persistent" in result["error"]
 
 
 class Lock(FolderLock):
@@ -230,7 +231,7 @@ def differing_replicas(
     return verdicts, ranks, message, lock.faults
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("none", "passing"), ("always", "lasting")])
+@pytest.mark.parametrize(("kind", "expected"), [("none", "transient"), ("always", "persistent")])
 def test_differing_replicas(four_ranks: RankPool, kind: str, expected: str) -> None:
     place = {"rank": FAULTY_RANK, "host": socket.gethostname(), "device": "cpu"}
     fault = {"step": 1, "verdict": expected, "places": [place]}

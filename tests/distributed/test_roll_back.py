@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megatron_deberta.checkpoint import store
-from megatron_deberta.checkpoint.background import Saver
 from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.checkpoint.retention import Retention
-from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.checkpoint.saver import Saver
+from megatron_deberta.engine import deepspeed_engine
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import NumericsError
 from megatron_deberta.train.setup import build_rank_model
@@ -29,7 +29,7 @@ LAYOUTS = [Layout(2, 1, False, "none"), Layout(1, 3, False, "none")]
 
 def there_and_back(rank: int, layout: Layout, run_dir: str) -> dict[str, Any]:
     """Train five steps with checkpoints after two and four, and roll back at the fourth."""
-    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     config = run_config(layout)
     config = replace(config, train=replace(config.train, run_dir=run_dir))
     groups = grid(layout.tp_size)

@@ -34,10 +34,10 @@ from benchmarks.lib.campaigns import RESULTS, append_line, code_digest, read_lin
 from benchmarks.lib.provenance import provenance
 from benchmarks.tables import faults
 from megatron_deberta.checkpoint.layout import committed_steps
-from megatron_deberta.cluster.bad_nodes import BadNodes
-from megatron_deberta.cluster.watchdog.hang import Limits
+from megatron_deberta.cluster.slurm.history import BadNodes
+from megatron_deberta.cluster.watchdog.detection import Limits
 from megatron_deberta.cluster.watchdog.ranks import NodePlan
-from megatron_deberta.cluster.watchdog.report_store import FOLDER, ReportStore
+from megatron_deberta.cluster.watchdog.reports import FOLDER, ReportStore
 from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import EXIT_REQUEUE

@@ -29,10 +29,10 @@ from benchmarks.lib.campaigns import RESULTS, append_line, code_digest, read_lin
 from benchmarks.lib.provenance import provenance
 from benchmarks.tables import faults
 from megatron_deberta.cluster.slurm.history import JobHistory
-from megatron_deberta.cluster.watchdog.hang import Limits
+from megatron_deberta.cluster.watchdog.detection import Limits
 from megatron_deberta.cluster.watchdog.heartbeat import Beat, beat_path, read_beat
 from megatron_deberta.cluster.watchdog.ranks import NodePlan
-from megatron_deberta.cluster.watchdog.report_store import ReportStore
+from megatron_deberta.cluster.watchdog.reports import ReportStore
 from megatron_deberta.config import load_config
 from megatron_deberta.observe.progress import Section
 from tests.faults.forked_ranks import PLAN_VARIABLE, ForkingSupervisor, preload

@@ -18,14 +18,13 @@ from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.resume import changes
 from megatron_deberta.cli.status import describe
 from megatron_deberta.cluster import node_check, profile, run_lock
-from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.slurm import commands as slurm
-from megatron_deberta.cluster.slurm.history import JobHistory
+from megatron_deberta.cluster.slurm.history import BadNodes, JobHistory
 from megatron_deberta.cluster.slurm.status import gather
 from megatron_deberta.cluster.slurm.submit import JobSpec, make_spec
-from megatron_deberta.cluster.watchdog.hang import Diagnosis, RankView
+from megatron_deberta.cluster.watchdog.detection import Diagnosis, RankView
 from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat, read_beat
-from megatron_deberta.cluster.watchdog.report_store import NodeReport, ReportStore
+from megatron_deberta.cluster.watchdog.reports import NodeReport, ReportStore
 from megatron_deberta.config import config_from_dict, load_config
 from megatron_deberta.data.dataset import index_cache
 from megatron_deberta.data.sample_log import SampleLog, check_sample_log
@@ -35,11 +34,11 @@ from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import printable
 from megatron_deberta.hf.config import SpecialIds
 from megatron_deberta.hf.export_model import write_hf_model
-from megatron_deberta.hf.import_model import open_release
+from megatron_deberta.hf.published import open_release
 from megatron_deberta.observe.metrics import MetricsWriter, terminal_loss_curve
 from megatron_deberta.observe.progress import Section
 from megatron_deberta.text.jobs.folder import JobFolder, plan_digest
-from megatron_deberta.text.preprocess.units import WorkUnit, read_record
+from megatron_deberta.text.preprocess.worker import Chunk, read_record
 from megatron_deberta.text.readers.checks import name_damaged
 from megatron_deberta.text.readers.records import DAMAGED
 from megatron_deberta.text.readers.sources import find_sources
@@ -377,7 +376,7 @@ def _make_unit_record(folder: Path) -> Path:
 def _read_unit_record(folder: Path) -> None:
     work = JobFolder(folder / "books")
     work.open(plan_digest(_PLAN))
-    read_record(work, WorkUnit(0, 0))
+    read_record(work, Chunk(0, 0))
 
 
 def _make_plan(folder: Path) -> Path:

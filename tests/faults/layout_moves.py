@@ -36,9 +36,10 @@ from megatron_deberta.config import load_config
 from megatron_deberta.data.sample_log import read_sample_log
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.distributed.topology import init_process_groups, shutdown
-from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine import deepspeed_engine
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.train.setup import build_rank_model
+from tests.support.checkpoints import save_state
 from tests.support.jobs import free_port, losses, prepare, rank_variables
 from tests.support.ranks import RankPool
 from tests.support.tolerances import LAYOUT_LOSS
@@ -94,7 +95,7 @@ def join(rank: int, world_size: int, port: int) -> None:
     """Set this process's rank like a launcher."""
     os.environ.update(rank_variables(rank, world_size, port))
     # ZeRO-3 would not partition tensors of this size otherwise.
-    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
 
 
 def pretrain(rank: int, world_size: int, port: int, arguments: list[str]) -> int:
@@ -118,7 +119,7 @@ def load_and_save(
         reader = store.choose_intact(source, groups)
         assert reader is not None
         store.load(reader, engine, model.specs)
-        store.save(target, engine, model.specs, groups, reader.metadata)
+        save_state(target, engine, model.specs, groups, reader.metadata)
         engine.destroy()
     finally:
         shutdown()

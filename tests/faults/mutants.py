@@ -56,8 +56,8 @@ class Mutant:
         path.write_text(text.replace(self.old, self.new), encoding="utf-8")
 
 
-_ORDER = "unit/checkpoint/test_durable_order.py::test_save_flushes_before_each_rename"
-_FIRST = "unit/checkpoint/test_durable_order.py::test_first_save_flushes_the_name_of_its_folder"
+_ORDER = "unit/checkpoint/test_writer.py::test_save_flushes_before_each_rename"
+_FIRST = "unit/checkpoint/test_writer.py::test_first_save_flushes_the_name_of_its_folder"
 _STEP = "unit/train/test_step.py"
 MUTANTS = (
     Mutant(
@@ -66,7 +66,7 @@ MUTANTS = (
         "unit/checkpoint/test_store.py::test_every_file_is_in_the_share_of_one_rank",
     ),
     Mutant(
-        "tensor files are not flushed", "checkpoint/tensor_writer.py",
+        "tensor files are not flushed", "checkpoint/writer.py",
         "        os.fsync(stream.fileno())\n", "", _ORDER,
     ),
     Mutant(
@@ -120,18 +120,18 @@ MUTANTS = (
     ),
     Mutant(
         "released and paper's index of that term are swapped", "ops/reference.py",
-        'a.p2c_index == "released"', 'a.p2c_index != "released"',
+        'a.p2c_index == "microsoft"', 'a.p2c_index != "microsoft"',
         "unit/ops/test_reference.py::test_reference_is_the_definition",
     ),
     Mutant(
-        "padding is visible", "ops/visibility.py",
+        "padding is visible", "ops/arguments.py",
         "    if a.attention_mask is not None:\n", "    if False:\n",
         "unit/ops/test_attention.py",
     ),
     Mutant(
         "SHA-256 of tensor files is not compared", "checkpoint/reader.py",
         "if digest != entry.sha256:", "if False:",
-        "unit/checkpoint/test_reader.py::test_verification_can_be_divided",
+        "unit/checkpoint/test_store.py::test_every_file_is_in_the_share_of_one_rank",
     ),
     Mutant(
         "biases and norms are decayed", "engine/optimizer.py",
@@ -176,8 +176,8 @@ MUTANTS = (
         "peak * (step + 1) / warmup", "peak * step / warmup", "unit/engine/test_schedule.py",
     ),
     Mutant(
-        "an overflow does not lower the loss scale", "engine/loss_scale.py",
-        "            self._shrink()\n", "", "unit/engine/test_loss_scale.py",
+        "an overflow does not lower the loss scale", "engine/schedule.py",
+        "            self._shrink()\n", "", "unit/engine/test_schedule.py",
     ),
     Mutant(
         "retention deletes the target of a rollback", "checkpoint/retention.py",
@@ -212,14 +212,14 @@ MUTANTS = (
         "unit/model/test_dropout.py::test_the_passes_of_sift_have_dropout_bits_of_their_own",
     ),
     Mutant(
-        "an ensemble takes the worst runs", "finetune/ensemble.py",
+        "an ensemble takes the worst runs", "evaluate/outputs.py",
         "key=lambda pair: -pair[0]", "key=lambda pair: pair[0]",
-        "unit/finetune/test_outputs.py::test_an_ensemble_takes_the_best_runs",
+        "unit/evaluate/test_outputs.py::test_an_ensemble_takes_the_best_runs",
     ),
     Mutant(
-        "outputs of another data set are reused", "finetune/outputs.py",
+        "outputs of another data set are reused", "evaluate/outputs.py",
         '!= (weights, data):', '!= (weights, kept["data"]):',
-        "unit/finetune/test_outputs.py::test_outputs_under_the_name_of_other_ones_are_not_used",
+        "unit/evaluate/test_outputs.py::test_outputs_under_the_name_of_other_ones_are_not_used",
     ),
     Mutant(
         "a blend's index range is without its margin", "data/dataset/blend.py",
@@ -228,31 +228,31 @@ MUTANTS = (
         "unit/data/test_blend.py::test_the_rows_of_a_range_are_in_its_parts",
     ),
     Mutant(
-        "outputs of other weights are reused", "finetune/outputs.py",
+        "outputs of other weights are reused", "evaluate/outputs.py",
         '!= (weights, data):', '!= (kept["weights"], data):',
-        "unit/finetune/test_outputs.py::test_outputs_under_the_name_of_other_ones_are_not_used",
+        "unit/evaluate/test_outputs.py::test_outputs_under_the_name_of_other_ones_are_not_used",
     ),
     Mutant(
-        "altered outputs are used", "finetune/outputs.py",
+        "altered outputs are used", "evaluate/outputs.py",
         'if hashlib.sha256(content).hexdigest() != kept["sha256"]:', "if False:",
-        "unit/finetune/test_outputs.py::test_damaged_outputs_are_computed_again",
+        "unit/evaluate/test_outputs.py::test_damaged_outputs_are_computed_again",
     ),
     Mutant(
-        "a run without its last validation has finished", "finetune/outputs.py",
+        "a run without its last validation has finished", "evaluate/outputs.py",
         "if found is None or not found.has_ended or found.last not in found.validations:",
         "if found is None or not found.has_ended:",
-        "unit/finetune/test_outputs.py::test_a_run_has_finished_when_its_last_validation_is_recorded",
+        "unit/evaluate/test_outputs.py::test_a_run_has_finished_when_its_last_validation_is_recorded",
     ),
     Mutant(
-        "a checkpoint that was not saved is the best", "train/selection.py",
+        "a checkpoint that was not saved is the best", "evaluate/selection.py",
         "            self.unsaved[step] = score\n",
         "            self.best_step, self.best_score = step, score\n",
-        "unit/train/test_selection.py::test_only_a_saved_checkpoint_is_the_best",
+        "unit/evaluate/test_selection.py::test_only_a_saved_checkpoint_is_the_best",
     ),
     Mutant(
-        "a deleted checkpoint stays the best", "train/selection.py",
+        "a deleted checkpoint stays the best", "evaluate/selection.py",
         'and _is_committed(run_dir, best["step"]):', "and True:",
-        "unit/train/test_selection.py::test_a_best_validation_without_a_checkpoint_selects_nothing",
+        "unit/evaluate/test_selection.py::test_a_best_validation_without_a_checkpoint_selects_nothing",
     ),
     Mutant(
         "a validation of train.exit_step selects", "train/callbacks.py",
@@ -260,19 +260,19 @@ MUTANTS = (
         "unit/train/test_callbacks.py::test_a_validation_of_exit_step_selects_nothing",
     ),
     Mutant(
-        "encoded examples are not compared with their fingerprint", "tasks/encoded.py",
+        "encoded examples are not compared with their fingerprint", "tasks/encoding.py",
         "if loaded.fingerprint != recorded:", "if False:",
         "unit/tasks/test_encoding.py::test_a_flipped_bit_of_the_cache_is_found",
     ),
     Mutant(
         "a damaged local checkpoint is used", "checkpoint/local/parts.py",
         "sha256_file(path / entry.name) == entry.sha256 for", "(path / entry.name).exists() for",
-        "unit/checkpoint/test_local_parts.py::test_part_is_held_once_committed",
+        "unit/checkpoint/test_local.py::test_part_is_held_once_committed",
     ),
     Mutant(
-        "a local checkpoint outlives a rollback", "checkpoint/local/history.py",
+        "a local checkpoint outlives a rollback", "checkpoint/local/recovery.py",
         "return save.step <= min(later, default=save.step)", "return True",
-        "unit/checkpoint/test_local_history.py::test_rollback_voids_all_saves",
+        "unit/checkpoint/test_local.py::test_rollback_voids_all_saves",
     ),
     Mutant(
         "a moving average is that of the last weights", "engine/base.py",
@@ -280,14 +280,14 @@ MUTANTS = (
         "distributed/test_engine_average.py",
     ),
     Mutant(
-        "an export of the moving average has the weights", "checkpoint/average.py",
+        "an export of the moving average has the weights", "checkpoint/views.py",
         "EMA if kind == WEIGHT else kind", "kind",
-        "unit/checkpoint/test_average.py::test_moving_average_is_saved_and_loaded_on_any_layout",
+        "unit/checkpoint/test_views.py::test_moving_average_is_saved_and_loaded_on_any_layout",
     ),
     Mutant(
-        "packed rows begin where the one before does", "finetune/batches.py",
+        "packed rows begin where the one before does", "evaluate/splits.py",
         "starts[counts.cumsum() - counts][of]", "starts",
-        "unit/finetune/test_row_packing.py::test_each_row_begins_at_its_place",
+        "unit/evaluate/test_splits.py::test_each_row_begins_at_its_place",
     ),
     Mutant(
         "documents are packed without the separators between them", "data/dataset/packing.py",
@@ -300,7 +300,8 @@ MUTANTS = (
         "unit/data/test_blend.py::test_decimals_repeat_exactly_and_far_indices_are_found_at_once",
     ),
     Mutant(
-        "a card has the figures of the last validation, of whichever step", "cli/convert_card.py",
+        "a card has the figures of the last validation, of whichever step",
+        "report/training_facts.py",
         'if _is_validation(record) and record["step"] == step:', "if _is_validation(record):",
         "integration/test_model_cards.py::test_a_step_without_validation_has_no_figures",
     ),

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_deberta.cli.main import main
 from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE
-from megatron_deberta.finetune.perplexity import evaluate_perplexity
+from megatron_deberta.evaluate.language_models import evaluate_perplexity
 from tests.support.jobs import Run, records
 from tests.support.minimal_pairs import write_pairs
 

@@ -15,7 +15,7 @@ from megatron_deberta.cli.main import main
 from megatron_deberta.config import load_config
 from megatron_deberta.files import sha256_file
 from megatron_deberta.hf.config import from_hf_config
-from megatron_deberta.hf.import_pair import OBJECTIVE
+from megatron_deberta.hf.import_model import OBJECTIVE
 from megatron_deberta.hf.loading import load_pretrained
 from tests.integration.test_documented_commands import commands, write_corpus
 from tests.support.jobs import ROOT, records

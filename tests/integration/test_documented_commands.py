@@ -23,8 +23,8 @@ from torch.distributed.run import get_args_parser
 
 from megatron_deberta.cli import megatron_flags
 from megatron_deberta.cli.main import COMMANDS, build_parser, import_command, main
-from megatron_deberta.finetune.search import local
-from megatron_deberta.finetune.search.cells import ConfiguredRun
+from megatron_deberta.finetune import local_runs
+from megatron_deberta.finetune.search import ConfiguredRun
 from tests.support.jobs import ROOT, rank_variables
 from tests.support.minimal_pairs import write_pairs
 
@@ -155,7 +155,7 @@ def folder(
         else:
             for source in run_yaml.parent.glob("docs_text_document.*"):
                 shutil.copy(source, f"{target}{source.name.removeprefix('docs_text_document')}")
-    monkeypatch.setattr(local, "run_all", run_all_here)
+    monkeypatch.setattr(local_runs, "run_all", run_all_here)
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -175,7 +175,7 @@ def run_all_here(runs: list[ConfiguredRun], slots: Any, on_end: Any, *_: Any) ->
     """Run the runs of a search one after another in this process."""
     for run in runs:
         assert main(["pretrain", str(run.write_config())]) == 0
-        on_end(local.Outcome(run, 0, 1.0))
+        on_end(local_runs.Outcome(run, 0, 1.0))
     return True
 
 

@@ -17,21 +17,23 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_deberta.checkpoint import store
 from megatron_deberta.checkpoint.layout import (
     BEST_FILE,
     KINDS,
+    CheckpointMetadata,
     committed_steps,
     find_best,
     step_dir,
 )
 from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.checkpoint.saver import Saved, Saver
 from megatron_deberta.cli.main import main
 from megatron_deberta.config.schema import with_task_head
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USAGE, CheckpointError
+from megatron_deberta.evaluate import splits
+from megatron_deberta.evaluate.models import open_source_model
+from megatron_deberta.evaluate.outputs import finished_validation
 from megatron_deberta.finetune import data as task_data
-from megatron_deberta.finetune.models import open_source_model
-from megatron_deberta.finetune.outputs import finished_validation
 from megatron_deberta.hf.config import SpecialIds, choose_model_type
 from megatron_deberta.hf.export_model import write_hf_model
 from megatron_deberta.observe.metrics import read_metrics
@@ -448,7 +450,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Scores:
 
     def script(scores: list[float]) -> None:
         left = iter(scores)
-        monkeypatch.setattr(task_data, "score", lambda *_: {"accuracy": next(left)})
+        monkeypatch.setattr(splits, "score", lambda *_: {"accuracy": next(left)})
 
     return script
 
@@ -465,15 +467,14 @@ def test_a_step_whose_checkpoint_cannot_be_saved_is_not_the_best(
     tmp_path: Path, finetune: Finetune, scripted: Scores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripted([0.6, 0.9, 0.5])
-    save = store.save
+    save = Saver.save
 
-    def fail_at_six(*args: Any, **named: Any) -> Path:
-        metadata = args[4]
+    def fail_at_six(saver: Saver, metadata: CheckpointMetadata, *args: Any) -> Saved:
         if metadata.step == 6:
             raise CheckpointError("the disk is full")
-        return save(*args, **named)
+        return save(saver, metadata, *args)
 
-    monkeypatch.setattr(store, "save", fail_at_six)
+    monkeypatch.setattr(Saver, "save", fail_at_six)
     options = ("checkpoint.on_failure=continue", "checkpoint.asynchronous=false")
     assert finetune(tmp_path, *STEPS, *options) == EXIT_DONE
     assert best_of(tmp_path) == {"step": 3, "score": 0.6}
@@ -512,7 +513,7 @@ def test_a_run_stopped_during_its_last_validation_has_not_finished(
     tmp_path: Path, finetune: Finetune, scripted: Scores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripted([0.5, 0.6])
-    run_split, calls = task_data.run_split, itertools.count(1)
+    run_split, calls = splits.run_split, itertools.count(1)
 
     def stop_at_third(*args: Any) -> Any:
         if next(calls) == 3:
@@ -520,7 +521,7 @@ def test_a_run_stopped_during_its_last_validation_has_not_finished(
             return None
         return run_split(*args)
 
-    monkeypatch.setattr(task_data, "run_split", stop_at_third)
+    monkeypatch.setattr(splits, "run_split", stop_at_third)
     # A save of step 6 that is still running would be waited for in place of saving step 8.
     assert finetune(tmp_path, *STEPS, "checkpoint.asynchronous=false") == EXIT_REQUEUE
     assert committed_steps(tmp_path)[-1] == 8
@@ -529,5 +530,5 @@ def test_a_run_stopped_during_its_last_validation_has_not_finished(
     assert finetune(tmp_path, *STEPS) == EXIT_DONE
     finished = finished_validation(tmp_path, "accuracy")
     assert finished is not None
-    assert (finished.step, finished.score, finished.last_step) == (8, 0.9, 8)
+    assert (finished.step, finished.score, finished.steps) == (8, 0.9, 8)
     assert best_of(tmp_path) == {"step": 8, "score": 0.9}

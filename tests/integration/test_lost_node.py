@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_deberta.checkpoint.layout import committed_steps
-from megatron_deberta.checkpoint.local.history import FILE_NAME
+from megatron_deberta.checkpoint.local.recovery import FILE_NAME
 from megatron_deberta.errors import EXIT_USAGE
 from tests.support.jobs import LOCAL_DISK, Job, Run, losses, records, start
 

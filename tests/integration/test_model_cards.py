@@ -26,14 +26,14 @@ from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.build import open_corpora, validation_loader
 from megatron_deberta.data.vocabulary import Vocabulary
-from megatron_deberta.finetune.predict import open_predictor
-from megatron_deberta.hf import DebertaForMaskedLM
+from megatron_deberta.evaluate.predict import open_predictor
+from megatron_deberta.hf import MegatronDebertaForMaskedLM
 from megatron_deberta.hf.loading import (
     build_with_head,
     load_pretrained,
     open_trained_model,
 )
-from megatron_deberta.hf.modeling_megatron_deberta_heads import MegatronDebertaForCausalLM
+from megatron_deberta.hf.modeling_megatron_deberta import MegatronDebertaForCausalLM
 from megatron_deberta.model import RuntimeOptions
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.objectives.rtd import ReplacedTokenModel
@@ -132,7 +132,9 @@ def scored(logits: Tensor, labels: Tensor) -> tuple[float, float]:
 
 def masked_figures(folder: Path, run: Path, form: str) -> dict[str, float]:
     """Recompute loss and accuracy with the exported model in transformers."""
-    model_class = MegatronDebertaForCausalLM if form == "autoregressive" else DebertaForMaskedLM
+    model_class = (
+        MegatronDebertaForCausalLM if form == "autoregressive" else MegatronDebertaForMaskedLM
+    )
     logits, labels = [], []
     with torch.no_grad():
         model = load_pretrained(model_class, folder)

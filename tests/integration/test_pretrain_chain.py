@@ -33,7 +33,7 @@ def test_run_goes_on_below_damaged_newest_checkpoints(pretrain: Run, tmp_path: P
     # Until the last attempt, the newest committed checkpoint is that of step 12.
     for number, step in enumerate((9, 10, 11, 12), start=1):
         assert attempt(history, pretrain, number, step)
-        assert history.stalled_attempts() == 0
+        assert history.stalled_attempts()[0] == 0
         assert history.committed_step() == 12
     assert committed_steps(history.run_dir)[-3:] == [10, 11, 12]
     assert losses(history.run_dir) == whole

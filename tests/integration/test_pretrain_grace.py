@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_deberta.checkpoint.layout import committed_steps
-from megatron_deberta.cluster.slurm.history import JobHistory
-from megatron_deberta.cluster.slurm.stop_time import measured_stop_time
+from megatron_deberta.cluster.slurm.history import JobHistory, measured_stop_time
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
 from megatron_deberta.train.preemption import STOP_SIGNALS
 from tests.support.jobs import Run, losses, records

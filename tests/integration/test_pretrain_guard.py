@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_deberta.checkpoint.layout import committed_steps
-from megatron_deberta.checkpoint.local.history import History
+from megatron_deberta.checkpoint.local.recovery import History
 from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.cli.status import describe
 from megatron_deberta.cluster.slurm.history import JobHistory

@@ -12,17 +12,15 @@ import torch
 from transformers import AutoModel
 
 from megatron_deberta.attention_maps.compute import MEAN, compute_maps
-from megatron_deberta.checkpoint import store
 from megatron_deberta.checkpoint.layout import KINDS, CheckpointMetadata
 from megatron_deberta.checkpoint.reader import CheckpointReader
-from megatron_deberta.checkpoint.retention import Retention
 from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.cli.main import main
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.distributed.parallelize.plan import shard_spec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.model import parameter_shapes
-from tests.support.checkpoints import FakeEngine, on_threads
+from tests.support.checkpoints import FakeEngine, on_threads, save_state
 from tests.support.tiny_models import V2, random_weights, tiny_tokenizer
 from tests.support.tiny_runs import save_run
 
@@ -92,7 +90,7 @@ def save_with_two_ranks(
             for name, shape in shapes.items()
         }
         engine: Any = FakeEngine(specs, logical)
-        return store.save(run_dir, engine, specs, groups, metadata, retention=Retention())
+        return save_state(run_dir, engine, specs, groups, metadata)
 
     for result in on_threads(monkeypatch, 2, 1, save):
         assert isinstance(result, Path), result

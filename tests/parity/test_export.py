@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,12 +22,12 @@ from transformers import DebertaV2ForMaskedLM
 
 from megatron_deberta.config.schema import ModelConfig, with_task_head
 from megatron_deberta.errors import CheckpointError, ConfigError
-from megatron_deberta.hf import DebertaForMaskedLM
+from megatron_deberta.hf import MegatronDebertaForMaskedLM
 from megatron_deberta.hf import export_model as export_model_module
 from megatron_deberta.hf.export_model import ExportResult, export_model, write_hf_model
-from megatron_deberta.hf.import_model import open_release
 from megatron_deberta.hf.loading import build_model, temporary_module_cache
 from megatron_deberta.hf.model_card import loading_lines
+from megatron_deberta.hf.published import open_release
 from megatron_deberta.model.inputs import ModelInputs
 from tests.support.stock_weights import stock_name
 from tests.support.tiny_models import V2, random_weights, reader, tiny_tokenizer
@@ -128,7 +129,7 @@ def test_stock_encoder_and_exported_fill_mask_load(name: str, exported: Exported
     encoder, report = transformers.AutoModel.from_pretrained(folder, output_loading_info=True)
     assert type(encoder).__module__.startswith("transformers.models.")
     assert not report["missing_keys"]
-    filler, report = DebertaForMaskedLM.from_pretrained(folder, output_loading_info=True)
+    filler, report = MegatronDebertaForMaskedLM.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     ids, mask = make_batch()
@@ -277,10 +278,34 @@ def test_mask_decoder_equals_stock_layers(name: str, exported: Exported) -> None
             )[0]
         expected = stock.cls.predictions.transform(query)
         expected = expected @ weights["embeddings.token.weight"].T + weights["head.bias"]
-    model = DebertaForMaskedLM.from_pretrained(exported(name)[0]).eval()
+    model = MegatronDebertaForMaskedLM.from_pretrained(exported(name)[0]).eval()
     with torch.no_grad():
         logits = model(ids, attention_mask=mask.long()).logits
     torch.testing.assert_close(logits[mask], expected[mask], **FP32_MODEL)
+
+
+@pytest.mark.parametrize(
+    ("name", "old"), [("v3-like", "DebertaV2ForMaskedLM"), ("v1", "DebertaForMaskedLM")]
+)
+def test_class_names_of_earlier_exports_load(
+    name: str, old: str, exported: Exported, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(exported(name)[0], tmp_path / "earlier")
+    fields = json.loads((folder / "config.json").read_text())
+    fields["auto_map"] = {"AutoModelForMaskedLM": f"modeling_megatron_deberta.{old}"}
+    fields["p2c_index"] = "released"
+    (folder / "config.json").write_text(json.dumps(fields))
+    load = transformers.AutoModelForMaskedLM.from_pretrained
+    models = [
+        load(folder, trust_remote_code=True),
+        MegatronDebertaForMaskedLM.from_pretrained(folder),
+    ]
+    ids, mask = make_batch()
+    expected = our_logits(CONFIGS[name], ids, mask)[mask]
+    for model in models:
+        logits = model.eval()(ids, attention_mask=mask.long()).logits[mask]
+        torch.testing.assert_close(logits, expected, **FP32_MODEL)
+    assert open_release(folder, None, tmp_path).config.p2c_index == "microsoft"
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -298,7 +323,7 @@ def test_models_unsupported_by_stock_classes_are_exported_as_own_type(
     ids, mask = make_batch()
     expected = our_logits(config, ids, mask)[mask]
     for kind, options in (
-        (DebertaForMaskedLM, {}),
+        (MegatronDebertaForMaskedLM, {}),
         (transformers.AutoModelForMaskedLM, {"trust_remote_code": True}),
     ):
         model = kind.from_pretrained(folder, **options).eval()
@@ -414,7 +439,7 @@ def test_stock_masked_lm_is_correct_without_mask_decoder(exported: Exported) -> 
 def test_precision(dtype: str, name: str, tmp_path: Path) -> None:
     result = export(V2, tmp_path / "out", dtype)
     assert 0 < result.check.low_precision_error < 0.02
-    model = DebertaForMaskedLM.from_pretrained(tmp_path / "out")
+    model = MegatronDebertaForMaskedLM.from_pretrained(tmp_path / "out")
     assert model.dtype == getattr(torch, name)
 
 
@@ -499,7 +524,7 @@ def test_weights_are_split_into_files_of_bounded_size(
 
 
 def test_loss_resize_and_saving_again(exported: Exported, tmp_path: Path) -> None:
-    model = DebertaForMaskedLM.from_pretrained(exported("v3-like")[0]).eval()
+    model = MegatronDebertaForMaskedLM.from_pretrained(exported("v3-like")[0]).eval()
     ids, mask = make_batch()
     labels = torch.where(torch.arange(ids.size(1)) == 3, ids, -100)
     out = model(ids, attention_mask=mask.long(), labels=labels)
@@ -507,7 +532,7 @@ def test_loss_resize_and_saving_again(exported: Exported, tmp_path: Path) -> Non
     torch.testing.assert_close(out.loss, expected)
 
     model.save_pretrained(tmp_path / "again")
-    again = DebertaForMaskedLM.from_pretrained(tmp_path / "again").eval()
+    again = MegatronDebertaForMaskedLM.from_pretrained(tmp_path / "again").eval()
     torch.testing.assert_close(again(ids, mask).logits, model(ids, mask).logits)
 
     grown = model.resize_token_embeddings(V2.vocab_size + 8)

@@ -1,4 +1,4 @@
-"""GLiNER with random weights, stock and accelerated.
+"""GLiNER with random weights, stock and with fast attention.
 
 GLiNER requires an older transformers than requirements.txt: ``tests/oldest_transformers.sh``
 installs both beside the environment and runs this file.
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_deberta.hf import accelerate
+from megatron_deberta.hf import use_fast_attention
 from megatron_deberta.hf.export_model import export_model
 from tests.support.tiny_models import TEXT, V2, random_weights, reader, tiny_tokenizer
 
@@ -36,8 +36,8 @@ def test_entities_are_those_of_the_stock_model(model: Any) -> None:
         return [entity for entities in found for entity in entities]
 
     stock = predict()
-    with accelerate(model):
-        assert "AcceleratedV2SelfAttention" in repr(model)
+    with use_fast_attention(model):
+        assert "FastV2SelfAttention" in repr(model)
         ours = predict()
     assert len(stock) > len(TEXT)
     assert len({round(entity["score"], 3) for entity in stock}) > 1

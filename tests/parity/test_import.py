@@ -27,8 +27,8 @@ from megatron_deberta.errors import CheckpointError
 from megatron_deberta.files import sha256_file
 from megatron_deberta.hf.config import SpecialIds, choose_model_type
 from megatron_deberta.hf.export_model import write_hf_model
-from megatron_deberta.hf.import_model import Release, Source, open_release
 from megatron_deberta.hf.loading import build_model
+from megatron_deberta.hf.published import Release, Source, open_release
 from megatron_deberta.model import DebertaForPretraining
 from megatron_deberta.model.inputs import ModelInputs
 from tests.parity.test_export import make_batch

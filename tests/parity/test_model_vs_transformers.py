@@ -12,7 +12,6 @@ from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.model import RuntimeOptions
 from megatron_deberta.model.inputs import ModelInputs
-from megatron_deberta.model.tp_hooks import TokenLayout
 from megatron_deberta.objectives import MaskedLanguageModel
 from tests.support.stock_weights import (
     copy_from_stock,
@@ -49,6 +48,7 @@ VARIANTS = {
     "p2c-only": replace(BASE, position_terms="p2c"),
     "neither": replace(BASE, position_terms="none"),
     "c2p-only-separate": replace(BASE, position_terms="c2p", share_position_projections=False),
+    "p2c-only-separate": replace(BASE, position_terms="p2c", share_position_projections=False),
 }
 
 
@@ -158,8 +158,3 @@ def test_mask_decoder_built_from_stock_layers(variant: str, backend: str) -> Non
         torch.testing.assert_close(
             grad, expected[name], **FP32_MODEL, msg=lambda m, name=name: f"{name}: {m}"
         )
-
-
-def test_layout_of_sequence_covers_the_batch() -> None:
-    layout = TokenLayout.of_sequence(ModelInputs(torch.ones(2, 5).long()))
-    assert layout.positions.tolist() == [[0, 1, 2, 3, 4]] * 2

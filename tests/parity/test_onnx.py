@@ -21,7 +21,7 @@ from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.hf.export_model import export_model
 from megatron_deberta.hf.loading import build_model, build_task_model
 from megatron_deberta.hf.onnx.check import check_graph, graph_logits, graph_runner
-from megatron_deberta.hf.onnx.export import OnnxOptions, add_onnx
+from megatron_deberta.hf.onnx.export import add_onnx
 from megatron_deberta.hf.onnx.graph import OnnxDtype, graph_kind, write_graph
 from megatron_deberta.hf.onnx.libraries import require_libraries
 from megatron_deberta.model.inputs import ModelInputs
@@ -204,15 +204,15 @@ def test_export_has_a_report_and_lines_in_the_card(tmp_path: Path) -> None:
     config, output = with_head(V2, "classification"), tmp_path / "out"
     read, tokenizer = reader(random_weights(config)), tiny_tokenizer()
     score = {"task": "t", "split": "dev", "examples": 3, "metric": "accuracy"}
-    options = OnnxOptions(
-        timing=False, accuracy=lambda path, kind: {**score, "torch": 1.0, "onnx": 0.75}
-    )
+    scores = {**score, "torch": 1.0, "onnx": 0.75}
     export_model(
         config,
         read,
         tokenizer,
         output,
-        extend=lambda folder: add_onnx(folder, config, read, tokenizer, options),
+        extend=lambda folder: add_onnx(
+            folder, config, read, tokenizer, timing=False, accuracy=lambda path, kind: scores
+        ),
     )
     report = json.loads((output / "onnx" / "report.json").read_text())
     assert (report["graph"], report["dtype"], report["opset"]) == ("rows", "fp32", 20)
@@ -239,7 +239,7 @@ def test_nothing_is_published_if_the_graph_is_wrong(
             read,
             tokenizer,
             tmp_path / "out",
-            extend=lambda folder: add_onnx(folder, V2, read, tokenizer, OnnxOptions(timing=False)),
+            extend=lambda folder: add_onnx(folder, V2, read, tokenizer, timing=False),
         )
     assert not list(tmp_path.iterdir())
 
@@ -254,7 +254,7 @@ def test_timing_against_transformers(tmp_path: Path) -> None:
         read,
         tokenizer,
         output,
-        extend=lambda folder: add_onnx(folder, config, read, tokenizer, OnnxOptions()),
+        extend=lambda folder: add_onnx(folder, config, read, tokenizer),
     )
     speed = json.loads((output / "onnx" / "report.json").read_text())["speed"]
     assert "skipped" not in speed

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.attention import AttentionContext, DisentangledSelfAttention
-from megatron_deberta.model.inputs import ModelInputs
-from megatron_deberta.model.tp_hooks import TokenLayout
+from megatron_deberta.model.inputs import ModelInputs, TokenInfo
 from tests.support.stock_weights import randomize
 from tests.support.tolerances import FP64
 
@@ -67,14 +66,14 @@ def test_paper_index_is_algorithm_1(backend: str) -> None:
     hidden = torch.randn(1, 9, 16, generator=generator, dtype=torch.float64)
     table = torch.randn(6, 16, generator=generator, dtype=torch.float64)
     context = AttentionContext(table, None, None, None, backend, recompute_cheap=False)
-    layout = TokenLayout.of_sequence(ModelInputs(torch.ones(1, 9).long()))
+    tokens = TokenInfo.of_sequence(ModelInputs(torch.ones(1, 9).long()))
 
     attended = algorithm_1(block, hidden[0], table)
-    expected = block.norm(hidden + block.output(attended.unsqueeze(0), layout), layout)
-    torch.testing.assert_close(block(hidden, layout, context), expected, **FP64)
+    expected = block.norm(hidden + block.output(attended.unsqueeze(0), True), True)
+    torch.testing.assert_close(block(hidden, tokens, context), expected, **FP64)
 
 
-@pytest.mark.parametrize("index", ["released", "paper"])
+@pytest.mark.parametrize("index", ["microsoft", "paper"])
 def test_the_two_indices_differ(index: Any) -> None:
     """Only ``p2c_index="paper"`` is Eq. 4; the released code differs (docs/model.md)."""
     block = DisentangledSelfAttention(replace(CONFIG, p2c_index=index), 0).double()
@@ -83,8 +82,8 @@ def test_the_two_indices_differ(index: Any) -> None:
     hidden = torch.randn(1, 9, 16, generator=generator, dtype=torch.float64)
     table = torch.randn(6, 16, generator=generator, dtype=torch.float64)
     context = AttentionContext(table, None, None, None, "reference", recompute_cheap=False)
-    layout = TokenLayout.of_sequence(ModelInputs(torch.ones(1, 9).long()))
+    tokens = TokenInfo.of_sequence(ModelInputs(torch.ones(1, 9).long()))
     attended = algorithm_1(block, hidden[0], table)
-    expected = block.norm(hidden + block.output(attended.unsqueeze(0), layout), layout)
-    equal = torch.allclose(block(hidden, layout, context), expected, **FP64)
+    expected = block.norm(hidden + block.output(attended.unsqueeze(0), True), True)
+    equal = torch.allclose(block(hidden, tokens, context), expected, **FP64)
     assert equal == (index == "paper")

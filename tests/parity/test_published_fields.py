@@ -16,8 +16,8 @@ import transformers
 from torch import Tensor, nn
 
 from megatron_deberta.errors import CheckpointError, ConfigError
-from megatron_deberta.finetune.models import open_source_model
-from megatron_deberta.hf import accelerate
+from megatron_deberta.evaluate.models import open_source_model
+from megatron_deberta.hf import use_fast_attention
 from megatron_deberta.hf.loading import build_encoder, build_with_head, quiet_transformers
 from megatron_deberta.model.inputs import ModelInputs
 from tests.support.stock_weights import randomize
@@ -273,9 +273,9 @@ def test_field(
     if not refused:
         compare(family, head, our_outputs(tmp_path, head, inputs), theirs, mask)
     try:
-        acceleration = accelerate(stock)
+        handle = use_fast_attention(stock)
     except ValueError as error:
         assert any(key in str(error) for key in change), error  # noqa: PT017
         return
-    with acceleration:
+    with handle:
         compare(family, head, outputs(stock(**given)), theirs, mask)

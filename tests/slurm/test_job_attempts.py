@@ -22,17 +22,11 @@ import pytest
 from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.cli.main import main
 from tests.slurm.processes import has_pending_signal, ranks_of
-from tests.slurm.submitted_run import TIMEOUT, SubmittedRun, command, submit
+from tests.slurm.submitted_run import ENDLESS, PLAIN, TIMEOUT, SubmittedRun, command, submit
 from tests.slurm.virtual_cluster import VirtualCluster
 from tests.support.jobs import ROOT, losses
 
 STEPS = 30
-# Starts faster than DeepSpeed, which other tests cover.
-PLAIN = "precision.engine=plain"
-ENDLESS = (
-    "train.steps=1000000", "optimizer.schedule=constant", "train.eval_every=0",
-    "checkpoint.save_every=10", "data.num_workers=0", PLAIN,
-)  # fmt: skip
 ON_NODE4 = {"exclude": "node1,node2,node3"}
 SUSPEND_AT = 5
 
@@ -56,7 +50,7 @@ def runs(cluster: VirtualCluster, run_yaml: Path, tmp_path_factory: pytest.TempP
     until_the_end = (*ENDLESS, f"train.exit_step={STEPS}")
     uninterrupted = submit(cluster, run_yaml, folder / "uninterrupted", *ENDLESS, **ON_NODE4)
     failing = submit(
-        cluster, run_yaml, folder / "failing", PLAIN, max_attempts=2, ranks_per_node=1, **ON_NODE4
+        cluster, run_yaml, folder / "failing", *PLAIN, max_attempts=2, ranks_per_node=1, **ON_NODE4
     )
     limited = submit(
         cluster, run_yaml, folder / "limited", *until_the_end,

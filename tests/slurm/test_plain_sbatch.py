@@ -8,18 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.submitted_run import ENDED, TIMEOUT
+from tests.slurm.submitted_run import ENDED, ENDLESS, TIMEOUT
 from tests.slurm.virtual_cluster import VirtualCluster, wait_until
 from tests.support.jobs import ROOT, losses
 
 STEPS = 20
 SCRIPT = str(ROOT / "launch" / "pretrain.sbatch")
-RUN = (
-    f"train.exit_step={STEPS}", "train.steps=1000000", "optimizer.schedule=constant",
-    "train.eval_every=0", "checkpoint.save_every=1000", "data.num_workers=0",
-    # Starts faster than DeepSpeed, which other tests cover.
-    "precision.engine=plain",
-)  # fmt: skip
+RUN = (*ENDLESS, f"train.exit_step={STEPS}", "checkpoint.save_every=1000")
 LAUNCHERS = {
     "srun": ("--nodes=2", "--ntasks-per-node=1"),
     "torchrun": ("--nodes=1", "--ntasks-per-node=2"),

@@ -11,6 +11,28 @@ from megatron_deberta.ops import RelativePositions, disentangled_attention
 
 Inputs = list[Tensor | None]
 """q, k, v, pos_key, pos_query"""
+LENGTH = 37
+"""Tokens of the rows of ``MASKS`` and ``GATHERED``."""
+_AT = torch.arange(LENGTH)
+MASKS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "padding": {"attention_mask": _AT < torch.tensor([[LENGTH], [20]])},
+    "padding before": {"attention_mask": _AT >= torch.tensor([[18], [0]])},
+    "nothing real": {"attention_mask": _AT < torch.tensor([[LENGTH], [0]])},
+    "documents": {"document_ids": torch.stack([_AT // 15, _AT // 5])},
+    "causal": {"causal": True},
+    "everything": {
+        "causal": True,
+        "document_ids": (_AT // 9).expand(2, -1),
+        "attention_mask": _AT < torch.tensor([[LENGTH - 5], [1]]),
+    },
+}
+"""Every kind of mask, of two rows."""
+GATHERED = {
+    "consecutive": None,
+    "gathered": torch.tensor([[0, 36, 7, 7, 20, 20, 35], [5, -1, 3, 36, -1, -1, 18]]),
+}
+"""Positions of queries: in any order, repeated and padding."""
 
 
 def random_inputs(
@@ -67,14 +89,15 @@ def run_attention(
     return [x.detach().cpu().double() for x in (output, lse, *gradients)]
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor, least: float = 0.1) -> float:
     """Return the relative Frobenius norm of the difference; infinities must agree.
 
-    Gradients that vanish, as those of scores do in a row of one token, count as small ones.
+    Gradients that vanish, as those of scores do in a row of one token, count as small ones, of
+    norm ``least``.
     """
     assert torch.equal(torch.isinf(actual), torch.isinf(expected))
     actual, expected = (x.nan_to_num(posinf=0.0, neginf=0.0) for x in (actual, expected))
-    return float((actual - expected).norm() / expected.norm().clamp(min=0.1))
+    return float((actual - expected).norm() / expected.norm().clamp(min=least))
 
 
 def assert_later_tokens_do_not_matter(

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_deberta.config.schema import ObjectiveConfig
 from megatron_deberta.data.batch import IGNORED_LABEL, Batch
 from megatron_deberta.distributed.topology import single_process_groups
-from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine import deepspeed_engine
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.train.setup import build_rank_model
@@ -39,7 +39,7 @@ def as_causal(batch: Batch) -> Batch:
 
 def run_two_forms(rank: int, layout: Layout | None, steps: int) -> dict[str, Any]:
     """Return losses and moments of a run of ``mlm+ar`` with dropout; even steps are causal."""
-    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     groups = grid(layout.tp_size) if layout else single_process_groups(torch.device("cpu"))
     micro_batch = GLOBAL_BATCH // groups.dp_size // 2
     config = run_config(layout, micro_batch=micro_batch)

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_deberta.checkpoint import store
-from megatron_deberta.checkpoint.background import Saver
+from megatron_deberta.checkpoint import saver, store
 from megatron_deberta.checkpoint.layout import KINDS, CheckpointMetadata
+from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.retention import Retention
+from megatron_deberta.checkpoint.saver import Saver
+from megatron_deberta.checkpoint.writer import UNLOCKED, Fence
 from megatron_deberta.config import RunConfig, config_to_dict
 from megatron_deberta.distributed import control
-from megatron_deberta.distributed.parallelize.plan import shard_spec
-from megatron_deberta.distributed.parallelize.spec import ParameterSpec
+from megatron_deberta.distributed.parallelize.plan import ParameterSpec, shard_spec
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.engine.base import FetchState, HeldState, ParameterState
+from megatron_deberta.engine.base import Engine, FetchState, LocalShard, ParameterState
 
 SHAPES = {
     "embeddings.token.weight": (70, 4),
@@ -84,12 +87,10 @@ class FakeEngine:
                 *(_pad(_part(logical[name][kind], spec), spec) for kind in KINDS)
             )
 
-    def gather_states(self) -> Iterator[tuple[str, ParameterState]]:
-        yield from self.states.items()
-
-    def held_states(self) -> Iterator[HeldState]:
+    def local_shards(self) -> Iterator[LocalShard]:
         for name, state in self.states.items():
-            yield name, 0, tuple(getattr(state, kind).flatten() for kind in KINDS)
+            tensors = (getattr(state, field.name) for field in fields(state))
+            yield LocalShard(name, 0, tuple(t.flatten() for t in tensors if t is not None))
 
     def load_states(self, fetch: FetchState) -> None:
         self.states = {name: fetch(name) for name in self._specs}
@@ -149,7 +150,7 @@ def on_threads(
     """
     world_size = tp_size * dp_size
     barrier = threading.Barrier(world_size)
-    values = [0] * world_size
+    values, contents = [0] * world_size, [b""] * world_size
 
     def largest(value: int, rank: int) -> int:
         values[rank] = value
@@ -169,9 +170,21 @@ def on_threads(
     def all_reduce_max(numbers: Tensor, groups: ProcessGroups) -> Tensor:
         return numbers.fill_(largest(int(numbers.item()), groups.rank))
 
+    def gather_bytes(content: bytes, group: None) -> list[bytes]:
+        contents[int(threading.current_thread().name)] = content
+        barrier.wait(10)
+        gathered = list(contents)
+        barrier.wait(10)
+        return gathered
+
     with monkeypatch.context() as patch:
-        patch.setattr(control, "all_reduce_max", all_reduce_max)
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+        for module in (control, saver):
+            patch.setattr(module, "all_reduce_max", all_reduce_max)
+        patch.setattr(saver, "gather_bytes", gather_bytes)
+        patch.setattr(dist, "new_group", lambda **_: None)
+        threads = [
+            threading.Thread(target=run, name=str(rank), args=(rank,)) for rank in range(world_size)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -193,9 +206,65 @@ def save_alone(
     engine: Any = FakeEngine(specs, logical_states(seed))
     retention = Retention(keep_last=keep_last)
     if not background:
-        return store.save(run_dir, engine, specs, groups, metadata(step), retention=retention)
+        return save_state(run_dir, engine, specs, groups, metadata(step), retention)
     saver = Saver(run_dir, engine, specs, groups)
     saver.start(metadata(step), retention)
     saved = saver.finish()
     assert saved is not None
     return saved.path
+
+
+def save_on_grid(
+    monkeypatch: pytest.MonkeyPatch,
+    tp_size: int,
+    dp_size: int,
+    run_dir: str | Path,
+    saved: CheckpointMetadata,
+    average: float | None = None,
+) -> list[Any]:
+    """Save a random state from every rank of a grid.
+
+    Args:
+        monkeypatch: the test's.
+        tp_size: tensor-parallel ranks.
+        dp_size: data-parallel ranks.
+        run_dir: folder of the run.
+        saved: metadata of the checkpoint.
+        average: difference of the moving average to the weights; None: there is none.
+
+    Returns:
+        The folder or the error of each rank.
+    """
+
+    def work(groups: ProcessGroups) -> Path:
+        specs = specs_of(groups)
+        engine: Any = FakeEngine(specs, logical_states())
+        if average is not None:
+            engine.states = {
+                name: replace(state, ema=state.weight + average)
+                for name, state in engine.states.items()
+            }
+        return save_state(run_dir, engine, specs, groups, saved)
+
+    return on_threads(monkeypatch, tp_size, dp_size, work)
+
+
+def load_on(groups: ProcessGroups, path: Path) -> FakeEngine:
+    """Return a fake engine of a rank with the state of a checkpoint."""
+    specs = specs_of(groups)
+    engine: Any = FakeEngine(specs)
+    store.load(CheckpointReader(path), engine, specs)
+    return engine  # type: ignore[no-any-return]
+
+
+def save_state(
+    run_dir: str | Path,
+    engine: Engine,
+    specs: Mapping[str, ParameterSpec],
+    groups: ProcessGroups,
+    metadata: CheckpointMetadata,
+    retention: Retention | None = None,
+    fence: Fence = UNLOCKED,
+) -> Path:
+    """Save and commit the state of an engine; return the folder. Collective: all ranks."""
+    return Saver(run_dir, engine, specs, groups, fence).save(metadata, retention).path

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_deberta.text.deduplicate.pipeline import deduplicate
-from megatron_deberta.text.deduplicate.settings import Settings
+from megatron_deberta.text.deduplicate.sign import Settings
 from megatron_deberta.text.jobs.executors import RunOptions
 from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import find_sources

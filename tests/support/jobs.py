@@ -35,7 +35,7 @@ from megatron_deberta.train import setup
 from tests.support import pauses
 
 RANK_IMPORTS = (
-    "deepspeed", "megatron_deberta.cli.pretrain", "megatron_deberta.engine.deepspeed_runtime",
+    "deepspeed", "megatron_deberta.cli.pretrain", "megatron_deberta.engine.deepspeed_patches",
     "megatron_deberta.train.run",
     # The compiler, which DeepSpeed's optimizers and deterministic algorithms import: most of a
     # rank's start-up time.

@@ -23,9 +23,9 @@ from megatron_deberta.config.schema import (
 from megatron_deberta.data.batch import TaskBatch
 from megatron_deberta.data.loader import StepSampler
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.finetune.batches import TaskBatchBuilder, TaskRows
-from megatron_deberta.finetune.order import EpochOrder
-from megatron_deberta.tasks.encoded import EncodedDataset
+from megatron_deberta.evaluate.splits import TaskBatchBuilder, TaskRows
+from megatron_deberta.finetune.data import EpochOrder
+from megatron_deberta.tasks.encoding import EncodedDataset
 
 HEADS: tuple[Head, ...] = ("classification", "regression", "spans", "tokens", "choices")
 LABELS = ("no", "maybe", "yes")

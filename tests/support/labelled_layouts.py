@@ -8,7 +8,7 @@ import torch
 
 from megatron_deberta.config.schema import Head, ParallelConfig, PrecisionConfig
 from megatron_deberta.distributed.topology import single_process_groups
-from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine import deepspeed_engine
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.step import TrainStep
@@ -31,7 +31,7 @@ def run_labelled(
 
     With dropout, unless rows are packed, where its bits depend on the rows side by side.
     """
-    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     chosen = layout or Layout(1, 0, False, "none")
     groups = grid(layout.tp_size) if layout else single_process_groups(torch.device("cpu"))
     config = labelled_run(

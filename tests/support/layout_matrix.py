@@ -32,7 +32,7 @@ from megatron_deberta.config.schema import (
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.parallelize import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups, single_process_groups
-from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine import deepspeed_engine
 from megatron_deberta.engine.base import Engine
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model.inputs import ModelInputs
@@ -40,6 +40,7 @@ from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.step import TrainStep
 from tests.support.ranks import RankPool, grid
 from tests.support.tolerances import LAYOUT_GRADIENT, LAYOUT_LOSS
+from tests.support.toy_engine import states
 
 STEPS, GLOBAL_BATCH, MICRO_BATCH, LENGTH = 20, 8, 2, 16
 MODEL = ModelConfig(
@@ -155,7 +156,7 @@ def moments(engine: Engine, specs: dict[str, ParameterSpec]) -> dict[str, Any]:
     """Return the first moments and specs: after one step, the clipped gradient times 1 - beta1."""
     return {
         name: (specs[name], specs[name].true_part(state.exp_avg).clone())
-        for name, state in engine.gather_states()
+        for name, state in states(engine).items()
     }
 
 
@@ -163,7 +164,7 @@ def run_layout(
     rank: int, layout: Layout | None, steps: int, segments: bool = False
 ) -> dict[str, Any]:
     """Return losses, gradient norms and moments of one run on this rank."""
-    deepspeed_config.PERSISTENCE_THRESHOLD = (
+    deepspeed_engine.PERSISTENCE_THRESHOLD = (
         0  # Tensors of this size would not be partitioned otherwise.
     )
     groups = grid(layout.tp_size) if layout else single_process_groups(torch.device("cpu"))

@@ -22,7 +22,7 @@ PAUSE = "MEGATRON_DEBERTA_TEST_PAUSE"
 """Environment variable with a ``Pause`` as JSON."""
 WAIT_SECONDS = 60.0
 _ENGINE = ("megatron_deberta.engine.deepspeed_engine", "DeepSpeedZeroEngine")
-_FORWARD = ("megatron_deberta.objectives.mlm", "MaskedLanguageModel", "forward")
+_FORWARD = ("megatron_deberta.objectives.language_modelling", "MaskedLanguageModel", "forward")
 _BEAT = ("megatron_deberta.cluster.watchdog.heartbeat", "Heartbeat", "enter")
 
 

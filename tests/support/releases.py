@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
 from torch import Tensor
@@ -50,6 +53,14 @@ SIZES = {
     "position_buckets": 16,
 }
 """Architecture of ``V3`` as keys of the section ``model``."""
+
+
+@contextmanager
+def edited_tensors(folder: Path) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of a model's file, and write them back as they are at the end."""
+    tensors = load_file(folder / "model.safetensors")
+    yield tensors
+    save_file(tensors, folder / "model.safetensors")
 
 
 def write_release(folder: Path, version: Literal["v1", "v2", "v3"], *, generator: bool) -> None:

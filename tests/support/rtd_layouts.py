@@ -11,7 +11,7 @@ from torch import nn
 from megatron_deberta.config.schema import ModelConfig, ObjectiveConfig, RTDConfig, RunConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.topology import single_process_groups
-from megatron_deberta.engine import deepspeed_config
+from megatron_deberta.engine import deepspeed_engine
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.ops.cross_entropy import CrossEntropy
 from megatron_deberta.train.setup import build_rank_model
@@ -68,7 +68,7 @@ def run_rtd(
     rtd: RTDConfig = JOINT,
 ) -> dict[str, Any]:
     """Return losses, metrics, samples and moments of a run with dropout on this rank."""
-    deepspeed_config.PERSISTENCE_THRESHOLD = 0
+    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     groups = grid(layout.tp_size) if layout else single_process_groups(torch.device("cpu"))
     micro_batch = GLOBAL_BATCH // groups.dp_size // 2
     config = rtd_config(layout, model, micro_batch=micro_batch, rtd=rtd)

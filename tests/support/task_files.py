@@ -7,6 +7,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_deberta.tasks.task import METRICS, TaskConfig, task_from_dict
+
+
+def make_task(head: str, *metrics: str, **changes: Any) -> TaskConfig:
+    """Return a task without files, by default with the head's first metric."""
+    columns: dict[str, dict[str, str]] = {
+        "tokens": {"words": "w"}, "choices": {"choices": "c"},
+        "spans": {"question": "q", "context": "c"},
+    }  # fmt: skip
+    values = {
+        "name": head, "head": head, "reader": "jsonl", "splits": {"dev": "dev.jsonl"},
+        "columns": columns.get(head, {"text": "t"}), "max_length": 32,
+        "labels": ["O", "B-X", "I-X"] if head in ("classification", "tokens") else [],
+        "metrics": list(metrics or METRICS[head][:1]),
+    }  # fmt: skip
+    return task_from_dict({**values, **changes}, "test")
+
 
 def table(*rows: Sequence[str]) -> str:
     return "".join("\t".join(row) + "\n" for row in rows)

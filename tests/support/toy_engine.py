@@ -6,10 +6,12 @@ weights and data of every layout are slices of the same logical ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -169,7 +171,18 @@ def train(
 
 
 def states(engine: Engine) -> dict[str, ParameterState]:
-    return dict(engine.gather_states())
+    """Return copies of the whole states of all parameters. Collective: data-parallel ranks."""
+    shapes = {n: getattr(p, "ds_shape", p.shape) for n, p in engine.module.named_parameters()}
+    group = engine.parts[0]._groups.dp_group
+    found = {}
+    for name, start, tensors in engine.local_shards():
+        wholes = torch.full((len(tensors), math.prod(shapes[name])), -math.inf)
+        for whole, tensor in zip(wholes, tensors, strict=True):
+            whole[start : start + len(tensor)] = tensor.cpu()
+        if group is not None:
+            dist.all_reduce(wholes, dist.ReduceOp.MAX, group)
+        found[name] = ParameterState(*(whole.view(shapes[name]) for whole in wholes))
+    return found
 
 
 def assert_same_states(

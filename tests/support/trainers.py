@@ -13,9 +13,9 @@ from megatron_deberta.config.schema import RunConfig, TrainConfig
 from megatron_deberta.data.batch import MicroBatch
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine.base import StepOutcome
+from megatron_deberta.evaluate.selection import Selection
 from megatron_deberta.observe.throughput import StepWork, ThroughputMeter
 from megatron_deberta.train.prefetch import InputQueue
-from megatron_deberta.train.selection import Selection
 from megatron_deberta.train.stability.guard import Guard
 from megatron_deberta.train.state import Ending, StepResult, TrainState
 from megatron_deberta.train.trainer import Callback, Trainer

@@ -17,8 +17,8 @@ from typing import Any
 
 from megatron_deberta.cluster.profile import ClusterProfile
 from megatron_deberta.cluster.slurm.submit import make_spec
-from megatron_deberta.cluster.watchdog.hang import Diagnosis
-from megatron_deberta.cluster.watchdog.report_store import ReportStore
+from megatron_deberta.cluster.watchdog.detection import Diagnosis
+from megatron_deberta.cluster.watchdog.reports import ReportStore
 from tests.support.jobs import ROOT
 
 ATTEMPT = "7.0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -30,3 +31,21 @@ def test_links(page: Path) -> None:
         assert target.exists(), f"{link}: no such file"
         if anchor and target.suffix == ".md":
             assert anchor in _anchors(target), f"{link}: no such heading"
+
+
+def test_messages_of_the_troubleshooting_page_are_those_of_the_package() -> None:
+    texts = "\n".join(
+        node.value
+        for path in (ROOT / "megatron_deberta").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    # Messages of other programs, which this cannot check.
+    others = ("torch.", "Watchdog", "NCCL", "unhandled", "No space", "SHA-256")
+    messages = re.findall(r"^\| `([^`]+)`", page, re.MULTILINE)
+    ours = [message for message in messages if not message.startswith(others)]
+    assert len(ours) > 12
+    for message in ours:
+        for fragment in message.split("..."):
+            assert fragment.strip() in texts, f"no message has {fragment!r}"

@@ -19,13 +19,13 @@ COMPILED = {
     *(
         f"megatron_deberta.ops.triton.{name}"
         for name in (
-            "backend", "backward", "cross_entropy", "far", "forward", "gathered",
-            "gathered_launch", "launch", "layer_norm", "scores", "table_gradients", "tiles",
+            "backend", "consecutive", "cross_entropy", "gathered", "launch", "layer_norm",
+            "tables", "tiles",
         )
     ),
 }  # fmt: skip
-# Peers that benchmarks compare with, libraries that ``accelerate`` supports, loggers, executors,
-# drawing, ONNX, and those of text processing, without which a machine can train
+# Peers that benchmarks compare with, libraries that ``use_fast_attention`` supports, loggers,
+# executors, drawing, ONNX, and those of text processing, without which a machine can train
 OPTIONAL = (
     "triton", "flash_attn", "flashdeberta", "disentangled_flash", "einops", "liger_kernel",
     "apex", "amp_C", "kernels", "pynvml",

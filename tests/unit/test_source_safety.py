@@ -63,7 +63,7 @@ ALLOWED_IN_TESTS = {
     ),
     ("tests/integration/test_finetuned_exports.py", "exec"): "runs the line that convert prints",
     ("tests/support/releases.py", "torch.save"): "writes models as they are published",
-    ("tests/parity/test_accelerate.py", "import pickle"): "copies a model as users do",
+    ("tests/parity/test_fast_attention.py", "import pickle"): "copies a model as users do",
     ("tests/parity/test_import.py", "torch.save"): "makes a pickled release to import",
     ("tests/support/ranks.py", "import pickle"): "both ends of the pipe are the test's own",
     ("tests/unit/hf/test_convert.py", "exec"): "runs the lines that convert has just printed",

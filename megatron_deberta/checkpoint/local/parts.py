@@ -2,7 +2,8 @@
 
 A part holds the tensor files that the rank would write to a shared checkpoint, a manifest and
 ``COMMITTED``, which contains the manifest's SHA-256 and is written last. A node's folder holds the
-parts of its own ranks and replicas of a neighbour's.
+parts of its own ranks and replicas of a neighbour's. Calls on a disk that may hang have a time
+limit (``within``).
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from safetensors.torch import save
-from torch import Tensor
+from typing import TypeVar
 
 from megatron_deberta.checkpoint.layout import (
     COMMITTED_FILE,
@@ -29,16 +29,19 @@ from megatron_deberta.checkpoint.layout import (
     Fragment,
     commit_mark,
     tensor_file,
-    tensor_key,
 )
-from megatron_deberta.checkpoint.writer import OwnedState
 from megatron_deberta.errors import CheckpointError
 from megatron_deberta.files import fsync_path, sha256_file, write_durably
 from megatron_deberta.parsing import Count, parse_json
 
 FILE_BYTES = 64 * 2**20
 """Bytes of tensors at which a file is complete; bounds the memory of a transfer."""
+LISTING_SECONDS = 30.0
+"""Limit of listing or deleting the parts on a node."""
+SLOWEST_BYTES_PER_SECOND = 10e6
+"""Slower reads of parts count as hung."""
 _PART_NAME = re.compile(r"(\d{5,})-step_(\d{8})-rank_(\d{5})")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -174,27 +177,6 @@ class PartWriter:
         self.discard()
 
 
-def serialized(states: Iterable[OwnedState], rank: int) -> Iterator[tuple[bytes, list[Fragment]]]:
-    """Yield the content of each tensor file, and the fragments in it.
-
-    Args:
-        states: states that the rank writes.
-        rank: the rank.
-    """
-    buffer: dict[str, Tensor] = {}
-    fragments: list[Fragment] = []
-    number = 0
-    for spec, tensors in states:
-        buffer |= {tensor_key(kind, spec.name): tensor for kind, tensor in tensors.items()}
-        file = tensor_file(rank, number)
-        fragments.append(Fragment(spec.name, file, spec.split_dim, spec.offset, spec.length))
-        if sum(tensor.nbytes for tensor in buffer.values()) >= FILE_BYTES:
-            yield save(buffer), fragments
-            buffer, fragments, number = {}, [], number + 1
-    if buffer:
-        yield save(buffer), fragments
-
-
 def part_dir(folder: Path, save: SaveId, rank: int) -> Path:
     """Return the folder of a rank's part of a local save.
 
@@ -275,3 +257,33 @@ def _remove(path: Path) -> None:
     (path / COMMITTED_FILE).unlink(missing_ok=True)
     if path.exists():
         shutil.rmtree(path)
+
+
+def within(seconds: float, call: Callable[[], _T], default: _T) -> _T:
+    """Return the result of a call, or ``default`` if it takes longer than ``seconds``.
+
+    The call goes on in a daemon thread, because a system call cannot be interrupted.
+
+    Args:
+        seconds: time limit in seconds.
+        call: function to call.
+        default: result if the call takes longer.
+
+    Raises:
+        Exception: what the call raised in time.
+    """
+    results: list[_T] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="disk", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    return results[0] if results else default

@@ -3,6 +3,10 @@
 The ranks list the parts that their nodes hold. The newest save of which every part is on a node,
 as an original or as a replica, and whose files have their SHA-256, is copied into the run folder
 and committed there like any checkpoint, from which the run resumes on any layout.
+
+``local_checkpoints.json`` in the run folder says which local saves belong to the present run. Each
+start and each rollback begins a generation at a step. A save of an earlier generation is valid up
+to the lowest step at which a later generation began; after it, training took another path.
 """
 
 from __future__ import annotations
@@ -10,32 +14,102 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_deberta.checkpoint import writer
-from megatron_deberta.checkpoint.fence import Fence
 from megatron_deberta.checkpoint.layout import part_index_file, part_index_json, state_kinds
-from megatron_deberta.checkpoint.local.history import History
-from megatron_deberta.checkpoint.local.limits import (
+from megatron_deberta.checkpoint.local.parts import (
     LISTING_SECONDS,
     SLOWEST_BYTES_PER_SECOND,
-    within,
-)
-from megatron_deberta.checkpoint.local.nodes import Nodes
-from megatron_deberta.checkpoint.local.parts import (
     PartManifest,
     SaveId,
     held_parts,
     is_intact,
     part_dir,
+    within,
 )
+from megatron_deberta.checkpoint.local.saver import Nodes
+from megatron_deberta.checkpoint.writer import Fence
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.files import adopt_mode, fsync_path, write_durably
+from megatron_deberta.errors import CheckpointError
+from megatron_deberta.files import adopt_mode, fsync_path, write_atomically, write_durably
+from megatron_deberta.parsing import Count, dump_json, parse_json, read_json
 
 logger = logging.getLogger(__name__)
+
+FILE_NAME = "local_checkpoints.json"
+_WHAT = "a history of local checkpoints"
+_REMEDY = "delete it to resume from the checkpoints in the run folder"
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Generations of a run.
+
+    Attributes:
+        run: random identity of the run.
+        starts: generation and step of its start, both increasing; ends with the present one.
+    """
+
+    run: str
+    starts: tuple[tuple[Count, Count], ...] = ()
+
+    @classmethod
+    def new(cls) -> History:
+        """Return the history of a new run."""
+        return cls(secrets.token_hex(16))
+
+    @classmethod
+    def of_run(cls, run_dir: str | os.PathLike[str]) -> History | None:
+        """Read the history of a run; None: it has none.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        path = Path(run_dir) / FILE_NAME
+        try:
+            return read_json(path, cls, _WHAT, error=CheckpointError, remedy=_REMEDY)
+        except FileNotFoundError:
+            return None
+
+    @classmethod
+    def from_json(cls, content: str) -> History:
+        """Return the history from ``to_json``."""
+        return parse_json(content, cls, FILE_NAME, _WHAT, error=CheckpointError, remedy=_REMEDY)
+
+    def to_json(self) -> bytes:
+        """Return the content of the file."""
+        return dump_json(self)
+
+    @property
+    def generation(self) -> int:
+        """The present generation; 0: none has begun."""
+        return self.starts[-1][0] if self.starts else 0
+
+    def began(self, step: int) -> History:
+        """Return the history with one more generation, which starts at ``step``."""
+        # An earlier start at a later step sets no limit that the new one does not set.
+        kept = tuple(start for start in self.starts if start[1] < step)
+        return History(self.run, (*kept, (self.generation + 1, step)))
+
+    def is_valid(self, save: SaveId) -> bool:
+        """Return whether training has not left the path on which a save was made."""
+        later = (step for generation, step in self.starts if generation > save.generation)
+        return save.step <= min(later, default=save.step)
+
+    def write(self, run_dir: str | os.PathLike[str], check: Callable[[], None]) -> None:
+        """Write the file after a check of the run folder's lock.
+
+        Raises:
+            OSError: the disk is full or not writable.
+        """
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        check()
+        write_atomically(Path(run_dir) / FILE_NAME, self.to_json())
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -175,9 +249,9 @@ class LocalRecovery:
         manifest = PartManifest.from_json(content, self.folder)
         staged = writer.StagedCheckpoint(
             self.run_dir, manifest.metadata, state_kinds(manifest.metadata.config),
-            dict(manifest.parameters), self.groups, self.fence, candidate.world_size,
+            manifest.parameters, self.groups, self.fence, candidate.world_size,
         )  # fmt: skip
-        writer.prepare(staged)
+        writer.begin(staged)
         failure: OSError | None = None
         try:
             for part in mine:

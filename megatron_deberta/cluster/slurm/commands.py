@@ -1,13 +1,31 @@
-"""SLURM's commands, called with argument lists (never through a shell)."""
+"""SLURM's commands, called with argument lists (never through a shell), and what may be in them.
+
+A string on a command line matches one of the patterns here; others are errors, never escaped.
+"""
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from megatron_deberta.errors import MegatronDebertaError
+from megatron_deberta.errors import ConfigError, MegatronDebertaError
 
 TIMEOUT_SECONDS = 60.0
+NOT_QUEUED = "not queued"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,255}(,+[A-Za-z0-9][A-Za-z0-9_.-]{0,255})*,*")
+"""Nodes or partitions, of which there may be any number."""
+INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,31}")
+ARCHITECTURE = re.compile(r"sm_[0-9]{2,3}[af]?")
+BUILD = re.compile(r"[a-z]+[0-9.]*")
+PATH = re.compile(r"/[\w./@+=,:~ -]*")
+"""No ``%`` and no backslash: SLURM expands them in names of log files."""
+IMAGE = re.compile(r"[A-Za-z0-9/][A-Za-z0-9_./:@+#-]*")
+MOUNT = re.compile(r"/[\w./@+=~-]*:/[\w./@+=~-]*(:(ro|rw))?")
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+"""Environment variables."""
+VALUE = re.compile(r"[^\x00-\x1f\x7f]{0,4096}")
 
 
 class SlurmError(MegatronDebertaError):
@@ -48,6 +66,21 @@ def queue_entry(job: str) -> str:
         if "Invalid job id" in str(error):
             return ""
         raise
+
+
+def queue_state(jobs: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """Return SLURM's state of the job that runs, or else of the first pending one, and all jobs."""
+    found = {}
+    for job in jobs:
+        try:
+            line = queue_entry(job)
+        except SlurmError as error:
+            return f"unknown ({error})", ()
+        if line:
+            state, _, reason = line.partition(" ")
+            found[job] = f"{state} ({reason})" if state == "PENDING" else state
+    running = [state for state in found.values() if not state.startswith("PENDING")]
+    return next(iter([*running, *found.values()]), NOT_QUEUED), tuple(found)
 
 
 def current_job(variables: Mapping[str, str]) -> str:
@@ -111,3 +144,19 @@ def cancel_pending(job: str) -> None:
     except SlurmError as error:
         if "Invalid job id" not in str(error):
             raise
+
+
+def checked(text: str, pattern: re.Pattern[str], key: str) -> str:
+    """Return the text if the whole of it matches the pattern.
+
+    Args:
+        text: the value.
+        pattern: what it must match.
+        key: name of the value, for the message.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if not pattern.fullmatch(text):
+        raise ConfigError(f"{key}={text!r} is not allowed; it must match {pattern.pattern}")
+    return text

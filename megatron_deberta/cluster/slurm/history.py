@@ -1,38 +1,50 @@
-"""Job history of a run (``chain.jsonl`` in the run folder), and whether another attempt follows.
+"""What a run records about its job attempts, and whether another one follows.
 
-A job attempt is one start of a SLURM job; a requeued job starts again under the same number. The
-file has one line per event: a submission, its job numbers, the start and end of each attempt, the
-position from which its ranks resume and that of each checkpoint, a stop signal, a cancellation, a
-change of the stragglers, a verdict about faulty devices.
+A job attempt is one start of a SLURM job; a requeued job starts again under the same number.
+``chain.jsonl`` in the run folder has one line per event: a submission, its job numbers, the start
+and end of each attempt, the position from which its ranks resume and that of each checkpoint, a
+stop signal, a cancellation, a change of the stragglers, a verdict about faulty devices.
+``bad_nodes.jsonl`` has the failures of nodes, which later attempts exclude. Lines outlive a crash:
+each is flushed, and damaged ones are skipped.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 from typing_extensions import Required, TypedDict
 
 from megatron_deberta.checkpoint.layout import committed_steps
-from megatron_deberta.cluster.event_log import append_event, read_events
+from megatron_deberta.cluster.watchdog.detection import Diagnosis
 from megatron_deberta.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
     EXIT_NEVER_REQUEUE,
     EXIT_REQUEUE,
     EXIT_USAGE,
+    DataError,
 )
-from megatron_deberta.parsing import Count, Number, Seconds
+from megatron_deberta.files import MAX_RECORD_BYTES, read_regular
+from megatron_deberta.observe.metrics import append_line
+from megatron_deberta.parsing import Count, Number, Seconds, parse_json
 
 logger = logging.getLogger("job")
 
+T = TypeVar("T")
 FILE_NAME = "chain.jsonl"
+BAD_NODES_FILE = "bad_nodes.jsonl"
+BAD_WEIGHT = 2
+"""A node is bad from this sum of weights on: two killed ranks, or one certain failure."""
+EXIT_SECONDS = 10.0
+"""From the checkpoint to the end of an attempt, until a run has measured it."""
 MAX_STALLED_ATTEMPTS = 3
 """A run ends after this many consecutive attempts without progress."""
 MAX_STARTUP_STOPS = 20
@@ -129,6 +141,8 @@ class _Attempt:
     code: int | None = None
     was_starting: bool = False
     """A stop signal came before its first step."""
+    signal: str = ""
+    """The last stop signal."""
 
     def stopped_early(self) -> bool:
         """Return whether it was told to stop before its first step, if it has not progressed."""
@@ -219,16 +233,15 @@ class JobHistory:
         """Return the step of the newest committed checkpoint, 0 if there is none."""
         return max(committed_steps(self.run_dir), default=0)
 
-    def stalled_attempts(self, code: int | None = None) -> int:
-        """Count the consecutive attempts, up to the newest, that failed without progress.
+    def stalled_attempts(self, code: int | None = None) -> tuple[int, int]:
+        """Count the consecutive attempts, up to the newest, without progress.
 
         Args:
             code: exit code of the ranks of the newest attempt; None: unknown, or recorded.
-        """
-        return self._count_stalled(code)[0]
 
-    def _count_stalled(self, code: int | None) -> tuple[int, int]:
-        """Count consecutive attempts without progress: failed ones, and those stopped early."""
+        Returns:
+            Those that failed, and those that were told to stop before their first step.
+        """
         attempts, step = self._attempts(), self.committed_step()
         if attempts and code is not None:
             attempts[-1].code = code
@@ -254,6 +267,7 @@ class JobHistory:
                 attempts[-1].saved = record["samples"]
             elif record["event"] == "signal":
                 attempts[-1].was_starting |= record["starting"]
+                attempts[-1].signal = str(record.get("signal") or attempts[-1].signal)
             elif record["event"] == "end":
                 attempts[-1].code = record.get("code")
         return attempts
@@ -270,7 +284,7 @@ class JobHistory:
         Args:
             code: see ``stalled_attempts``.
         """
-        failed, stopped = self._count_stalled(code)
+        failed, stopped = self.stalled_attempts(code)
         if failed >= MAX_STALLED_ATTEMPTS:
             return f"{failed} consecutive job attempts made no progress"
         if stopped >= MAX_STARTUP_STOPS:
@@ -323,16 +337,6 @@ class JobHistory:
         except OSError as error:
             logger.warning("%s: not recorded: %s", self.path, error)
 
-    def _stop_signals(self) -> list[str]:
-        """Return the signals that the newest attempt has received."""
-        names: list[str] = []
-        for record in self.current():
-            if record["event"] == "start":
-                names = []
-            elif record["event"] == "signal" and record.get("signal"):
-                names.append(str(record["signal"]))
-        return names
-
     def decide(self, code: int, diagnosis: str = "") -> Decision:
         """Decide what follows an attempt.
 
@@ -349,8 +353,161 @@ class JobHistory:
             reason = f"{stalled}{last}; see the logs, then start the run again"
             return Decision(False, EXIT_NEVER_REQUEUE, reason)
         if code == EXIT_REQUEUE:
-            _, stopped = self._count_stalled(code)
+            _, stopped = self.stalled_attempts(code)
             how = "before the first step" if stopped else "with a checkpoint"
-            by = "".join(f" by {name}" for name in self._stop_signals()[-1:])
+            attempts = self._attempts()
+            by = f" by {attempts[-1].signal}" if attempts and attempts[-1].signal else ""
             return Decision(True, EXIT_REQUEUE, f"stopped{by} {how}")
         return Decision(True, EXIT_REQUEUE, diagnosis or f"failed with exit code {code}")
+
+
+@dataclass(frozen=True, slots=True)
+class StopTime:
+    """Longest measured time from a stop signal to the end of an attempt, by part, in seconds.
+
+    A signal that arrives just after a step costs the next step and a save; a save under way is the
+    last one, and a validation is interrupted after a batch.
+    """
+
+    step: float
+    save: float
+    exit: float
+
+    @property
+    def total(self) -> float:
+        """Longest time from a signal to the end of the attempt."""
+        return self.step + self.save + self.exit
+
+    def __str__(self) -> str:
+        """Return the total and its parts in seconds."""
+        return (
+            f"{self.total:.1f} s (longest step {self.step:.1f} s, save {self.save:.1f} s, exit "
+            f"{self.exit:.1f} s)"
+        )
+
+
+def measured_stop_time(events: Sequence[Mapping[str, Any]]) -> StopTime | None:
+    """Return the worst case according to a job history; None before the first checkpoint."""
+    measured = ("save_seconds", "step_seconds")
+    saves = [event for event in events if all(key in event for key in measured)]
+    if not saves:
+        return None
+    exits = []
+    saved_at: float | None = None
+    for event in events:
+        if event["event"] == "end" and event.get("code") == EXIT_REQUEUE and saved_at is not None:
+            exits.append(event["time"] - saved_at)
+        if event["event"] in ("start", "checkpoint"):
+            saved_at = event["time"] if event["event"] == "checkpoint" else None
+    return StopTime(
+        step=max(event["step_seconds"] for event in saves),
+        save=max(event["save_seconds"] for event in saves),
+        exit=max(exits, default=EXIT_SECONDS),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFailure:
+    """One failure of a node; a line of the file."""
+
+    node: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,255}$")]
+    reason: str
+    time: Seconds
+    """Since the epoch."""
+    weight: Literal[1, 2]
+
+
+class BadNodes:
+    """Failures of nodes in one run.
+
+    Args:
+        run_dir: folder of the run.
+        hours: age after which a failure no longer counts.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        hours: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.path = Path(run_dir) / BAD_NODES_FILE
+        self._seconds = 3600 * hours
+        self._clock = clock
+
+    def add(self, node: str, reason: str, *, certain: bool) -> None:
+        """Record a failure, unless the disk is full.
+
+        Args:
+            node: SLURM's name of the node.
+            reason: for people.
+            certain: this failure alone makes the node bad.
+        """
+        failure = NodeFailure(node, reason, round(self._clock(), 3), 2 if certain else 1)
+        try:
+            append_event(self.path, asdict(failure))
+        except OSError as error:
+            logger.warning("%s: not recorded: %s", self.path, error)
+
+    def record_failure(self, diagnosis: Diagnosis) -> str:
+        """Record the failure of a job attempt if it is clear which node caused it.
+
+        All ranks run the same code, so a hang of one is most often its node's fault, and a spare
+        node costs little. A rank that a signal killed counts half; one that ended with an error
+        does not count.
+
+        Returns:
+            The node, if it is bad now; else an empty string.
+        """
+        if len(diagnosis.hosts) != 1:
+            return ""
+        node = diagnosis.hosts[0]
+        if diagnosis.kind == "hang" or " was killed by signal " in diagnosis.reason:
+            self.add(node, diagnosis.reason, certain=diagnosis.kind == "hang")
+            return node if node in self.current() else ""
+        return ""
+
+    def current(self) -> dict[str, NodeFailure]:
+        """Return the last failure of each bad node, oldest first."""
+        weights: dict[str, int] = {}
+        last: dict[str, NodeFailure] = {}
+        for failure in read_events(self.path, NodeFailure):
+            if failure.time + self._seconds > self._clock():
+                weights[failure.node] = weights.get(failure.node, 0) + failure.weight
+                last.pop(failure.node, None)
+                last[failure.node] = failure
+        return {node: failure for node, failure in last.items() if weights[node] >= BAD_WEIGHT}
+
+
+def append_event(path: Path, event: Mapping[str, Any]) -> None:
+    """Append a line durably, and as a whole beside those of other processes.
+
+    Raises:
+        OSError: the disk is full or the file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    append_line(path, json.dumps(event).encode(), is_shared=True)
+
+
+def read_events(path: Path, schema: type[T], *, ignore_unknown: bool = False) -> list[T]:
+    """Return the events of a file in order, without lines that a crash has cut short.
+
+    Args:
+        path: the file; without it there are no events.
+        schema: type of an event; other lines are skipped.
+        ignore_unknown: keep events with keys that a ``TypedDict`` does not have.
+    """
+    events = []
+    if path.exists():
+        for number, line in enumerate(read_regular(path, MAX_RECORD_BYTES).splitlines(), start=1):
+            try:
+                event = parse_json(
+                    line, schema, f"{path}:{number}", "an event",
+                    remedy="the line is ignored", ignore_unknown=ignore_unknown,
+                )  # fmt: skip
+            except DataError as error:
+                logger.debug("%s", error)
+                continue
+            events.append(event)
+    return events

@@ -21,33 +21,32 @@ from types import FrameType
 import psutil
 
 from megatron_deberta.cluster import node_check
-from megatron_deberta.cluster.bad_nodes import BadNodes
-from megatron_deberta.cluster.entry_point import run_logged
-from megatron_deberta.cluster.notify import Notifier
-from megatron_deberta.cluster.prometheus import export_once
+from megatron_deberta.cluster.monitor import Notifier, export_once
 from megatron_deberta.cluster.run_lock import raise_if_locked
 from megatron_deberta.cluster.slurm import commands as slurm
-from megatron_deberta.cluster.slurm.array import job_file
-from megatron_deberta.cluster.slurm.history import Decision, JobHistory
+from megatron_deberta.cluster.slurm.history import BadNodes, Decision, JobHistory
 from megatron_deberta.cluster.slurm.submit import (
     JobSpec,
     attempt_name,
     check_command,
     for_nodes,
     log_folder,
+    read_cluster_config,
     srun_command,
     stop_signal,
 )
-from megatron_deberta.cluster.watchdog.hang import Diagnosis
-from megatron_deberta.cluster.watchdog.report_store import ReportStore
+from megatron_deberta.cluster.watchdog.detection import Diagnosis
+from megatron_deberta.cluster.watchdog.reports import ReportStore
 from megatron_deberta.config import load_config
-from megatron_deberta.config.schema import ClusterConfig
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_NEVER_REQUEUE, ConfigError
 from megatron_deberta.files import write_atomically
-from megatron_deberta.parsing import whole_number
+from megatron_deberta.observe.console import run_logged
+from megatron_deberta.parsing import read_json, whole_number
 
 logger = logging.getLogger("job")
 
+ARRAY_TASK = "SLURM_ARRAY_TASK_ID"
+"""Environment variable with the index of an array's element."""
 PASSED_ON = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TMPDIR", "PYTHONPATH")
 """Variables of the node that ranks get, besides SLURM's and those of job.json."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -70,7 +69,8 @@ class JobAttempt:
         self._history = JobHistory(spec.run_dir)
         self._name = attempt_name(self._job, self._restarts)
         self._node_failure = ""
-        self._config = _cluster_config(spec)
+        # The ranks report a config that cannot be read.
+        self._config = read_cluster_config(spec.config)
         self._bad_nodes = BadNodes(spec.run_dir, self._config.bad_node_hours)
         self._notifier = Notifier(self._config, spec.run_dir)
 
@@ -261,14 +261,6 @@ def _is_cancelled(info: Mapping[str, str]) -> bool:
     return completing or info.get("JobState") == "CANCELLED"
 
 
-def _cluster_config(spec: JobSpec) -> ClusterConfig:
-    """Return the section ``cluster``; the ranks report a config that cannot be read."""
-    try:
-        return load_config(spec.config).cluster
-    except (ConfigError, OSError):
-        return ClusterConfig()
-
-
 def rank_environment(spec: JobSpec, variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the ranks: some of the node's, SLURM's, and that of job.json."""
     kept = {
@@ -283,13 +275,31 @@ def rank_environment(spec: JobSpec, variables: Mapping[str, str]) -> dict[str, s
     return kept | spec.environment
 
 
-def _read_spec(argument: str) -> JobSpec:
-    return JobSpec.read(job_file(argument, os.environ))
+def job_file(argument: str, variables: Mapping[str, str]) -> str:
+    """Return the ``job.json`` of a batch script; that of its element in an array.
+
+    Args:
+        argument: ``job.json`` or, in an array, ``jobs_N.json``.
+        variables: environment of the batch script.
+    """
+    if not variables.get(ARRAY_TASK):
+        return argument
+    remedy = "submit the search again"
+    files = read_json(Path(argument), list[str], "a list of jobs", remedy=remedy, error=ConfigError)
+    index = whole_number(variables, ARRAY_TASK, 0)
+    if index >= len(files):
+        raise ConfigError(f"{argument}: no job {index}; {remedy}")
+    return files[index]
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run a job attempt; an error becomes one line in the log and an exit code."""
-    return run_logged(lambda: JobAttempt(_read_spec(arguments[0]), os.environ).run(), logger)
+
+    def run() -> int:
+        spec = JobSpec.read(job_file(arguments[0], os.environ))
+        return JobAttempt(spec, os.environ).run()
+
+    return run_logged(run, logger)
 
 
 if __name__ == "__main__":

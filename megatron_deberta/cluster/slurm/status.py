@@ -1,33 +1,44 @@
-"""Status of a run: queue, progress, speed, and its job attempts."""
+"""Status of a run: condition, queue, progress, speed, and its job attempts."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from typing_extensions import TypedDict
 
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, committed_steps, step_dir
-from megatron_deberta.cluster.bad_nodes import BadNodes
-from megatron_deberta.cluster.run_lock import DEAD_SECONDS, newest_lock, read_lock
+from megatron_deberta.cluster.run_lock import DEAD_SECONDS, Holder, newest_lock, read_lock
 from megatron_deberta.cluster.slurm import commands as slurm
-from megatron_deberta.cluster.slurm.condition import Activity, Word, find_condition
-from megatron_deberta.cluster.slurm.history import FINISHED, JobHistory
-from megatron_deberta.cluster.slurm.stop_time import StopTime, measured_stop_time
-from megatron_deberta.cluster.slurm.submit import LOGS, SUBMISSIONS
-from megatron_deberta.config import load_config
-from megatron_deberta.config.schema import ClusterConfig
+from megatron_deberta.cluster.slurm.history import (
+    FINISHED,
+    BadNodes,
+    JobHistory,
+    StopTime,
+    measured_stop_time,
+)
+from megatron_deberta.cluster.slurm.submit import LOGS, SUBMISSIONS, read_cluster_config
+from megatron_deberta.cluster.watchdog.detection import Limits
+from megatron_deberta.cluster.watchdog.reports import (
+    FOLDER,
+    NodeReport,
+    ReportStore,
+    aged,
+    find_overdue,
+)
 from megatron_deberta.config.yaml_reader import read_yaml
 from megatron_deberta.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REQUEUE, ConfigError
+from megatron_deberta.observe.console import format_duration
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
-from megatron_deberta.parsing import Count, Seconds, conform
+from megatron_deberta.parsing import Count, conform
 
 
 class _TrainSection(TypedDict, total=False):
@@ -41,19 +52,47 @@ class _FinetuneSection(TypedDict, total=False):
     patience: Count | None
 
 
-class _ClusterSection(TypedDict, total=False):
-    bad_node_hours: Seconds | None
-
-
 class _Config(TypedDict, total=False):
     """What is read from a run's resolved configuration, which an older release may have written."""
 
     train: _TrainSection
     finetune: _FinetuneSection
-    cluster: _ClusterSection
 
 
-NOT_QUEUED = "not queued"
+Word = Literal["finished", "failed", "stalled", "running", "queued", "stopped"]
+WORDS: tuple[Word, ...] = get_args(Word)
+FRESH_SECONDS = 60.0
+"""A node's report that is not older shows that its supervisor runs."""
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LastHolder:
+    """The last process that trained in a run's folder."""
+
+    holder: Holder | None = None
+    """None: there was none."""
+    beat: float = 0.0
+    """Its last heartbeat or its end, in seconds since the epoch."""
+
+    @classmethod
+    def of(cls, folder: Path) -> LastHolder:
+        """Read the lock of a run's folder."""
+        lock = newest_lock(folder / "lock")
+        holder = read_lock(lock) if lock is not None else None
+        return cls() if lock is None or holder is None else cls(holder, lock.stat().st_mtime)
+
+    def present(self) -> str:
+        """Return the process as text; empty if there is none or if it is silent."""
+        # Twice the limit: clocks of machines differ, and this is only displayed.
+        is_silent = time.time() - self.beat > 2 * DEAD_SECONDS
+        is_gone = self.holder is None or self.holder.released or is_silent
+        return "" if is_gone else str(self.holder)
+
+    def since(self) -> float:
+        """Return when it took the lock, in seconds since the epoch."""
+        return 0.0 if self.holder is None else datetime.fromisoformat(self.holder.since).timestamp()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,34 +175,40 @@ def gather(run_dir: str | os.PathLike[str], *, ask_slurm: bool = True) -> RunSta
     records = [record for record in all_records if record["kind"] == "train"]
     skipped, rollbacks = guard_events(all_records)
     last = records[-1] if records else {}
-    state, jobs = queue_state(history.submitted_jobs()) if ask_slurm else ("not asked", ())
-    step, target = int(last.get("step", 0)), target_step(folder)
+    state, jobs = slurm.queue_state(history.submitted_jobs()) if ask_slurm else ("not asked", ())
+    config, cluster = _config(folder), read_cluster_config(_config_path(folder))
+    step, target = int(last.get("step", 0)), target_step(config)
     over = history.end_reason() or (FINISHED if is_finished(folder, all_records, target) else "")
-    if over == FINISHED and max(step, history.committed_step()) < target and not _patience(folder):
+    has_patience = config.get("finetune", {}).get("patience")
+    if over == FINISHED and max(step, history.committed_step()) < target and not has_patience:
         # Exit code 0 before the last step.
         over = "stopped by the file `stop`"
-    holder = present_holder(folder)
-    is_alive = bool(holder or jobs)
+    process = LastHolder.of(folder)
+    is_alive = bool(process.present() or jobs)
     has_eta = not over and (is_alive or history.is_running())
-    activity = Activity(
-        holder=holder,
-        is_lost=is_lost(folder),
-        ended=how_ended(folder),
-        state=state if jobs else "" if state == NOT_QUEUED else None,
-        last_progress=_last_progress(folder, events),
-        record_seconds=_record_seconds(records, target),
+    saved = checkpoint_time(folder)
+    starts: list[float] = [event["time"] for event in events if event["event"] == "start"]
+    recorded = metrics.stat().st_mtime if metrics.exists() else 0.0
+    condition, reason = find_condition(
+        folder,
+        events,
+        over,
+        process,
+        state=state if jobs else "" if state == slurm.NOT_QUEUED else None,
+        quiet=time.time() - max(saved or 0.0, recorded, process.since(), *starts),
+        longest=Limits(cluster).longest() + 2 * _record_seconds(records, target),
     )
-    condition = find_condition(folder, events, over, activity, _cluster_config(folder))
+    bad_nodes = BadNodes(folder, cluster.bad_node_hours).current().values()
     return RunStatus(
         run_dir=str(run_dir),
-        condition=condition.word,
-        reason=condition.reason,
+        condition=condition,
+        reason=reason,
         state=state,
         jobs=jobs,
-        holder=holder,
+        holder=process.present(),
         step=step,
         committed_step=history.committed_step(),
-        checkpoint_time=checkpoint_time(folder),
+        checkpoint_time=saved,
         target_step=target,
         skipped_updates=skipped,
         rollbacks=rollbacks,
@@ -178,28 +223,93 @@ def gather(run_dir: str | os.PathLike[str], *, ask_slurm: bool = True) -> RunSta
         faults=count_faults(events),
         over=over,
         slow_ranks=slow_ranks(events),
-        bad_nodes=_bad_nodes(folder),
-        last_event=last_event(folder, events),
+        bad_nodes=tuple(
+            f"{failure.node}, since {_local_time(failure.time)}: {failure.reason}"
+            for failure in bad_nodes
+        ),
+        last_event=last_event(folder, events, process),
         next_command=next_command(folder, events, over, is_alive=is_alive),
     )
 
 
-def _last_progress(folder: Path, events: Sequence[Mapping[str, Any]]) -> float:
-    """Return when the run last made progress or started, in seconds since the epoch."""
-    metrics = folder / FILE_NAME
-    starts: list[float] = [event["time"] for event in events if event["event"] == "start"]
-    recorded = metrics.stat().st_mtime if metrics.exists() else 0.0
-    return max(checkpoint_time(folder) or 0.0, recorded, _locked_since(folder), *starts)
+def find_condition(
+    folder: Path,
+    events: Sequence[Event],
+    over: str,
+    process: LastHolder,
+    *,
+    state: str | None,
+    quiet: float,
+    longest: float,
+) -> tuple[Word, str]:
+    """Return the condition of a run in one word, and the reason if it does not run.
+
+    Args:
+        folder: folder of the run.
+        events: job history of the last submission.
+        over: why the run has ended; empty: it has not.
+        process: the last process to train.
+        state: state of its SLURM job; empty: there is none; None: unknown.
+        quiet: seconds since its last record, checkpoint or start.
+        longest: seconds after which a record is missing, whatever the run does.
+    """
+    if over == FINISHED:
+        return "finished", ""
+    # A process may have been started after the end of a submission.
+    is_present = bool(process.present())
+    if over and not is_present:
+        codes = [event.get("code") for event in events if event["event"] == "end"]
+        wanted = (EXIT_DONE, EXIT_REQUEUE, EXIT_INTERRUPTED)
+        is_stopped = over.startswith("cancelled") or (codes and codes[-1] in wanted)
+        return "stopped" if is_stopped else "failed", over
+    attempts = [event for event in events if event["event"] in ("start", "end")]
+    last = attempts[-1] if attempts else {}
+    attempt = last["link"] if last.get("event") == "start" else ""
+    age, reports = _read_reports(folder, attempt) if attempt else (float("inf"), [])
+    if is_present:
+        late = _overdue(age, reports, quiet, longest)
+        return ("stalled", late) if late else ("running", "")
+    if state and state.startswith("PENDING"):
+        return "queued", state
+    # An attempt without a lock may be about to take it.
+    if state or (attempt and min(age, quiet) < FRESH_SECONDS):
+        return "running", ""
+    if attempt:
+        return "stalled", f"attempt {attempt} was killed or lost; nothing continues it"
+    if last.get("goes_on"):
+        if state is None or time.time() - last["time"] < FRESH_SECONDS:
+            return "queued", "between two attempts"
+        return "stalled", f"nothing continues it after attempt {last['link']}"
+    holder = process.holder
+    if holder is not None and not holder.released:
+        return "failed", "its process was killed or lost"
+    if holder is not None and holder.ended in signal.Signals.__members__:
+        return "stopped", f"stopped by {holder.ended}"
+    return ("failed", holder.ended) if holder is not None and holder.ended else ("stopped", "")
 
 
-def _bad_nodes(folder: Path) -> tuple[str, ...]:
-    return tuple(
-        f"{failure.node}, since {_local_time(failure.time)}: {failure.reason}"
-        for failure in BadNodes(folder, bad_node_hours(folder)).current().values()
-    )
+def _read_reports(folder: Path, attempt: str) -> tuple[float, list[NodeReport]]:
+    """Return the age of the newest report of an attempt's nodes in seconds, and all of them."""
+    paths = (folder / FOLDER / attempt).glob("node_*.json")
+    times = {int(path.stem.removeprefix("node_")): path.stat().st_mtime for path in paths}
+    ages = {node: max(0.0, time.time() - changed) for node, changed in times.items()}
+    reports = ReportStore(folder, attempt).read(ages)
+    aged_reports = [aged(report, ages[node]) for node, report in reports.items()]
+    return min(ages.values(), default=float("inf")), aged_reports
 
 
-def guard_events(records: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+def _overdue(age: float, reports: Sequence[NodeReport], quiet: float, longest: float) -> str:
+    """Return what is overdue in a run that is alive, empty if nothing is."""
+    limits = [limit for report in reports for limit in report.limits]
+    overdue = find_overdue(reports)
+    if overdue and quiet > max(limits):
+        return overdue
+    # Without fresh reports nothing tells the section; ``longest`` holds for the slowest one.
+    is_late = age >= FRESH_SECONDS and quiet > longest
+    return f"no new record for {format_duration(quiet)}" if is_late else ""
+
+
+def guard_events(records: Sequence[Event]) -> tuple[int, int]:
     """Count skipped updates, including those of steps that were rolled back, and rollbacks."""
     events = [record for record in records if record["kind"] == "guard"]
     rollbacks = [record for record in events if record.get("event") == "rollback"]
@@ -209,34 +319,7 @@ def guard_events(records: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
 
 def present_holder(folder: Path) -> str:
     """Return the process that trains in a run's folder, empty if none or if it is silent."""
-    lock = newest_lock(folder / "lock")
-    holder = read_lock(lock) if lock is not None else None
-    if lock is None or holder is None or holder.released:
-        return ""
-    # Twice the limit: clocks of machines differ, and this is only displayed.
-    silent = time.time() - lock.stat().st_mtime > 2 * DEAD_SECONDS
-    return "" if silent else str(holder)
-
-
-def is_lost(folder: Path) -> bool:
-    """Return whether the last process to train in a folder ended without releasing the lock."""
-    lock = newest_lock(folder / "lock")
-    holder = read_lock(lock) if lock is not None else None
-    return holder is not None and not holder.released and not present_holder(folder)
-
-
-def how_ended(folder: Path) -> str:
-    """Return what ended the last process to train, see ``Holder.ended``."""
-    lock = newest_lock(folder / "lock")
-    holder = read_lock(lock) if lock is not None else None
-    return "" if holder is None else holder.ended
-
-
-def _locked_since(folder: Path) -> float:
-    """Return when the lock of a folder was last taken, in seconds since the epoch; 0: never."""
-    lock = newest_lock(folder / "lock")
-    holder = read_lock(lock) if lock is not None else None
-    return datetime.fromisoformat(holder.since).timestamp() if holder is not None else 0.0
+    return LastHolder.of(folder).present()
 
 
 def checkpoint_time(folder: Path) -> float | None:
@@ -247,7 +330,7 @@ def checkpoint_time(folder: Path) -> float | None:
     return (step_dir(folder, steps[-1]) / COMMITTED_FILE).stat().st_mtime
 
 
-def count_faults(events: Sequence[Mapping[str, Any]]) -> int:
+def count_faults(events: Sequence[Event]) -> int:
     """Count the attempts that failed, or were killed or lost."""
     harmless = (None, EXIT_DONE, EXIT_REQUEUE, EXIT_INTERRUPTED)
     ends = {event["link"]: event.get("code") for event in events if event["event"] == "end"}
@@ -256,8 +339,14 @@ def count_faults(events: Sequence[Mapping[str, Any]]) -> int:
     return len(lost) + sum(code not in harmless for code in ends.values())
 
 
-def last_event(folder: Path, events: Sequence[Mapping[str, Any]]) -> str:
-    """Describe what happened last to a run, and when; empty if nothing has."""
+def last_event(folder: Path, events: Sequence[Event], process: LastHolder) -> str:
+    """Describe what happened last to a run, and when; empty if nothing has.
+
+    Args:
+        folder: folder of the run.
+        events: job history of the last submission.
+        process: the last process to train.
+    """
     found = []
     for number, event in enumerate(events):
         has_started = any(earlier["event"] == "start" for earlier in events[:number])
@@ -271,21 +360,18 @@ def last_event(folder: Path, events: Sequence[Mapping[str, Any]]) -> str:
             found.append((event["time"], texts[event["event"]]))
     if (saved := checkpoint_time(folder)) is not None:
         found.append((saved, f"saved the checkpoint of step {committed_steps(folder)[-1]:,}"))
-    lock = newest_lock(folder / "lock")
-    holder = read_lock(lock) if lock is not None else None
-    if lock is not None and holder is not None and not present_holder(folder):
+    holder = process.holder
+    if holder is not None and not process.present():
         how = "ended" if holder.released else "was killed or lost"
         how += f": {holder.ended}" if holder.ended else ""
-        found.append((lock.stat().st_mtime, f"process {holder.pid} on {holder.host} {how}"))
+        found.append((process.beat, f"process {holder.pid} on {holder.host} {how}"))
     if not found:
         return ""
     when, what = max(found)
     return f"{_local_time(when)}: {what}"
 
 
-def next_command(
-    folder: Path, events: Sequence[Mapping[str, Any]], over: str, *, is_alive: bool
-) -> str:
+def next_command(folder: Path, events: Sequence[Event], over: str, *, is_alive: bool) -> str:
     """Return the command that one would usually give next; empty: wait.
 
     Args:
@@ -317,23 +403,8 @@ def _local_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
-def queue_state(jobs: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """Return SLURM's state of the job that runs, or else of the first pending one, and all jobs."""
-    found = {}
-    for job in jobs:
-        try:
-            line = slurm.queue_entry(job)
-        except slurm.SlurmError as error:
-            return f"unknown ({error})", ()
-        if line:
-            state, _, reason = line.partition(" ")
-            found[job] = f"{state} ({reason})" if state == "PENDING" else state
-    running = [state for state in found.values() if not state.startswith("PENDING")]
-    return next(iter([*running, *found.values()]), NOT_QUEUED), tuple(found)
-
-
 def attempt_statuses(
-    records: Sequence[Mapping[str, Any]], *, is_current: bool = True
+    records: Sequence[Event], *, is_current: bool = True
 ) -> tuple[JobAttemptStatus, ...]:
     """Return the job attempts of a submission in order.
 
@@ -362,7 +433,7 @@ def attempt_statuses(
     return tuple(attempts)
 
 
-def slow_ranks(records: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def slow_ranks(records: Sequence[Event]) -> tuple[str, ...]:
     """Return the stragglers that the newest job attempt has reported last."""
     attempts = ["", *(record["link"] for record in records if record["event"] == "start")]
     reports = [r["ranks"] for r in records if r["event"] == "slow" and r["link"] == attempts[-1]]
@@ -373,13 +444,7 @@ def slow_ranks(records: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     )
 
 
-def bad_node_hours(folder: Path) -> float:
-    """Return ``cluster.bad_node_hours`` of a run."""
-    given = _config(folder).get("cluster", {}).get("bad_node_hours")
-    return ClusterConfig().bad_node_hours if given is None else given
-
-
-def is_finished(folder: Path, records: Sequence[Mapping[str, Any]], target: int) -> bool:
+def is_finished(folder: Path, records: Sequence[Event], target: int) -> bool:
     """Return whether the last step is saved and, in a run that validates, its validation recorded.
 
     A process may be killed between the two, or before both; the next start makes up for it.
@@ -395,14 +460,9 @@ def is_finished(folder: Path, records: Sequence[Mapping[str, Any]], target: int)
     return not validated or max(validated) >= target
 
 
-def _patience(folder: Path) -> int:
-    """Return ``finetune.patience``, with which a run may end before its last step; 0: none."""
-    return _config(folder).get("finetune", {}).get("patience") or 0
-
-
-def target_step(folder: Path) -> int:
-    """Return the last step by the run's resolved configuration; 0 without one."""
-    train = _config(folder).get("train", {})
+def target_step(config: _Config) -> int:
+    """Return the last step by a run's resolved configuration; 0 without one."""
+    train = config.get("train", {})
     return train.get("exit_step") or train.get("stop_after") or train.get("steps") or 0
 
 
@@ -423,15 +483,7 @@ def _config(folder: Path) -> _Config:
     )  # fmt: skip
 
 
-def _cluster_config(folder: Path) -> ClusterConfig:
-    """Return the section ``cluster`` of a run's configuration; defaults if it cannot be read."""
-    try:
-        return load_config(_config_path(folder)).cluster
-    except (ConfigError, OSError):
-        return ClusterConfig()
-
-
-def _record_seconds(records: Sequence[Mapping[str, Any]], target: int) -> float:
+def _record_seconds(records: Sequence[Event], target: int) -> float:
     """Return the seconds between the last two records, by the speed of the last one."""
     if len(records) < 2 or not records[-1].get("seconds_left"):
         return 0.0
@@ -440,9 +492,7 @@ def _record_seconds(records: Sequence[Mapping[str, Any]], target: int) -> float:
     return float(records[-1]["seconds_left"]) * steps / max(1, target - last)
 
 
-def seconds_left(
-    events: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]], target: int
-) -> float | None:
+def seconds_left(events: Sequence[Event], records: Sequence[Event], target: int) -> float | None:
     """Estimate the seconds to the last step; None without records.
 
     After a restart the average speed of all attempts counts, with queueing, starting and lost

@@ -1,19 +1,24 @@
-"""The commands of a job: ``sbatch``, which queues it, and ``srun``, which starts its nodes."""
+"""Jobs and job arrays: their files, and the commands that queue them and start their nodes."""
 
 from __future__ import annotations
 
 import json
+import shlex
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_deberta.cluster.profile import CODE_ROOT, ClusterProfile, NodeSettings
-from megatron_deberta.cluster.slurm import names
-from megatron_deberta.cluster.slurm.names import checked
-from megatron_deberta.config import validate_for_world
-from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.cluster.slurm import commands as slurm
+from megatron_deberta.cluster.slurm.commands import checked
+from megatron_deberta.cluster.slurm.history import JobHistory, StopTime
+from megatron_deberta.config import load_config, save_config, validate_for_world
+from megatron_deberta.config.schema import ClusterConfig, RunConfig
 from megatron_deberta.errors import ConfigError, MegatronDebertaError
+from megatron_deberta.files import write_atomically
 from megatron_deberta.parsing import read_json
 
 SUPERVISOR_EXIT_SECONDS = 30
@@ -25,6 +30,8 @@ LOGS = "logs"
 """Folder in the run folder with a folder of ``rank_N.log`` per job attempt."""
 DEFAULT_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Environment of every rank, unless the cluster profile or the user sets another value."""
+MAX_ARRAY_SIZE = 1000
+"""Elements per job array; SLURM's ``MaxArraySize`` is 1001 by default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,19 +98,27 @@ def make_spec(
     """
     settings = {item.name: getattr(profile, item.name) for item in fields(NodeSettings)}
     settings |= {
-        "python": checked(profile.python or sys.executable, names.PATH, "python"),
+        "python": checked(profile.python or sys.executable, slurm.PATH, "python"),
         "environment": DEFAULT_ENVIRONMENT | profile.environment | dict(exported or {}),
     }
     return JobSpec(
-        job_name=checked(job_name, names.NAME, "--job-name"),
-        run_dir=checked(str(run_dir), names.PATH, "train.run_dir"),
-        config=checked(str(submission / "run.yaml"), names.PATH, "train.run_dir"),
-        code_root=checked(str(CODE_ROOT), names.PATH, "the folder of megatron_deberta"),
+        job_name=checked(job_name, slurm.NAME, "--job-name"),
+        run_dir=checked(str(run_dir), slurm.PATH, "train.run_dir"),
+        config=checked(str(submission / "run.yaml"), slurm.PATH, "train.run_dir"),
+        code_root=checked(str(CODE_ROOT), slurm.PATH, "the folder of megatron_deberta"),
         nodes=nodes,
         least_nodes=nodes if min_nodes is None else min_nodes,
         allow_config_change=allow_config_change,
         **settings,
     )
+
+
+def read_cluster_config(path: str | Path) -> ClusterConfig:
+    """Return the section ``cluster`` of a run's configuration; defaults if it cannot be read."""
+    try:
+        return load_config(path).cluster
+    except (ConfigError, OSError):
+        return ClusterConfig()
 
 
 def sbatch_command(
@@ -147,7 +162,7 @@ def sbatch_command(
         "--open-mode=append", f"--output={output or f'{spec.run_dir}/{LOGS}/job_%j.log'}",
     ]  # fmt: skip
     if excluded := ",".join(filter(None, dict.fromkeys([*spec.exclude.split(","), *bad_nodes]))):
-        command.append(f"--exclude={checked(excluded, names.NAMES, 'exclude')}")
+        command.append(f"--exclude={checked(excluded, slurm.NAMES, 'exclude')}")
     if array:
         command.append(f"--array={array}")
     if after:
@@ -268,3 +283,145 @@ def _one_task_per_node(spec: JobSpec, output: str, wait: int) -> list[str]:
         command += [f"--bind={mount}" for mount in spec.container_mounts]
         command.append(spec.container_image)
     return [*command, spec.python]
+
+
+def profile_of_ranks(profile: ClusterProfile, ranks: int) -> tuple[ClusterProfile, int]:
+    """Return the profile of a run with a number of ranks, and its number of nodes.
+
+    A run with fewer ranks than a node has gets its share of the node's GPUs and memory.
+
+    Args:
+        profile: the cluster.
+        ranks: ranks of the run.
+    """
+    per_node = profile.ranks_per_node
+    if ranks >= per_node:
+        return profile, -(-ranks // per_node)
+    shared = replace(
+        profile,
+        ranks_per_node=ranks,
+        gpus_per_node=-(-profile.gpus_per_node * ranks // per_node),
+        memory_gib_per_node=-(-profile.memory_gib_per_node * ranks // per_node),
+        exclusive=False,
+    )
+    return shared, 1
+
+
+class _Array(NamedTuple):
+    """A job array of independent runs, each of which requeues itself."""
+
+    specs: Sequence[JobSpec]
+    """Jobs of the runs; their files and histories are those of single jobs."""
+    configs: Sequence[RunConfig]
+    jobs_file: Path
+    """``jobs_N.json``: the ``job.json`` of each element by its index."""
+    command: list[str]
+
+
+def _arrays(
+    profile: ClusterProfile, configs: Sequence[RunConfig], folder: Path, time: str, at_most: int
+) -> list[_Array]:
+    """Divide runs into arrays; nothing is written, so that a refusal leaves nothing behind.
+
+    Args:
+        profile: the cluster.
+        configs: the runs.
+        folder: folder of the files of all arrays.
+        time: name of the submission.
+        at_most: number of runs at a time; 0: no limit.
+
+    Raises:
+        ConfigError: a path is not allowed on a command line.
+    """
+    specs = [
+        make_spec(
+            profile,
+            nodes=config.cluster.nodes or 0,
+            run_dir=Path(config.train.run_dir),
+            job_name="search",
+            submission=Path(config.train.run_dir) / SUBMISSIONS / time,
+            allow_config_change=False,
+        )
+        for config in configs
+    ]
+    files = checked(str(folder / SUBMISSIONS / time), slurm.PATH, "output") if specs else ""
+    arrays = []
+    for first in range(0, len(specs), MAX_ARRAY_SIZE):
+        members = slice(first, first + MAX_ARRAY_SIZE)
+        jobs_file = Path(files, f"jobs_{first}.json")
+        command = sbatch_command(
+            specs[first],
+            profile,
+            jobs_file,
+            array=f"0-{len(specs[members]) - 1}" + (f"%{at_most}" if at_most else ""),
+            output=f"{files}/job_%A_%a.log",
+        )
+        arrays.append(_Array(specs[members], configs[members], jobs_file, command))
+    return arrays
+
+
+def submit_arrays(
+    profile: ClusterProfile, configs: Sequence[RunConfig], folder: Path, at_most: int = 0
+) -> tuple[list[str], int]:
+    """Queue runs as job arrays, except those that are queued or running already.
+
+    Args:
+        profile: the cluster.
+        configs: the runs, with absolute paths, for ``config.cluster.nodes`` nodes each.
+        folder: absolute folder for the submission's files and logs.
+        at_most: number of runs at a time; 0: no limit.
+
+    Returns:
+        The numbers of the arrays, and how many runs were queued already.
+
+    Raises:
+        ConfigError: a path is not allowed on a command line.
+        SlurmError: a SLURM command failed.
+    """
+    queued = slurm.queued_jobs()
+    new = [c for c in configs if not queued & set(JobHistory(c.train.run_dir).submitted_jobs())]
+    arrays = _arrays(profile, new, folder, time.strftime("%Y%m%dT%H%M%S"), at_most)
+    return [_submit_array(array) for array in arrays], len(configs) - len(new)
+
+
+def _submit_array(array: _Array) -> str:
+    """Write the files of an array, and call sbatch; return the array's number."""
+    job_files = []
+    for spec, config in zip(array.specs, array.configs, strict=True):
+        submission = Path(spec.config).parent
+        submission.mkdir(parents=True)
+        (Path(spec.run_dir) / LOGS).mkdir(exist_ok=True)
+        save_config(config, spec.config)
+        write_atomically(submission / "job.json", spec.to_json())
+        job_files.append(str(submission / "job.json"))
+        # Before sbatch: the job may start at once, and its history begins with this line.
+        JobHistory(spec.run_dir).append("submit", links=1, nodes=spec.nodes)
+    array.jobs_file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(array.jobs_file, json.dumps(job_files).encode())
+    number = slurm.call(array.command).strip().split(";")[0]
+    for index, spec in enumerate(array.specs):
+        JobHistory(spec.run_dir).append("jobs", jobs=[f"{number}_{index}"])
+    return number
+
+
+def describe_arrays(
+    profile: ClusterProfile, configs: Sequence[RunConfig], folder: Path, at_most: int = 0
+) -> str:
+    """Return the sbatch commands of ``submit_arrays`` with no run queued; arguments as there."""
+    arrays = _arrays(profile, configs, folder, "TIME", at_most)
+    return "\n".join(shlex.join(array.command) for array in arrays)
+
+
+def check_stop_time(profile: ClusterProfile, measured: StopTime | None) -> None:
+    """Check that a cluster leaves enough time between its signals and SIGKILL.
+
+    Raises:
+        ConfigError: it does not, by what the run has measured.
+    """
+    for key in ("signal_seconds", "preemption_grace_seconds"):
+        seconds = getattr(profile, key)
+        if measured is not None and 0 < seconds < measured.total:
+            raise ConfigError(
+                f"{key}={seconds} of the cluster profile is less than the {measured} that a stop "
+                "of this run takes; raise it, or save faster"
+            )

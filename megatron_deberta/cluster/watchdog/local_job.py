@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 import time
 from collections.abc import Sequence
+from types import FrameType
 
-from megatron_deberta.cluster.notify import Notifier
-from megatron_deberta.cluster.prometheus import export_once
+from megatron_deberta.cluster.monitor import Notifier, export_once
 from megatron_deberta.cluster.slurm.history import Decision, JobHistory
 from megatron_deberta.cluster.slurm.submit import attempt_name, log_folder
-from megatron_deberta.cluster.watchdog.hang import Diagnosis
-from megatron_deberta.cluster.watchdog.log_tail import last_error, same_error
-from megatron_deberta.cluster.watchdog.ranks import NodePlan
-from megatron_deberta.cluster.watchdog.report_store import ReportStore
-from megatron_deberta.cluster.watchdog.supervisor import Supervisor
+from megatron_deberta.cluster.watchdog.detection import Diagnosis
+from megatron_deberta.cluster.watchdog.ranks import NodePlan, error_in_log, same_error
+from megatron_deberta.cluster.watchdog.reports import ReportStore
+from megatron_deberta.cluster.watchdog.supervisor import FORWARDED, Supervisor
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.errors import EXIT_NEVER_REQUEUE, EXIT_REQUEUE, EXIT_USAGE
+from megatron_deberta.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_NEVER_REQUEUE,
+    EXIT_REQUEUE,
+    EXIT_USAGE,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +40,31 @@ def run_local_job(config: RunConfig, arguments: Sequence[str], ranks: int, resta
 
     Returns:
         The exit code of the ranks; 93 after three attempts without progress, or two that failed
-        before the first step with the same error.
+        before the first step with the same error; 75, or 130 after SIGINT, if a stop signal came
+        while no ranks ran.
     """
+    received: set[signal.Signals] = set()
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        received.add(signal.Signals(number))
+
+    # A supervisor has its own handlers while its ranks run.
+    handlers = {number: signal.signal(number, remember) for number in FORWARDED}
+    try:
+        return _run_attempts(config, arguments, ranks, restarts, received)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _run_attempts(
+    config: RunConfig,
+    arguments: Sequence[str],
+    ranks: int,
+    restarts: int,
+    received: set[signal.Signals],
+) -> int:
+    """Run attempts until none follows; a signal in ``received`` ends the next one at its start."""
     run_dir = config.train.run_dir
     history = JobHistory(run_dir)
     notifier = Notifier(config.cluster, run_dir)
@@ -49,7 +77,7 @@ def run_local_job(config: RunConfig, arguments: Sequence[str], ranks: int, resta
         attempt = attempt_name(job, restart)
         plan = _node_plan(config, arguments, ranks, attempt)
         history.start_attempt(attempt, plan.host)
-        supervisor = Supervisor(plan)
+        supervisor = Supervisor(plan, received)
         code = supervisor.run()
         if code == EXIT_USAGE and restart == 0:
             # Refused before the first step; a finished run stays one.
@@ -58,7 +86,7 @@ def run_local_job(config: RunConfig, arguments: Sequence[str], ranks: int, resta
         diagnosis = ReportStore(run_dir, attempt).diagnose(1)
         failed = _first_failed(diagnosis)
         # After a full disk the log lacks it.
-        error = last_error(plan.logs / f"rank_{failed}.log") or supervisor.errors.get(failed, "")
+        error = error_in_log(plan.logs / f"rank_{failed}.log") or supervisor.errors.get(failed, "")
         error = error if code else ""
         reason = ": ".join(filter(None, (diagnosis.reason if diagnosis else "", error)))
         decision = history.decide(code, reason)
@@ -67,13 +95,16 @@ def run_local_job(config: RunConfig, arguments: Sequence[str], ranks: int, resta
             repeated = f"two starts failed before the first step with the same error: {reason}"
             decision = Decision(False, EXIT_NEVER_REQUEUE, repeated)
         former_error = startup_error
-        # 75: a signal to this process asked for the end; its sender starts it again.
-        again = decision.continues and code != EXIT_REQUEUE and restart < restarts
+        # A signal to this process asked for the end; its sender starts it again.
+        is_stopped = bool(received) or code == EXIT_REQUEUE
+        again = decision.continues and not is_stopped and restart < restarts
         decided = Decision(again, decision.code, decision.reason)
         history.end_attempt(attempt, decided, code)
         export_once(config.cluster, run_dir)
         notifier.send_attempt_end(diagnosis, decided)
         logger.warning("attempt %s: %s%s", attempt, decision.reason, "; starting again" * again)
+        if not again and decision.continues and received:
+            return EXIT_INTERRUPTED if signal.SIGINT in received else EXIT_REQUEUE
         if not again:
             return code if decision.continues else decision.code
         restart += 1

@@ -21,17 +21,15 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from types import FrameType
 
-from megatron_deberta.cluster.affinity import divide
-from megatron_deberta.cluster.entry_point import run_logged
+from megatron_deberta.cluster.monitor import RunMonitor
 from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.slurm.submit import JobSpec, log_folder, pretrain_arguments
-from megatron_deberta.cluster.watchdog import diagnostics
-from megatron_deberta.cluster.watchdog.hang import (
+from megatron_deberta.cluster.watchdog.detection import (
     Diagnosis,
     Limits,
+    StragglerWatch,
     diagnose_hang,
     diagnose_missing_node,
-    find_hang,
 )
 from megatron_deberta.cluster.watchdog.heartbeat import (
     MEMORY_FOLDER,
@@ -40,12 +38,21 @@ from megatron_deberta.cluster.watchdog.heartbeat import (
     is_memory_full,
     read_beat,
 )
-from megatron_deberta.cluster.watchdog.log_tail import RankOutput
-from megatron_deberta.cluster.watchdog.monitor import RunMonitor
-from megatron_deberta.cluster.watchdog.ranks import NodePlan, RankProcess, rank_environment
-from megatron_deberta.cluster.watchdog.report_exchange import ReportExchange
-from megatron_deberta.cluster.watchdog.report_store import NodeReport, ReportStore
-from megatron_deberta.cluster.watchdog.straggler import StragglerWatch
+from megatron_deberta.cluster.watchdog.ranks import (
+    NodePlan,
+    ProcessDiagnostics,
+    RankOutput,
+    RankProcess,
+    collect_diagnostics,
+    divide_cores,
+    rank_environment,
+)
+from megatron_deberta.cluster.watchdog.reports import (
+    NodeReport,
+    ReportExchange,
+    ReportStore,
+    find_overdue,
+)
 from megatron_deberta.config import load_config
 from megatron_deberta.errors import (
     EXIT_DONE,
@@ -56,6 +63,7 @@ from megatron_deberta.errors import (
     EXIT_USAGE,
 )
 from megatron_deberta.files import write_atomically
+from megatron_deberta.observe.console import run_logged
 from megatron_deberta.parsing import whole_number
 from megatron_deberta.processes import die_with_parent
 
@@ -88,13 +96,15 @@ class Supervisor:
 
     Args:
         plan: what to run.
+        received: stop signals that came before ``run``; later ones are added.
 
     Attributes:
         errors: last error, or else last line, of each rank that failed.
     """
 
-    def __init__(self, plan: NodePlan) -> None:
+    def __init__(self, plan: NodePlan, received: set[signal.Signals] | None = None) -> None:
         self._plan = plan
+        self._received = set() if received is None else received
         self._store = ReportStore(plan.run_dir, plan.attempt)
         self._exchange = ReportExchange(self._store, plan.node, plan.num_nodes)
         first = plan.node * plan.ranks_per_node
@@ -104,9 +114,8 @@ class Supervisor:
         self._serial = 0
         self.errors: dict[int, str] = {}
         self._started = self._polled = self._resumed = time.monotonic()
-        self._has_warned_of_disk = self._interrupted = False
-        self._stop_signal: signal.Signals | None = None
-        self._passed_on: set[int] = set()
+        self._has_warned_of_disk = False
+        self._unrecorded = next(iter(self._received), None)
         self._alarm = ""
         self._has_diagnostics = False
         self._diagnosis: Diagnosis | None = None
@@ -124,12 +133,12 @@ class Supervisor:
         """
         handlers = {number: signal.signal(number, self._forward) for number in FORWARDED}
         plan = self._plan
-        cores = divide(os.sched_getaffinity(0), plan.ranks_per_node)
+        cores = divide_cores(os.sched_getaffinity(0), plan.ranks_per_node)
         try:
             for local_rank in range(plan.ranks_per_node):
                 self._ranks.append(self._start(local_rank, len(cores[local_rank])))
                 # One that came meanwhile has reached the ranks before this one only.
-                for number in self._passed_on:
+                for number in self._received:
                     self._ranks[-1].process.send_signal(number)
                 if plan.binds_cores:
                     # Before it starts a second thread.
@@ -175,10 +184,10 @@ class Supervisor:
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """Pass a signal on; a second SIGINT kills."""
-        passed_on = signal.SIGKILL if number == signal.SIGINT and self._interrupted else number
-        self._interrupted = self._interrupted or number == signal.SIGINT
-        self._stop_signal = signal.Signals(number)
-        self._passed_on.add(number)
+        received = self._unrecorded = signal.Signals(number)
+        is_second = received == signal.SIGINT and received in self._received
+        passed_on = signal.SIGKILL if is_second else received
+        self._received.add(received)
         for rank in self._ranks:
             if rank.process.returncode is None:
                 with suppress(ProcessLookupError):
@@ -246,7 +255,7 @@ class Supervisor:
             if rank.code is None and (code := rank.process.poll()) is not None:
                 rank.code, rank.ended = code, time.monotonic()
                 # Before it handles signals, a stop signal ends a rank; that is no failure.
-                rank.killed = rank.killed or -code in self._passed_on
+                rank.killed = rank.killed or -code in self._received
                 if code == -signal.SIGBUS and is_memory_full():
                     rank.cause = f"{MEMORY_FOLDER} is full"
                 self._log_end(rank, code)
@@ -271,7 +280,7 @@ class Supervisor:
 
     def _record_stop(self) -> None:
         """Record at which stage a stop signal came: the node may be gone before the ranks end."""
-        number, self._stop_signal = self._stop_signal, None
+        number, self._unrecorded = self._unrecorded, None
         if number is None or self._plan.node:
             return
         record = {
@@ -318,7 +327,7 @@ class Supervisor:
         self._alarm = overdue
         self._report(None)
         running = {rank.number: rank.process.pid for rank in self._ranks if rank.code is None}
-        for number, found in diagnostics.collect(self._folder, running).items():
+        for number, found in collect_diagnostics(self._folder, running).items():
             self._ranks[number - self._ranks[0].number].diagnostics = found
             self._log_stacks(number, found)
         self._has_diagnostics = True
@@ -368,14 +377,14 @@ class Supervisor:
             is_late = time.monotonic() - self._started > startup
             capped = replace(own, limits=tuple(min(limit, startup) for limit in own.limits))
             missing = diagnose_missing_node(absent, self._plan.num_nodes)
-            return missing.reason if is_late and _find_overdue([capped]) else ""
-        if not _find_overdue([own]):
+            return missing.reason if is_late and find_overdue([capped]) else ""
+        if not find_overdue([own]):
             return ""
         if absent or self._exchange.silent(max(MIN_NEWS_SECONDS, min(own.limits) / 2)):
             # A rank there may rightly be in the slowest section.
             longest = self._limits().longest()
-            return _find_overdue([replace(own, limits=(longest,) * len(own.limits))])
-        return _find_overdue([own, *reports.values()])
+            return find_overdue([replace(own, limits=(longest,) * len(own.limits))])
+        return find_overdue([own, *reports.values()])
 
     def _absent(self, reports: Mapping[int, NodeReport]) -> list[int]:
         """Return the other nodes that never reported; this one may be unable to write."""
@@ -386,7 +395,7 @@ class Supervisor:
         """Return whether a rank of this node has done a step, which takes the ranks of all."""
         return any(rank.beat.steps_timed for rank in self._ranks)
 
-    def _log_stacks(self, number: int, found: diagnostics.ProcessDiagnostics) -> None:
+    def _log_stacks(self, number: int, found: ProcessDiagnostics) -> None:
         logger.error("rank %d: state %s, %s", number, found.state, found.detail or "no stack")
         if found.stacks:
             path = self._store.folder / f"stacks_rank_{number}.txt"
@@ -446,19 +455,13 @@ class Supervisor:
                 return code
         if codes == {EXIT_DONE}:
             return EXIT_DONE
-        if self._interrupted or EXIT_INTERRUPTED in codes:
+        if signal.SIGINT in self._received or EXIT_INTERRUPTED in codes:
             return EXIT_INTERRUPTED
-        if codes & {-number for number in self._passed_on}:
+        if codes & {-number for number in self._received}:
             return EXIT_REQUEUE
         if codes - {EXIT_DONE, EXIT_REQUEUE}:
             return EXIT_FAILURE
         return EXIT_REQUEUE if EXIT_REQUEUE in codes else EXIT_DONE
-
-
-def _find_overdue(reports: Sequence[NodeReport]) -> str:
-    """Return what is overdue by some nodes' reports, empty if nothing is."""
-    pairs = [pair for report in reports for pair in zip(report.views, report.limits, strict=True)]
-    return find_hang([view for view, _ in pairs], {view.rank: limit for view, limit in pairs})
 
 
 def node_plan(spec: JobSpec, attempt: str, variables: Mapping[str, str]) -> NodePlan:

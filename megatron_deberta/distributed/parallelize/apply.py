@@ -1,23 +1,22 @@
-"""Replacement of the model's tensor-parallel hooks by communicating modules.
+"""Replacement of the model's parallel layers by communicating ones.
 
-=================  ==================================  =====================================
-hook               tensor parallel                     with sequence parallelism
-=================  ==================================  =====================================
-SequenceEntry      identity                            local slice of tokens
-SequenceExit       identity                            all-gather; backward: local slice
-BlockInput         identity; backward: all-reduce      all-gather; backward: reduce-scatter
-... .project       the same, during the gradients of the weights
-BlockOutput        all-reduce                          reduce-scatter; bias gradient summed
-LayerNorm          identity                            parameter gradients summed
-PositionEmbedding  identity                            table gradient summed
-ChannelExit        all-gather channels                 all-to-all channels to tokens
-SharedInput        identity; backward: all-reduce      the same
-TokenEmbedding     all-reduce                          reduce-scatter
-TokenLoss          its part of the vocabulary          the same
-=================  ==================================  =====================================
+================================  =======================  =====================================
+layer                             tensor parallel          with sequence parallelism
+================================  =======================  =====================================
+ScatterToSequenceParallelRegion   identity                 local slice of tokens
+GatherFromSequenceParallelRegion  identity                 all-gather; backward: local slice
+CopyToTensorParallelRegion        backward: all-reduce     the same
+GatherFromTensorParallelRegion    all-gather of channels   all-to-all: channels to tokens
+ColumnParallelInput               backward: all-reduce     all-gather; backward: reduce-scatter
+... .project                      the same, during the gradients of the weights
+RowParallelLinear                 all-reduce               reduce-scatter; bias gradient summed
+VocabParallelEmbedding            all-reduce               reduce-scatter
+ReplicatedEmbedding, LayerNorm    identity                 gradients of parameters summed
+TokenLoss                         part of the vocabulary   the same
+================================  =======================  =====================================
 
-The right column applies to the token sequence only. The mask decoder's rows are replicated on all
-ranks and use the middle column in either mode.
+The right column applies where ``is_sequence`` is true. The mask decoder's rows are replicated on
+all ranks and use the middle column in either mode.
 """
 
 from __future__ import annotations
@@ -43,15 +42,18 @@ from megatron_deberta.distributed.collectives import (
     start_all_reduce_sum,
     start_reduce_scatter,
 )
-from megatron_deberta.distributed.linear import row_parallel
+from megatron_deberta.distributed.tensor_parallel import (
+    row_parallel,
+    vocab_parallel_embedding,
+    vocabulary_part,
+)
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.distributed.vocab import vocab_parallel_embedding, vocabulary_part
-from megatron_deberta.model import tp_hooks
+from megatron_deberta.model import parallel_layers
 from megatron_deberta.model.attention import DisentangledSelfAttention
 from megatron_deberta.model.fused import PendingResidual, layer_norm
 from megatron_deberta.model.heads import TokenLoss
-from megatron_deberta.model.projections import InputExchange, project_together
-from megatron_deberta.model.tp_hooks import TokenLayout
+from megatron_deberta.model.inputs import TokenInfo
+from megatron_deberta.model.parallel_layers import InputExchange, project_together
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,46 +65,46 @@ class _Parallelism:
     vocab_start: int
 
 
-class _ParallelHook(nn.Module):
-    """Base class: keeps the parameters of the hook that it replaces."""
+class _ParallelLayer(nn.Module):
+    """Base class: keeps the parameters of the layer that it replaces."""
 
     weight: Tensor
     bias: Tensor
 
-    def __init__(self, hook: nn.Module, parallelism: _Parallelism) -> None:
+    def __init__(self, layer: nn.Module, parallelism: _Parallelism) -> None:
         super().__init__()
         self.group = parallelism.group
         self.sequence = parallelism.sequence
         self.vocab_start = parallelism.vocab_start
-        for name, parameter in hook.named_parameters(recurse=False):
+        for name, parameter in layer.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
 
-    def _replicated(self, name: str, layout: TokenLayout) -> Tensor:
+    def _replicated(self, name: str, is_sequence: bool) -> Tensor:
         """Return a replicated parameter, its gradient summed if ranks hold different tokens."""
         parameter: Tensor = getattr(self, name)
-        if self.sequence and layout.sequence:
+        if self.sequence and is_sequence:
             return copy_to_tensor_parallel_region(parameter, self.group)
         return parameter
 
 
-class _SequenceEntry(_ParallelHook):
-    def forward(self, layout: TokenLayout) -> TokenLayout:
+class _ScatterToSequenceParallelRegion(_ParallelLayer):
+    def forward(self, tokens: TokenInfo) -> TokenInfo:
         if not self.sequence:
-            return layout
-        types = layout.token_types
+            return tokens
+        types = tokens.types
         return replace(
-            layout,
-            positions=self._scatter(layout.positions),
-            position_ids=self._scatter(layout.position_ids),
-            is_token=self._scatter(layout.is_token),
-            token_types=None if types is None else self._scatter(types),
+            tokens,
+            positions=self._scatter(tokens.positions),
+            position_ids=self._scatter(tokens.position_ids),
+            is_token=self._scatter(tokens.is_token),
+            types=None if types is None else self._scatter(types),
         )
 
     def _scatter(self, x: Tensor) -> Tensor:
         return scatter_to_sequence_parallel_region(x, self.group)
 
 
-class _SequenceExit(_ParallelHook):
+class _GatherFromSequenceParallelRegion(_ParallelLayer):
     def forward(self, hidden: Tensor) -> Tensor:
         if not self.sequence:
             return hidden
@@ -111,27 +113,29 @@ class _SequenceExit(_ParallelHook):
         )
 
 
-class _BlockInput(_ParallelHook):
-    def __init__(self, hook: tp_hooks.BlockInput, parallelism: _Parallelism) -> None:
-        super().__init__(hook, parallelism)
-        self.per_token = hook.per_token
+class _ColumnParallelInput(_ParallelLayer):
+    def __init__(
+        self, layer: parallel_layers.ColumnParallelInput, parallelism: _Parallelism
+    ) -> None:
+        super().__init__(layer, parallelism)
+        self.per_token = layer.per_token
 
-    def forward(self, hidden: Tensor, layout: TokenLayout) -> Tensor:
-        if self.sequence and layout.sequence:
+    def forward(self, hidden: Tensor, is_sequence: bool) -> Tensor:
+        if self.sequence and is_sequence:
             return gather_from_sequence_parallel_region(hidden, self.group)
         return copy_to_tensor_parallel_region(hidden, self.group)
 
     def project(
         self,
         hidden: Tensor,
-        layout: TokenLayout,
+        is_sequence: bool,
         layers: Sequence[nn.Linear],
         *,
         with_bias: bool = True,
     ) -> tuple[Tensor, ...]:
         exchange = None
         if self.group is not None:
-            gathers = self.sequence and layout.sequence
+            gathers = self.sequence and is_sequence
             order = token_order(hidden, self.per_token) if gathers else None
             exchange = _exchange(self.group, order)
         return project_together(hidden, layers, with_bias=with_bias, exchange=exchange)
@@ -180,70 +184,66 @@ def _transposed(wait: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return lambda: wait().transpose(0, 1).contiguous()
 
 
-class _SharedInput(_ParallelHook):
+class _CopyToTensorParallelRegion(_ParallelLayer):
     def forward(self, value: Tensor) -> Tensor:
         return copy_to_tensor_parallel_region(value, self.group)
 
 
-class _ChannelExit(_ParallelHook):
-    def forward(self, value: Tensor, layout: TokenLayout) -> Tensor:
-        if self.sequence and layout.sequence:
+class _GatherFromTensorParallelRegion(_ParallelLayer):
+    def forward(self, value: Tensor, is_sequence: bool) -> Tensor:
+        if self.sequence and is_sequence:
             return all_to_all_hp2sp(value, self.group)
         return gather_from_tensor_parallel_region(value, self.group)
 
 
-class _BlockOutput(_ParallelHook):
-    def __init__(self, hook: tp_hooks.BlockOutput, parallelism: _Parallelism) -> None:
-        super().__init__(hook, parallelism)
-        self.per_token = hook.per_token
+class _RowParallelLinear(_ParallelLayer):
+    def __init__(self, layer: parallel_layers.RowParallelLinear, parallelism: _Parallelism) -> None:
+        super().__init__(layer, parallelism)
+        self.per_token = layer.per_token
 
-    def forward(self, input: Tensor, layout: TokenLayout) -> Tensor:
-        sequence = self.sequence and layout.sequence
+    def forward(self, input: Tensor, is_sequence: bool) -> Tensor:
+        sequence = self.sequence and is_sequence
         order = token_order(input, self.per_token)
         return row_parallel(
             input, self.weight, self.bias, self.group, sequence=sequence, order=order
         )
 
 
-class _PositionEmbedding(_ParallelHook):
-    def forward(self, layout: TokenLayout) -> Tensor:
-        return functional.embedding(layout.position_ids, self._replicated("weight", layout))
+class _ReplicatedEmbedding(_ParallelLayer):
+    def forward(self, input: Tensor, is_sequence: bool) -> Tensor:
+        return functional.embedding(input, self._replicated("weight", is_sequence))
 
 
-class _TokenTypeEmbedding(_ParallelHook):
-    def forward(self, layout: TokenLayout) -> Tensor:
-        weight = self._replicated("weight", layout)
-        return functional.embedding(tp_hooks.token_types(layout), weight)
+class _LayerNorm(_ParallelLayer):
+    def __init__(self, layer: parallel_layers.LayerNorm, parallelism: _Parallelism) -> None:
+        super().__init__(layer, parallelism)
+        self.eps = layer.eps
 
-
-class _LayerNorm(_ParallelHook):
-    def __init__(self, hook: tp_hooks.LayerNorm, parallelism: _Parallelism) -> None:
-        super().__init__(hook, parallelism)
-        self.eps = hook.eps
-
-    def forward(self, input: Tensor | PendingResidual, layout: TokenLayout) -> Tensor:
-        weight, bias = self._replicated("weight", layout), self._replicated("bias", layout)
+    def forward(self, input: Tensor | PendingResidual, is_sequence: bool) -> Tensor:
+        weight, bias = (
+            self._replicated("weight", is_sequence),
+            self._replicated("bias", is_sequence),
+        )
         return layer_norm(input, weight, bias, self.eps)
 
 
-class _TokenEmbedding(_ParallelHook):
+class _VocabParallelEmbedding(_ParallelLayer):
     def forward(self, input_ids: Tensor) -> Tensor:
         return vocab_parallel_embedding(
             input_ids, self.weight, self.vocab_start, self.group, sequence=self.sequence
         )
 
 
-_PARALLEL_HOOKS: dict[type[nn.Module], type[_ParallelHook]] = {
-    tp_hooks.SequenceEntry: _SequenceEntry,
-    tp_hooks.SequenceExit: _SequenceExit,
-    tp_hooks.BlockInput: _BlockInput,
-    tp_hooks.SharedInput: _SharedInput,
-    tp_hooks.ChannelExit: _ChannelExit,
-    tp_hooks.BlockOutput: _BlockOutput,
-    tp_hooks.TokenEmbedding: _TokenEmbedding,
-    tp_hooks.PositionEmbedding: _PositionEmbedding,
-    tp_hooks.TokenTypeEmbedding: _TokenTypeEmbedding,
-    tp_hooks.LayerNorm: _LayerNorm,
+_PARALLEL_LAYERS: dict[type[nn.Module], type[_ParallelLayer]] = {
+    parallel_layers.ScatterToSequenceParallelRegion: _ScatterToSequenceParallelRegion,
+    parallel_layers.GatherFromSequenceParallelRegion: _GatherFromSequenceParallelRegion,
+    parallel_layers.ColumnParallelInput: _ColumnParallelInput,
+    parallel_layers.CopyToTensorParallelRegion: _CopyToTensorParallelRegion,
+    parallel_layers.GatherFromTensorParallelRegion: _GatherFromTensorParallelRegion,
+    parallel_layers.RowParallelLinear: _RowParallelLinear,
+    parallel_layers.VocabParallelEmbedding: _VocabParallelEmbedding,
+    parallel_layers.ReplicatedEmbedding: _ReplicatedEmbedding,
+    parallel_layers.LayerNorm: _LayerNorm,
 }
 
 
@@ -256,7 +256,7 @@ def parallelize_module(
     vocab_size: int,
     fuse: bool,
 ) -> None:
-    """Replace every hook of ``model`` in place; parameters keep their names and identity.
+    """Replace every parallel layer of ``model`` in place; parameters keep their names and identity.
 
     Args:
         model: a single-device model with this rank's parameter shapes.
@@ -268,10 +268,10 @@ def parallelize_module(
     """
     parallelism = _Parallelism(groups.tp_group, sequence, vocab_start)
     for path, module in list(model.named_modules()):
-        hook = _PARALLEL_HOOKS.get(type(module))
-        if hook is not None:
+        layer = _PARALLEL_LAYERS.get(type(module))
+        if layer is not None:
             parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, hook(module, parallelism))
+            setattr(model.get_submodule(parent), name, layer(module, parallelism))
         elif isinstance(module, DisentangledSelfAttention):
             local_heads = module.query.weight.size(0) // module.head_size
             module.first_head = groups.tp_rank * local_heads

@@ -15,14 +15,17 @@ from torch import Tensor, nn
 from megatron_deberta.config.rules import check_tensor_parallel_divides
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.parallelize.apply import parallelize_module, shard_parameters
-from megatron_deberta.distributed.parallelize.plan import shard_spec, vocabulary_offset
-from megatron_deberta.distributed.parallelize.spec import ParameterSpec
+from megatron_deberta.distributed.parallelize.plan import (
+    ParameterSpec,
+    shard_spec,
+    vocabulary_offset,
+)
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import TopologyError
 from megatron_deberta.model import DebertaBackbone, RuntimeOptions
 from megatron_deberta.model.weight_init import fill_initial
 from megatron_deberta.objectives import build_objective
-from megatron_deberta.ops.kernel_support import can_fuse
+from megatron_deberta.ops.triton import can_fuse
 
 
 @dataclass(frozen=True)

@@ -13,31 +13,12 @@ from torch import Tensor
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.hf.heads import GraphKind
 from megatron_deberta.hf.loading import build_with_head
-from megatron_deberta.hf.onnx.check import OnnxParity, check_graph
+from megatron_deberta.hf.onnx.check import OnnxParity, check_graph, time_graph
 from megatron_deberta.hf.onnx.graph import OnnxDtype, graph_kind, write_graph
 from megatron_deberta.hf.onnx.libraries import OPSET, count_nodes, require_libraries
-from megatron_deberta.hf.onnx.timing import time_graph
 from megatron_deberta.tokenizer import Tokenizer
 
 FOLDER, MODEL_FILE, REPORT_FILE = "onnx", "model.onnx", "report.json"
-
-
-@dataclass(frozen=True)
-class OnnxOptions:
-    """What is exported, and how it is checked.
-
-    Attributes:
-        dtype: format of weights and computation.
-        encoder: write the graph of the encoder, not of the model's own head.
-        timing: compare the speed with transformers.
-        accuracy: called with the graph and its kind; returns the task's scores of our fp32 model
-            and of the graph. None: the model has no task.
-    """
-
-    dtype: OnnxDtype = "fp32"
-    encoder: bool = False
-    timing: bool = True
-    accuracy: Callable[[Path, GraphKind], dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +33,7 @@ class OnnxReport:
         libraries: versions of onnx and onnxruntime.
         parity: differences from our fp32 model on real text.
         speed: see `time_graph`; empty: not timed.
-        accuracy: see `OnnxOptions`; empty: not measured.
+        accuracy: see `add_onnx`; empty: not measured.
     """
 
     graph: GraphKind
@@ -70,7 +51,11 @@ def add_onnx(
     config: ModelConfig,
     read: Callable[[str], Tensor],
     tokenizer: Tokenizer,
-    options: OnnxOptions,
+    *,
+    dtype: OnnxDtype = "fp32",
+    encoder: bool = False,
+    timing: bool = True,
+    accuracy: Callable[[Path, GraphKind], dict[str, Any]] | None = None,
 ) -> OnnxReport:
     """Write ``onnx/model.onnx`` and ``onnx/report.json`` into an export, and extend its card.
 
@@ -80,41 +65,41 @@ def add_onnx(
         read: returns the whole fp32 tensor of a canonical name, of the shape
             ``parameter_shapes(config)[name]``.
         tokenizer: the tokenizer used in training.
-        options: what is exported.
+        dtype: format of weights and computation.
+        encoder: write the graph of the encoder, not of the model's own head.
+        timing: compare the speed with transformers.
+        accuracy: called with the graph and its kind; returns the task's scores of our fp32 model
+            and of the graph. None: the model has no task.
 
     Raises:
         CheckpointError: the graph computes different values than our model.
         ConfigError: onnx or onnxruntime is not installed.
     """
     libraries = require_libraries()
-    kind = graph_kind(config, encoder=options.encoder)
+    kind = graph_kind(config, encoder=encoder)
     folder = export / FOLDER
     folder.mkdir()
     path = folder / MODEL_FILE
-    write_graph(path, config, read, kind, options.dtype)
+    write_graph(path, config, read, kind, dtype)
     ours = build_with_head(config, read)
-    parity = check_graph(path, ours, kind, tokenizer, options.dtype)
+    parity = check_graph(path, ours, kind, tokenizer, dtype)
     del ours
     report = OnnxReport(
         graph=kind,
-        dtype=options.dtype,
+        dtype=dtype,
         opset=OPSET,
         nodes=count_nodes(path),
         libraries=libraries,
         parity=parity,
-        speed=time_graph(path, export, config, kind, tokenizer) if options.timing else {},
-        accuracy=options.accuracy(path, kind) if options.accuracy else {},
+        speed=time_graph(path, export, config, kind, tokenizer) if timing else {},
+        accuracy=accuracy(path, kind) if accuracy else {},
     )
     (folder / REPORT_FILE).write_text(json.dumps(asdict(report), indent=2) + "\n")
     card = export / "README.md"
-    card.write_text(card.read_text(encoding="utf-8") + card_section(report), encoding="utf-8")
-    return report
-
-
-def card_section(report: OnnxReport) -> str:
-    """Return the section of the model card."""
     lines = "\n".join(f"- {line}" for line in summary(report))
-    return f"\n## ONNX\n\n`{FOLDER}/{MODEL_FILE}`, measured when it was written:\n\n{lines}\n"
+    section = f"\n## ONNX\n\n`{FOLDER}/{MODEL_FILE}`, measured when it was written:\n\n{lines}\n"
+    card.write_text(card.read_text(encoding="utf-8") + section, encoding="utf-8")
+    return report
 
 
 def summary(report: OnnxReport) -> list[str]:

@@ -25,6 +25,7 @@ from megatron_deberta.hf.heads import HEADS, GraphKind
 from megatron_deberta.hf.onnx.libraries import MAX_FILE_BYTES, GraphWriter
 from megatron_deberta.model import count_parameters
 from megatron_deberta.model.heads import num_outputs, pooler_activation
+from megatron_deberta.model.task_models import parameter_shapes
 from megatron_deberta.ops import RelativePositions
 
 OnnxDtype: TypeAlias = Literal["fp32", "fp16", "int8"]
@@ -134,6 +135,7 @@ class _Model:
         self, g: GraphWriter, config: ModelConfig, read: Callable[[str], Tensor], *, int8: bool
     ) -> None:
         self.g, self.config, self.read, self.int8 = g, config, read, int8
+        self.shapes = parameter_shapes(config)
         self.positions = RelativePositions(
             config.max_relative_positions, config.position_buckets or 0
         )
@@ -299,8 +301,7 @@ class _Model:
         table = self._position_table()
         shared = config.share_position_projections
         stem = f"{attention}.{which}" if shared else f"{attention}.position_{which}"
-        biased = which == "query" or (config.key_bias if shared else config.position_key_bias)
-        bias = self.read(f"{stem}.bias").float() if biased else None
+        bias = self.read(f"{stem}.bias").float() if f"{stem}.bias" in self.shapes else None
         projected = F.linear(table, self.read(f"{stem}.weight").float(), bias)
         by_head = projected.unflatten(-1, (config.num_heads, -1)).transpose(0, 1)
         scaled = by_head * self.scale if which == "query" else by_head
@@ -393,12 +394,10 @@ class _Model:
             out = self._quantised(inputs, weight, name)
         else:
             out = g.op("MatMul", inputs, g.constant(weight, f"{name}.weight"))
-        has_bias = not name.endswith("attention.key") or self.config.key_bias
-        if not has_bias:
+        if f"{name}.bias" not in self.shapes:
             return out
-        return g.op(
-            "Add", out, g.constant(self.read(f"{name}.bias").float() * scale, f"{name}.bias")
-        )
+        bias = self.read(f"{name}.bias").float() * scale
+        return g.op("Add", out, g.constant(bias, f"{name}.bias"))
 
     def _quantised(self, inputs: str, weight: Tensor, name: str) -> str:
         """Multiply by an int8 weight ``[in, out]``; onnxruntime fuses these nodes to one."""

@@ -1,4 +1,4 @@
-"""Disentangled attention by compiled CPU kernels, in float32.
+"""Disentangled attention and dropout by compiled CPU kernels, in float32.
 
 The slow twin is `megatron_deberta.ops.chunked`. Formulas and layout are in ``kernels.cpp``. Each
 thread computes its own heads, so results do not depend on the number of threads. No scores are
@@ -16,12 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron_deberta.ops.arguments import AttentionArguments
+from megatron_deberta.ops.arguments import (
+    AttentionArguments,
+    gathered_ranges,
+    query_positions,
+    visible_ranges,
+)
 from megatron_deberta.ops.dropout_bits import drop_threshold, keep_scale, pairs, row_keys
 from megatron_deberta.ops.head_threads import for_heads
 from megatron_deberta.ops.native.build import SOURCE, library
 from megatron_deberta.ops.relative_positions import RelativePositions
-from megatron_deberta.ops.visibility import query_positions
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LANES = 16
@@ -226,7 +230,7 @@ class _Call:
         self._tables = {name: _dense(table) for name, table in names if table is not None}
         rising = torch.arange(1 - rows.longest, rows.longest, device="cpu")
         # Distances decrease along a score row and increase along a score column.
-        signs = {"c2p": -1, "p2c": 1 if options.p2c_index == "released" else -1}
+        signs = {"c2p": -1, "p2c": 1 if options.p2c_index == "microsoft" else -1}
         self._slots = {name: options.positions.slots(signs[name] * rising) for name in self._tables}
 
     def table_gradients(self) -> dict[str, Tensor]:
@@ -329,37 +333,52 @@ def _rows(a: AttentionArguments) -> Rows:
     names = ("native first key", "native last key")
     cache = {} if a.masks is None else a.masks
     if not set(names) <= set(cache):
-        cache.update(zip(names, _visible_ranges(a), strict=True))
-    first, last = (cache[name] for name in names)
+        cache.update(zip(names, visible_ranges(a) or (None, None), strict=True))
+    ranges = [x for name in names if (x := cache[name]) is not None]
     positions = None
     if a.q_positions is not None:
         positions = a.q_positions.int().contiguous()
-        at = positions.long().clamp(min=0)
-        first = torch.zeros_like(at) if first is None else first.gather(1, at)
-        last = torch.full_like(at, length) if last is None else last.gather(1, at)
-        last = last.masked_fill(positions < 0, 0)
-    first, last = (None if x is None else x.int().contiguous() for x in (first, last))
+        ranges = list(gathered_ranges(positions, ranges or None, length))
+    first, last = [x.int().contiguous() for x in ranges] or (None, None)
     starts = torch.arange(batch, device="cpu") * length
     lengths = torch.full((batch,), length, device="cpu")
     return Rows(starts, lengths, length, first, last, positions)
 
 
-def _visible_ranges(a: AttentionArguments) -> tuple[Tensor | None, Tensor | None]:
-    """Return the first key that each token sees, and the end, int64 ``[batch, k_len]``, or None."""
-    padding, documents = a.attention_mask, a.document_ids
-    if padding is None and documents is None and not a.causal:
-        return None, None
-    batch, _, length, _ = a.k.shape
-    first = torch.zeros(batch, length, dtype=torch.int64, device="cpu")
-    last = torch.full((batch, length), length, device="cpu")
-    if documents is not None:
-        documents = documents.long().contiguous()
-        first = torch.searchsorted(documents, documents)
-        last = torch.searchsorted(documents, documents, right=True)
-    if padding is not None and length:
-        begin = padding.int().argmax(1, keepdim=True)
-        first = torch.maximum(first, begin)
-        last = torch.minimum(last, begin + padding.sum(1, keepdim=True))
-    if a.causal:
-        last = torch.minimum(last, torch.arange(1, length + 1, device="cpu"))
-    return first, last
+def can_drop(x: Tensor) -> bool:
+    """Return whether the kernel supports a tensor: a float32 CPU tensor, not traced or fake.
+
+    Args:
+        x: any shape.
+    """
+    if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
+        return False
+    return type(x) in (Tensor, nn.Parameter) and library() is not None
+
+
+def drop(
+    x: Tensor, residual: Tensor | None, seed: Tensor, positions: Tensor, probability: float
+) -> Tensor:
+    """Return ``residual + scale * mask * x``; bits as in `megatron_deberta.ops.dropout_bits`.
+
+    Args:
+        x: float32 ``[B, R, D]`` or a table ``[S, D]``.
+        residual: like ``x``, or None.
+        seed: int64 ``[B]``, or ``[1]`` for a table.
+        positions: ``[B, R]`` or ``[S]``.
+        probability: dropout probability, rounded to a multiple of 1/256.
+    """
+    keys = row_keys(seed, positions, 1, 0).contiguous()
+    x = x.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    out = torch.empty_like(x)
+    loaded = library()
+    assert loaded is not None
+    loaded.dropout(
+        *(ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (x, residual, out, keys)),
+        ctypes.c_int64(keys.numel()),
+        ctypes.c_int64(x.shape[-1]),
+        ctypes.c_int32(drop_threshold(probability)),
+        ctypes.c_float(keep_scale(probability)),
+    )
+    return out

@@ -13,8 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_deberta.ops.arguments import AttentionArguments, MaskCache
-from megatron_deberta.ops.triton import gathered_launch, launch
+from megatron_deberta.ops.arguments import (
+    AttentionArguments,
+    MaskCache,
+    gathered_ranges,
+    visible_ranges,
+)
+from megatron_deberta.ops.triton import gathered, launch
 from megatron_deberta.ops.triton.launch import (
     LOG2_E,
     KernelCall,
@@ -35,10 +40,10 @@ def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
     """
     masks: MaskCache = {} if a.masks is None else a.masks
     if "ranges" not in masks:
-        masks["ranges"] = visible_ranges(a)
+        masks["ranges"] = _key_and_query_ranges(a)
     ranges = masks["ranges"]
     if a.q_positions is not None:
-        ranges = gathered_ranges(a.q_positions, ranges, a.k.shape[2])
+        ranges = placement(a.q_positions, ranges, a.k.shape[2])
     output, lse2 = _forward_op(
         a.q, a.k, a.v, a.pos_key, a.pos_query, ranges, a.seed, a.q_positions is not None,
         a.positions.max_distance, a.positions.buckets, a.p2c_index == "paper",
@@ -47,7 +52,7 @@ def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
     return output, lse2 / LOG2_E if a.return_lse else None
 
 
-def visible_ranges(a: AttentionArguments) -> Tensor | None:
+def _key_and_query_ranges(a: AttentionArguments) -> Tensor | None:
     """Return which keys each query sees, and which queries see each key.
 
     Returns:
@@ -55,44 +60,30 @@ def visible_ranges(a: AttentionArguments) -> Tensor | None:
         one past the last, first query that sees a key and one past the last. None if nothing is
         hidden.
     """
-    batch, _, length, _ = a.k.shape
-    if a.attention_mask is None and a.document_ids is None and not a.causal:
+    ranges = visible_ranges(a)
+    if ranges is None:
         return None
-    at = torch.arange(length, device=a.k.device).expand(batch, length)
-    begin, end = torch.zeros_like(at), torch.full_like(at, length)
-    if a.document_ids is not None:
-        ids = a.document_ids.contiguous()
-        begin, end = torch.searchsorted(ids, ids), torch.searchsorted(ids, ids, right=True)
-    if a.attention_mask is not None:
-        real = a.attention_mask.long()
-        first = real.argmax(1, keepdim=True)
-        begin = begin.maximum(first)
-        end = end.minimum(first + real.sum(1, keepdim=True))
-    if a.causal:
-        end = end.minimum(at + 1)
+    begin, end = ranges
+    at = torch.arange(a.k.shape[2], device=a.k.device).expand(begin.shape).contiguous()
     # Key j is seen by the queries from the first with end > j to the last with begin <= j.
-    query_begin = torch.searchsorted(end.contiguous(), at.contiguous(), right=True)
-    query_end = torch.searchsorted(begin.contiguous(), at.contiguous(), right=True)
+    query_begin = torch.searchsorted(end.contiguous(), at, right=True)
+    query_end = torch.searchsorted(begin.contiguous(), at, right=True)
     return torch.stack([begin, end, query_begin, query_end]).int()
 
 
-def gathered_ranges(q_positions: Tensor, ranges: Tensor | None, length: int) -> Tensor:
+def placement(q_positions: Tensor, ranges: Tensor | None, length: int) -> Tensor:
     """Return the positions of gathered queries and the keys that they see.
 
     Args:
         q_positions: ``[batch, queries]``, -1 for padding.
-        ranges: ``visible_ranges`` of all positions.
+        ranges: those of all positions; None: nothing is hidden.
         length: keys per row.
 
     Returns:
         int32 ``[3, batch, queries]``: position, first key, one past the last key (0 for padding).
     """
-    at = q_positions.long()
-    real = at >= 0
-    begin, end = torch.zeros_like(at), torch.full_like(at, length)
-    if ranges is not None:
-        begin, end = (x.gather(1, at.clamp(min=0)) for x in ranges[:2])
-    return torch.stack([at, begin * real, end * real]).int()
+    of_keys = None if ranges is None else ranges[:2].unbind()
+    return torch.stack([q_positions.long(), *gathered_ranges(q_positions, of_keys, length)]).int()
 
 
 _TENSORS = 7
@@ -121,7 +112,7 @@ def _last_contiguous(x: Tensor) -> Tensor:
 def _forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = _kernel_call(arguments)
     with torch.cuda.device_of(call.q):  # Triton launches on the current device
-        return gathered_launch.forward(call) if call.gathered else launch.forward(call)
+        return gathered.forward(call) if call.gathered else launch.forward(call)
 
 
 @_forward_op.register_fake
@@ -137,7 +128,7 @@ def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def _backward_op(d_output: Tensor, output: Tensor, lse2: Tensor, *arguments: Any) -> list[Tensor]:
     call = _kernel_call(arguments)
     with torch.cuda.device_of(call.q):
-        backward = gathered_launch.backward if call.gathered else launch.backward
+        backward = gathered.backward if call.gathered else launch.backward
         gradients = backward(call, output, lse2, _last_contiguous(d_output))
     return [x for x in gradients if x is not None]
 

@@ -13,17 +13,13 @@ from torch import Tensor
 
 from megatron_deberta.ops.dropout_bits import drop_threshold, keep_scale
 from megatron_deberta.ops.relative_positions import RelativePositions
-from megatron_deberta.ops.triton import backward as backward_kernels
-from megatron_deberta.ops.triton import far as far_kernels
-from megatron_deberta.ops.triton import forward as forward_kernels
-from megatron_deberta.ops.triton import table_gradients as table_kernels
+from megatron_deberta.ops.triton import consecutive, tables
 from megatron_deberta.ops.triton.settings import (
     MAX_POSITIONS,
     WIDE_HEAD,
     tile_size,
     warps_and_stages,
 )
-from megatron_deberta.ops.triton.tables import LinearTable, linear_table, near_tiles
 from megatron_deberta.ops.triton.tiles import DropoutArguments, head_tensor
 
 LOG2_E = 1.4426950408889634
@@ -41,7 +37,7 @@ class KernelCall(NamedTuple):
     pos_key: Tensor | None
     pos_query: Tensor | None
     ranges: Tensor | None
-    """Result of ``backend.visible_ranges``, or of ``backend.gathered_ranges``."""
+    """Which keys queries see and which queries see keys; of gathered queries, ``placement``."""
     seed: Tensor | None
     gathered: bool
     max_distance: int
@@ -131,7 +127,7 @@ class LaunchPlan:
         self.capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
         self.tile = tile_size(q.dtype, call.gathered, self.capability)
         self.tiles = -(-self.length // self.tile)
-        self.near = near_tiles(self.positions, self.length, self.tile)
+        self.near = tables.near_tiles(self.positions, self.length, self.tile)
         self.far = self.tiles > self.near
         self.width = min(self.tiles, 2 * self.near - 1)
         self.key_form = self.query_form = None
@@ -152,9 +148,9 @@ class LaunchPlan:
         exponent = min(math.frexp(call.scale)[1] - 1, 0) if self.half else 0
         self.pack_scale = 2.0**exponent
 
-    def linear_form(self, sign: int) -> LinearTable:
+    def linear_form(self, sign: int) -> tables.LinearTable:
         """Return the linear form of a table; ``sign`` is -1 for negated distances."""
-        return linear_table(self.positions, self.near, self.tile, sign, self.call.q.device)
+        return tables.linear_table(self.positions, self.near, self.tile, sign, self.call.q.device)
 
     @property
     def grid(self) -> tuple[int]:
@@ -186,8 +182,8 @@ class LaunchPlan:
 
     def packed_tables(self) -> tuple[Tensor, ...]:
         """Return the tables times ``pack_scale``, so that scaled products fit float16."""
-        scale, tables = self.pack_scale, (self.key_table, self.query_table)
-        return tuple(x if scale == 1 or x is self.call.q else x * scale for x in tables)
+        scale, both = self.pack_scale, (self.key_table, self.query_table)
+        return tuple(x if scale == 1 or x is self.call.q else x * scale for x in both)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate a buffer on the call's device."""
@@ -206,7 +202,7 @@ class LaunchPlan:
             out = x
             if self.far and form is not None:
                 out = self.empty(self.batch, self.heads, 2, self.length)
-                far_kernels.end_products_kernel[self.grid](
+                consecutive.end_products_kernel[self.grid](
                     head_tensor(x), table, out, self.heads, self.length,
                     2 * self.near * self.tile - 1, **self.flags("products"),
                 )  # fmt: skip
@@ -237,7 +233,7 @@ def forward(call: KernelCall) -> tuple[Tensor, Tensor]:
     plan = LaunchPlan(call)
     output = torch.empty_like(call.q)
     lse2 = plan.empty(plan.batch, plan.heads, plan.length)
-    forward_kernels.forward_kernel[plan.grid](
+    consecutive.forward_kernel[plan.grid](
         *map(head_tensor, (call.q, call.k, call.v)), *plan.packed_tables(), *plan.end_products(),
         *plan.ranges()[:2], head_tensor(output), lse2, plan.dropout, plan.heads, plan.length,
         plan.near, call.scale * LOG2_E, 1 / plan.pack_scale,
@@ -260,7 +256,7 @@ def backward(call: KernelCall, output: Tensor, lse2: Tensor, d_output: Tensor) -
     vectors = empty_gradients(q, k, v)
     d_q, d_k, d_v = separate(vectors)
     delta = plan.empty(*q.shape[:3])
-    backward_kernels.output_products_kernel[plan.grid](
+    consecutive.output_products_kernel[plan.grid](
         head_tensor(output), head_tensor(d_output), delta, plan.heads, plan.length,
         **plan.flags("products"),
     )  # fmt: skip
@@ -280,24 +276,24 @@ def backward(call: KernelCall, output: Tensor, lse2: Tensor, d_output: Tensor) -
 
     if plan.far:
         for values, keys in parts:
-            far_kernels.far_key_kernel[plan.grid](
+            consecutive.far_key_kernel[plan.grid](
                 *inputs, plan.query_table, *ends, query_begin, query_end, lse2, delta, d_v_far,
                 d_k_far, k_sums, plan.dropout, *shape, log2_scale, VALUES=values, KEYS=keys,
                 **plan.flags("far_key", "C2P", "P2C", "RANGES", "EVEN", "DROP"),
             )  # fmt: skip
     for scores, values in parts:
-        backward_kernels.key_kernel[plan.grid](
+        consecutive.key_kernel[plan.grid](
             *inputs, *plan.packed_tables(), query_begin, query_end, lse2, delta, head_tensor(d_v),
             band, d_v_far, plan.dropout, *shape, plan.width, log2_scale, 1 / plan.pack_scale,
             SCORES=scores, VALUES=values,
             **plan.flags("key", "C2P", "P2C", "HALF", *masks, "DROP"),
         )  # fmt: skip
-    backward_kernels.key_gradient_kernel[plan.grid](
+    consecutive.key_gradient_kernel[plan.grid](
         inputs[0], plan.query_table, query_begin, query_end, band, d_k_far, head_tensor(d_k),
         *shape, plan.width, call.scale, CONTENT=True,
         **plan.flags("key_gradient", "P2C", *masks),
     )  # fmt: skip
-    backward_kernels.query_gradient_kernel[plan.grid](
+    consecutive.query_gradient_kernel[plan.grid](
         *inputs, plan.key_table, *ends, key_begin, key_end, lse2, delta, band, head_tensor(d_q),
         q_sums, plan.dropout, *shape, plan.width, call.scale, log2_scale,
         **plan.flags("query_gradient", "C2P", "P2C", *masks, "DROP"),
@@ -331,7 +327,7 @@ def table_gradients(
     shape = (splits, 2, plan.heads, 2 * plan.near, plan.tile, plan.head_dim)
     key_parts = plan.empty(*shape) if plan.key_form is not None else band
     query_parts = plan.empty(*shape) if plan.query_form is not None else band
-    table_kernels.table_gradient_kernel[(2 * plan.near, head_chunks, splits)](
+    tables.table_gradient_kernel[(2 * plan.near, head_chunks, splits)](
         head_tensor(call.q), head_tensor(call.k), band, *plan.ranges()[:2], key_parts, query_parts,
         plan.batch, plan.heads, plan.length, plan.near, plan.width, splits, CHUNK=chunk,
         **plan.flags("table_gradient", "C2P", "P2C", "RANGES", "EVEN"),
@@ -344,7 +340,7 @@ def table_gradients(
 def _fold(
     plan: LaunchPlan,
     table: Tensor | None,
-    form: LinearTable | None,
+    form: tables.LinearTable | None,
     parts: Tensor,
     x: Tensor,
     sums: Tensor,
@@ -357,12 +353,12 @@ def _fold(
     ends = parts
     if plan.far:
         ends = plan.empty(plan.heads, 2, end_splits, plan.head_dim)
-        far_kernels.end_gradient_kernel[(plan.heads, end_splits)](
+        consecutive.end_gradient_kernel[(plan.heads, end_splits)](
             head_tensor(x), sums, ends, plan.batch, plan.heads, plan.length, end_splits,
             **plan.flags("products"),
         )  # fmt: skip
     gradient = torch.empty(table.shape, dtype=table.dtype, device=table.device)
-    table_kernels.fold_kernel[(table.shape[1], plan.heads)](
+    tables.fold_kernel[(table.shape[1], plan.heads)](
         parts, ends, form.rows, gradient, plan.heads, plan.near, parts.shape[0], end_splits,
         plan.call.scale, NEGATED=negated, CHUNK=16, **plan.flags("fold", "FAR"),
     )  # fmt: skip

@@ -17,8 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_deberta.ops.dropout_bits import drop_threshold, keep_scale
-from megatron_deberta.ops.triton.scores import dropout_state, mix32
-from megatron_deberta.ops.triton.tiles import DropoutArguments
+from megatron_deberta.ops.triton.tiles import DropoutArguments, dropout_state, mix32
 
 MAX_PARTS = 528
 """Programs of the backward kernel: a constant, so that sums do not depend on the GPU. Four per

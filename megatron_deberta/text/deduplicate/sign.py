@@ -1,5 +1,7 @@
 """First stage: MinHash sketches (rensa) and sorted runs of keys, by which duplicates are found.
 
+``Settings`` has the defaults of Megatron-LM: Jaccard 0.7, runs of five words.
+
 ``digest``     [documents, 2] uint64, BLAKE2b of the normalised text
 ``sketch``     [documents, 128] uint32
 ``place``      [documents, 2] int64, number of the file and line in its piece
@@ -12,19 +14,24 @@ Memory is bounded by one run's documents.
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from rensa import RMinHash
 
+from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import HashedFile
-from megatron_deberta.text.deduplicate.settings import PERMUTATIONS, Settings
 from megatron_deberta.text.deduplicate.shingles import Hashes, Shingler
-from megatron_deberta.text.deduplicate.units import Record, UnitReader
-from megatron_deberta.text.deduplicate.work import TaskFolder, Work
+from megatron_deberta.text.jobs.stages import TaskFolder, Work
+from megatron_deberta.text.jobs.units import Record
 
+PERMUTATIONS = 128
+_LEAST_RECALL = 0.98
+_MARGIN_SIGMAS = 4.0
 # Ranges of keys into which sorted runs are divided.
 RANGES = 256
 _RUN_DOCUMENTS = 1 << 15
@@ -44,20 +51,94 @@ _FILES: dict[str, tuple[npt.DTypeLike, tuple[int, ...]]] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """How documents are compared.
+
+    Attributes:
+        threshold: least Jaccard similarity of two documents' sets of runs for a near duplicate.
+        ngram: words in a run.
+        seed: of the sketch.
+        exact_only: remove only documents that are the same but for case and whitespace.
+
+    Raises:
+        ConfigError: a value cannot be.
+    """
+
+    threshold: float = 0.7
+    ngram: int = 5
+    seed: int = 1
+    exact_only: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0.3 <= self.threshold <= 1:
+            raise ConfigError(
+                f"--threshold {self.threshold}: must be in [0.3, 1]; below it, candidates are "
+                "most pairs of documents"
+            )
+        if self.ngram < 1:
+            raise ConfigError(f"--ngram {self.ngram}: must be at least 1")
+
+    @property
+    def rows(self) -> int:
+        """Sketch values in a band.
+
+        The most for which a pair at the threshold itself shares a band with a probability of
+        98 %: 1 - (1 - t^rows)^bands. Candidates at lower similarities are then fewest.
+        """
+        rows = 1
+        while (
+            rows < PERMUTATIONS // 4
+            and recall(self.threshold, rows + 1, PERMUTATIONS // (rows + 1)) >= _LEAST_RECALL
+        ):
+            rows += 1
+        return rows
+
+    @property
+    def bands(self) -> int:
+        """Bands of ``rows`` values each; values beyond the last are used for the estimate only."""
+        return PERMUTATIONS // self.rows
+
+    @property
+    def least_estimate(self) -> float:
+        """Share of equal sketch values below which a pair is not compared exactly.
+
+        Four standard deviations of the share below the threshold: one pair in 30,000 at the
+        threshold itself is lost by it.
+        """
+        deviation = math.sqrt(self.threshold * (1 - self.threshold) / PERMUTATIONS)
+        return self.threshold - _MARGIN_SIGMAS * deviation
+
+
+def recall(similarity: float, rows: int, bands: int) -> float:
+    """Return the probability that two documents of a similarity share a band.
+
+    Args:
+        similarity: Jaccard similarity of the documents.
+        rows: values per band.
+        bands: number of bands.
+    """
+    missed: float = (1 - similarity**rows) ** bands
+    return 1 - missed
+
+
+def settings_of(work: Work) -> Settings:
+    """Return how the documents of a run are compared."""
+    return Settings(**work.parameters)
+
+
 def sign_unit(work: Work, task: int, folder: TaskFolder) -> None:
     """Read a unit and write the keys and sketches of its documents.
 
     Arguments as in ``check_task``.
     """
-    reader = UnitReader(work.units[task], work.sources, work.options)
-    with _SignatureWriter(folder, work.settings) as writer:
+    reader = work.read(task, folder)
+    with _SignatureWriter(folder, settings_of(work)) as writer:
         for record in reader:
-            if isinstance(record, Record):
-                writer.add(record)
+            writer.add(record)
         writer.flush()
         folder.save_array("exact_starts", np.array(writer.exact_starts, np.int64))
         folder.save_array("band_starts", np.array(writer.band_starts, np.int64))
-        folder.counts = reader.counts
         folder.save_json(
             "info",
             {

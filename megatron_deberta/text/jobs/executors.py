@@ -1,31 +1,48 @@
-"""Open executors of ``concurrent.futures``, and submit a bounded number of units ahead."""
+"""Jobs of units on any executor: this process, worker processes, MPI, Dask, or a SLURM job array.
+
+A job locks its folder, does the units that are left, and publishes the result.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import itertools
+import logging
 import multiprocessing
 import os
 import re
 import signal
+import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    CancelledError,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    wait,
+)
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.parsing import whole_number
 from megatron_deberta.processes import die_with_parent
-from megatron_deberta.text.jobs.folder import JobFolder
-from megatron_deberta.text.jobs.progress import Advance
+from megatron_deberta.text.jobs.folder import BusyError, JobFolder
+from megatron_deberta.text.jobs.progress import Advance, Counts
 
 Kind = Literal["local", "mpi", "dask", "slurm-array"]
 KINDS: tuple[Kind, ...] = ("local", "mpi", "dask", "slurm-array")
 _UNITS_AHEAD = 2
 _CHECK_SECONDS = 5.0
+_CONNECT_SECONDS = 30
+_WORKERLESS_SECONDS = 300
+_SECONDS_BETWEEN_LOOKS = 1.0
+Result = TypeVar("Result")
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 """Function and arguments of a unit; both must be picklable."""
 
@@ -97,6 +114,14 @@ class RunOptions:
     force: bool = False
     advance: Advance = lambda *_: None
 
+    def open_engine(
+        self, start_method: Literal["fork", "spawn"] = "fork"
+    ) -> contextlib.AbstractContextManager[Engine]:
+        """Return ``engine``, or else worker processes as ``local_engine`` starts them."""
+        if self.engine is not None:
+            return contextlib.nullcontext(self.engine)
+        return local_engine(self.workers, start_method=start_method)
+
 
 class SerialExecutor(Executor):
     """Executor that runs each call in ``submit``."""
@@ -121,17 +146,130 @@ def remote_engine(options: ExecutorOptions) -> Iterator[Engine | None]:
         SystemExit: this process is an MPI rank that has served the first one's units.
     """
     if options.kind == "mpi":
-        from megatron_deberta.text.jobs.mpi import mpi_executor
-
-        with mpi_executor() as (executor, workers):
-            yield Engine(executor, workers)
+        with _mpi_engine() as engine:
+            yield engine
     elif options.kind == "dask":
-        from megatron_deberta.text.jobs.dask import dask_executor
-
-        with dask_executor(options.dask, options.dask_jobs) as (executor, count):
-            yield Engine(executor, count(), count)
+        with _dask_engine(options.dask, options.dask_jobs) as engine:
+            yield engine
     else:
         yield None
+
+
+@contextlib.contextmanager
+def _mpi_engine() -> Iterator[Engine]:
+    """Yield the ranks of mpirun or srun on rank 0; other ranks run units and exit.
+
+    A rank that dies is reported by the launcher, which ends the job.
+
+    Raises:
+        ConfigError: mpi4py or its MPI library is missing, or there is a single rank.
+        SystemExit: all units are done, on ranks other than 0.
+    """
+    try:
+        from mpi4py import MPI
+        from mpi4py.futures import MPICommExecutor
+    except (ImportError, RuntimeError) as error:
+        # mpi4py without an MPI library raises a RuntimeError of many lines.
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"--executor mpi: mpi4py cannot be imported ({reason}); pip install "
+            "'megatron-deberta[mpi]' and an MPI library, or choose another executor"
+        ) from error
+    ranks = MPI.COMM_WORLD.Get_size()
+    if ranks < 2:
+        raise ConfigError(
+            "--executor mpi: mpi4py sees a single rank, and needs one more than workers; start "
+            "with mpirun -n N, or srun --mpi=pmix if mpi4py was built for it"
+        )
+    with MPICommExecutor(MPI.COMM_WORLD, root=0) as executor:
+        if executor is not None:
+            yield Engine(cast(Executor, executor), ranks - 1)
+    if executor is None:
+        sys.exit(0)
+
+
+@contextlib.contextmanager
+def _dask_engine(scheduler: str, jobs: int) -> Iterator[Engine]:
+    """Yield the workers of a Dask scheduler; a dead worker's units run elsewhere.
+
+    Args:
+        scheduler: address as ``tcp://host:8786``, path of a scheduler file, or ``slurm``: start
+            workers with dask-jobqueue as its configuration file says.
+        jobs: number of SLURM jobs to start for ``slurm``.
+
+    Raises:
+        ConfigError: Dask is missing, or the scheduler or its first worker cannot be reached.
+        DataError: the scheduler died, a unit killed several workers, or no worker is left.
+    """
+    try:
+        from distributed import Client, KilledWorker
+    except ImportError as error:
+        raise ConfigError(
+            f"--executor dask: dask.distributed cannot be imported ({error}); pip install "
+            "'megatron-deberta[dask]', or choose another executor"
+        ) from error
+    with contextlib.ExitStack() as stack:
+        try:
+            if scheduler == "slurm":
+                from dask_jobqueue.slurm import SLURMCluster
+
+                cluster = stack.enter_context(SLURMCluster())
+                cluster.scale(jobs=jobs)
+                client = stack.enter_context(Client(cluster))
+                logging.getLogger(__name__).info(
+                    "--dask slurm: waiting for the first of %d jobs", jobs
+                )
+            elif os.path.exists(scheduler):
+                client = Client(scheduler_file=scheduler, timeout=_CONNECT_SECONDS)
+            else:
+                client = Client(scheduler, timeout=_CONNECT_SECONDS)
+            stack.enter_context(client)
+            client.wait_for_workers(1, timeout=None if scheduler == "slurm" else _CONNECT_SECONDS)
+        except (ImportError, OSError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"--dask {scheduler}: no scheduler with a worker ({error}); start `dask scheduler` "
+                "and `dask worker`"
+            ) from error
+        try:
+            count = _WorkerCount(client, scheduler)
+            yield Engine(client.get_executor(pure=False), count(), count)
+        except (KilledWorker, CancelledError) as error:
+            raise DataError(_died(scheduler, error)) from error
+
+
+def _died(scheduler: str, error: Exception) -> str:
+    return (
+        f"--dask {scheduler}: the scheduler died, or a unit's workers did "
+        f"({str(error) or type(error).__name__}); run the same command again to go on"
+    )
+
+
+class _WorkerCount:
+    """Counts the workers' threads; raises after ``_WORKERLESS_SECONDS`` without any."""
+
+    def __init__(self, client: Any, scheduler: str) -> None:
+        self._client = client
+        self._scheduler = scheduler
+        self._seen = time.monotonic()
+        self._last_look = -_SECONDS_BETWEEN_LOOKS
+        self._workers = 0
+
+    def __call__(self) -> int:
+        now = time.monotonic()
+        if now - self._last_look >= _SECONDS_BETWEEN_LOOKS:
+            self._last_look = now
+            try:
+                self._workers = sum(self._client.nthreads().values())
+            except (OSError, ValueError, CancelledError) as error:
+                raise DataError(_died(self._scheduler, error)) from error
+        if self._workers:
+            self._seen = now
+        elif now - self._seen > _WORKERLESS_SECONDS:
+            raise DataError(
+                f"--executor dask: no worker for {_WORKERLESS_SECONDS} s; start workers and run "
+                "the same command again to go on"
+            )
+        return self._workers
 
 
 @contextlib.contextmanager
@@ -207,33 +345,84 @@ def run_calls(
             future.cancel()
 
 
-def run_recorded(
-    engine: Engine, folder: JobFolder, calls: Mapping[str, Call], stage: str, advance: Advance
+def run_stage(
+    engine: Engine,
+    stage: str,
+    size: int,
+    calls: Sequence[Call],
+    advance: Advance,
+    record: Callable[[Any], Counts] = lambda found: found,
 ) -> None:
-    """Run those calls that have no record in a folder, as ``run_calls``; record their results.
+    """Run those calls of a stage that are left, as ``run_calls``, and show how much of it is done.
 
     Args:
         engine: executor.
-        folder: locked by this process.
-        calls: by name of the record; each returns its content, of which ``text_bytes`` is shown.
-        stage: name of the stage, for the progress display.
+        stage: its name, for the progress display.
+        size: number of all calls of the stage.
+        calls: those that are not done.
         advance: shows progress.
+        record: called in this process with each result; returns what it counts.
     """
-    left = {name: call for name, call in calls.items() if not folder.is_recorded(name)}
-    done = itertools.count(len(calls) - len(left))
+    done = itertools.count(size - len(calls))
     counts: Counter[str] = Counter()
 
-    def on_result(result: tuple[str, dict[str, Any]]) -> None:
-        folder.record(*result)
-        counts["text_bytes"] += result[1].get("text_bytes", 0)
-        advance(stage, len(calls), next(done), counts)
+    def on_result(result: Any) -> None:
+        counts.update(record(result))
+        advance(stage, size, next(done), counts)
 
-    advance(stage, len(calls), next(done), counts)
-    run_calls(engine, ((_named, (name, *call)) for name, call in left.items()), on_result)
+    advance(stage, size, next(done), counts)
+    run_calls(engine, calls, on_result)
 
 
-def _named(name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str, Any]:
-    return name, function(*arguments)
+def run_job(
+    folder: JobFolder,
+    options: RunOptions,
+    *,
+    find_result: Callable[[], Result | None],
+    work: Callable[[], None],
+    publish: Callable[[], Result | None],
+) -> Result | None:
+    """Do a job from wherever a killed run left it, alone or as a task of a job array.
+
+    Args:
+        folder: of the unfinished job.
+        options: how it is done.
+        find_result: returns the published result of the same job, if it is there.
+        work: does the units that are left. Tasks of an array do so at the same time.
+        publish: publishes the result, alone; None: units are left.
+
+    Returns:
+        The result; None: other array tasks still work, and the last one publishes.
+
+    Raises:
+        DataError: another process works in the folder.
+    """
+    folder.remove_leftovers()
+    if (found := find_result()) is not None:
+        if folder.path.exists():
+            with folder.locked():
+                folder.remove()
+        return found
+    is_shared = options.share.tasks > 1
+
+    def finish() -> Result | None:
+        found = find_result()
+        found = publish() if found is None else found
+        if found is not None:
+            folder.remove()
+        return found
+
+    with folder.locked(shared=is_shared):
+        # Another process may have published while this one waited for the lock.
+        if find_result() is None:
+            work()
+        if not is_shared:
+            return finish()
+    try:
+        with folder.locked(seconds=0):
+            return finish()
+    except BusyError:
+        return None
 
 
 def _begin_worker() -> None:

@@ -1,38 +1,60 @@
-"""Text to shards: plan, units on an engine, merge."""
+"""Text to shards: plan, units on an engine, merge of their parts."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from typing_extensions import TypedDict
+
 from megatron_deberta.data.shards.format import bin_path, idx_path, refuse_existing
 from megatron_deberta.data.shards.manifest import ShardManifest, read_manifest
-from megatron_deberta.data.shards.merge import shard_layout, shard_part
-from megatron_deberta.errors import ConfigError, DataError
-from megatron_deberta.text.jobs.executors import (
-    Call,
-    Engine,
-    RunOptions,
-    local_engine,
-    run_calls,
+from megatron_deberta.data.shards.merge import (
+    DamagedPartError,
+    ShardHashes,
+    ShardPart,
+    check_part,
+    shard_layout,
+    shard_part,
 )
-from megatron_deberta.text.jobs.folder import BusyError, JobFolder, plan_digest
-from megatron_deberta.text.preprocess import units
+from megatron_deberta.data.shards.writer import PartIndex, PartSize
+from megatron_deberta.errors import ConfigError, DataError, MalformedInputError
+from megatron_deberta.files import HashedFile, fsync_path
+from megatron_deberta.parsing import parse_json
+from megatron_deberta.text.jobs.executors import Call, Engine, RunOptions, run_calls, run_job
+from megatron_deberta.text.jobs.folder import RESTART, JobFolder, plan_digest
+from megatron_deberta.text.jobs.units import Unit, plan_units, usual_unit_bytes
+from megatron_deberta.text.merge import StagedShards
 from megatron_deberta.text.preprocess.encoding import EncodingOptions
-from megatron_deberta.text.preprocess.merging import Merger, quarantine_path, shard_prefixes
-from megatron_deberta.text.preprocess.worker import Job, encode_segment, load_once, open_worker
+from megatron_deberta.text.preprocess.worker import (
+    Chunk,
+    ChunkRecord,
+    Job,
+    encode_unit,
+    find_recorded,
+    load_once,
+    names_chunk,
+    open_worker,
+    read_record,
+    slice_units,
+)
+from megatron_deberta.text.readers.checks import refuse_bad
 from megatron_deberta.text.readers.reading import plan_input
-from megatron_deberta.text.readers.records import ReadOptions
+from megatron_deberta.text.readers.records import Defect, ReadOptions
 from megatron_deberta.text.readers.sources import Source
 from megatron_deberta.tokenizer import Tokenizer
 
+_QUARANTINE = "bad"
 JOB = "job.json"
 _SECONDS_BETWEEN_LOOKS = 5.0
 
@@ -79,7 +101,7 @@ def preprocess(
     encoding = encoding or EncodingOptions()
     # Processes are what works side by side here; the library's threads would outlive no fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    unit_bytes = unit_bytes or units.usual_unit_bytes(sources)
+    unit_bytes = unit_bytes or usual_unit_bytes(sources)
     _check_names(sources, output, read.keys)
     try:
         tokenizer = load_once(os.path.abspath(tokenizer_path))
@@ -115,82 +137,68 @@ class _Run:
         self._options = options
         self._prefixes = shard_prefixes(job.output, job.options.keys, job.language)
         self._folder = JobFolder(job.output)
-        self._segments = units.plan_segments(job.sources, job.unit_bytes)
+        self._units = plan_units(job.sources, job.unit_bytes)
+        # A complete result of the same plan is this run's own, or as good.
+        self._again = options.force and options.share.tasks == 1 and not self._folder.exists()
 
     def run(self) -> list[ShardManifest]:
         """Run the units that are left; return the manifests, or none if other array tasks work."""
-        folder, options = self._folder, self._options
-        folder.remove_leftovers()
-        # A complete result of the same plan is this run's own, or as good.
-        again = options.force and options.share.tasks == 1 and not folder.exists()
-        if not again and not folder.exists() and (found := self._complete()) is not None:
-            return found
-        if options.share.tasks == 1:
-            with folder.locked():
-                return self._work(again, is_shared=False)
-        with folder.locked(shared=True):
-            if found := self._work(again, is_shared=True):
-                return found
-        try:
-            with folder.locked(seconds=0):
-                # Only a task that finds all units done merges; a killed one's share is missing.
-                return self._work(again, is_shared=False, encode=False)
-        except BusyError:
-            return []
+        found = run_job(
+            self._folder,
+            self._options,
+            find_result=lambda: None if self._again else self._complete(),
+            work=self._encode,
+            publish=self._merge,
+        )
+        return found or []
 
-    def _work(self, again: bool, *, is_shared: bool, encode: bool = True) -> list[ShardManifest]:
-        """Encode and, unless others share the folder, merge; the lock is held."""
+    def _begin(self, *, is_shared: bool) -> None:
         folder = self._folder
         folder.open(self._job.digest)
-        if not again and (found := self._complete()) is not None:
-            if not is_shared:
-                folder.remove()
-            return found
         self._refuse_existing()
         folder.begin(self._plan)
         if not is_shared:
             folder.remove_attempts()
         self._job.write(folder.work / JOB)
-        left = units.find_recorded(folder, self._segments)
-        if not encode and None in left:
-            return []
-        self._encode_and_merge(left, is_shared)
-        if is_shared:
-            return []
-        found = self._complete()
-        if found is None:
-            raise DataError(
-                f"{self._job.output}: published files are missing; run the same command again"
-            )
-        folder.remove()
-        return found
 
-    def _encode_and_merge(self, left: list[list[units.WorkUnit] | None], is_shared: bool) -> None:
-        options, folder, segments = self._options, self._folder, self._segments
-        job, job_path = self._job, str(folder.work / JOB)
+    def _encode(self) -> None:
+        """Encode what is not done yet, also of other array tasks, of which one may have died."""
+        folder, options = self._folder, self._options
+        self._begin(is_shared=options.share.tasks > 1)
+        job_path = str(folder.work / JOB)
+        left = find_recorded(folder, self._units)
         if options.engine is None and None in left:
             # Forked workers share what is loaded here.
             open_worker(job_path, threading.get_ident())
-        with contextlib.ExitStack() as stack:
-            engine = options.engine or stack.enter_context(local_engine(options.workers))
-            progress = _Progress(folder, segments, options)
-            run_calls(engine, self._calls(job_path, left, engine), on_wait=progress.look)
+        with options.open_engine() as engine:
+            progress = _Progress(folder, self._units, options)
+            calls: Iterator[Call] = (
+                (encode_unit, (job_path, self._units[chunks.unit], chunks))
+                for chunks in slice_units(self._units, options.share, engine.workers)
+                if left[chunks.unit] is None
+            )
+            run_calls(engine, calls, on_wait=progress.look)
             progress.look(last=True)
-            if is_shared:
-                return
-            found = units.find_recorded(folder, segments)
-            done = [unit for each in found for unit in each or []]
-            if None in found:
-                raise DataError(f"{folder.path}: records of units are gone; run the command again")
-            Merger(job, done, folder).run(engine, options)
 
-    def _calls(
-        self, job_path: str, left: list[list[units.WorkUnit] | None], engine: Engine
-    ) -> Iterator[Call]:
-        """Yield the calls of this array task for what is not done."""
-        for lane in units.plan_lanes(self._segments, self._options.share, engine.workers):
-            if left[lane.segment] is None:
-                yield encode_segment, (job_path, self._segments[lane.segment], lane)
+    def _merge(self) -> list[ShardManifest] | None:
+        """Merge the units and publish; None: other array tasks still encode some."""
+        folder, options = self._folder, self._options
+        if options.share.tasks > 1:
+            self._begin(is_shared=False)
+        found = find_recorded(folder, self._units)
+        if None in found:
+            if options.share.tasks > 1:
+                return None
+            raise DataError(f"{folder.path}: records of units are gone; run the command again")
+        merger = _Merger(self._job, [chunk for each in found for chunk in each or []], folder)
+        with options.open_engine() as engine:
+            merger.run(engine, options)
+        manifests = self._complete()
+        if manifests is None:
+            raise DataError(
+                f"{self._job.output}: published files are missing; run the same command again"
+            )
+        return manifests
 
     def _complete(self) -> list[ShardManifest] | None:
         """Return the manifests of this plan's published shards; None: one is missing or cut off."""
@@ -220,14 +228,135 @@ class _Run:
             )
 
 
+class _QuarantineRecord(TypedDict):
+    """Record of the list of quarantined records."""
+
+    sha256: str
+
+
+class _Merger:
+    """Merges the parts of all ``chunks`` of a run, in order; ``folder`` holds them, locked."""
+
+    def __init__(self, job: Job, chunks: Sequence[Chunk], folder: JobFolder) -> None:
+        self._job = job
+        self._folder = folder
+        self._chunks = chunks
+        self._reasons: Counter[str] = Counter()
+        self._documents = 0
+        self._empty: Counter[int] = Counter()
+        parts: list[list[ShardPart]] = [[] for _ in job.options.keys]
+        self._shards = StagedShards(
+            folder=folder,
+            prefixes=shard_prefixes(job.output, job.options.keys, job.language),
+            dtype=job.dtype,
+            parts=parts,
+            read_index=partial(_read_index, job.dtype.name, job.counts_sequences),
+            others={_QUARANTINE: quarantine_path(job.output)},
+        )
+        for chunk in chunks:
+            record = read_record(folder, chunk)
+            self._reasons.update(record["reasons"])
+            self._documents += record["documents"]
+            for key, (*size, empty) in enumerate(record["sizes"]):
+                digests = record["sha256"][2 * key], record["sha256"][2 * key + 1]
+                path = str(folder.parts / f"{chunk.name}.{key}")
+                parts[key].append(ShardPart(chunk.name, PartSize(*size), path, digests))
+                self._empty[key] += empty
+
+    def run(self, engine: Engine, options: RunOptions) -> None:
+        """Merge and publish, with copies and hashes on the engine."""
+        try:
+            found = self._folder.recorded("quarantine", _QuarantineRecord)
+            listed = found or self._list_quarantined()
+            self._refuse_bad(options.allow_bad)
+            self._shards.merge(engine, options.advance, partial(self._describe, listed["sha256"]))
+        except DamagedPartError as error:
+            self._folder.discard(error.part)
+            raise DataError(f"{error}; run the same command again to repeat this unit") from error
+
+    def _list_quarantined(self) -> _QuarantineRecord:
+        quarantine = HashedFile(self._folder.staged / _QUARANTINE)
+        try:
+            lines: Counter[int] = Counter()
+            for chunk in self._chunks:
+                record = read_record(self._folder, chunk)
+                bases = []
+                for source, begin, range_lines in record["pieces"]:
+                    if begin == 0:
+                        lines[source] = 0
+                    bases.append(lines[source])
+                    lines[source] += range_lines
+                if record["sha256"][-1]:
+                    for line in self._quarantined(chunk, record["sha256"][-1], bases):
+                        quarantine.write(line)
+            listed = _QuarantineRecord(sha256=quarantine.take_digest())
+            quarantine.commit()
+        finally:
+            quarantine.close()
+        fsync_path(self._folder.staged)
+        self._folder.record("quarantine", {**listed})
+        return listed
+
+    def _quarantined(self, chunk: Chunk, sha256: str, bases: list[int]) -> Iterator[bytes]:
+        path = self._folder.parts / f"{chunk.name}.bad"
+        check_part(chunk.name, path, hashlib.sha256(path.read_bytes()).hexdigest(), sha256)
+        with path.open("rb") as stream:
+            for entry in stream:
+                source, place, line, offset, reason, detail = parse_json(
+                    entry, tuple[int, int, int, int, str, str], chunk.name, "a bad record",
+                    remedy=RESTART,
+                )  # fmt: skip
+                defect = Defect(line, offset, reason, detail)
+                yield defect.describe(self._job.sources[source].name, bases[place])
+
+    def _refuse_bad(self, allow_bad: float | None) -> None:
+        records = self._documents + self._reasons.total()
+        refuse_bad(self._reasons, records, allow_bad, self._folder.staged / _QUARANTINE)
+        for key, parts in zip(self._job.options.keys, self._shards.parts, strict=True):
+            if not any(part.size.tokens for part in parts):
+                raise MalformedInputError(
+                    f"no text under key {key!r} in {len(self._job.sources)} input file(s)"
+                )
+
+    def _describe(self, quarantine_sha256: str, key: int, hashes: ShardHashes) -> ShardManifest:
+        quarantined = self._reasons.total()
+        total = shard_layout(self._job.dtype, self._shards.parts[key]).total
+        return ShardManifest(
+            tokenizer_fingerprint=self._job.tokenizer_fingerprint,
+            tokenizer_path=self._job.tokenizer_path,
+            vocab_size=self._job.vocab_size,
+            dtype=self._job.dtype.name,
+            num_documents=total.documents,
+            num_sequences=total.sequences,
+            num_tokens=total.tokens,
+            **hashes,
+            sources=tuple(source.name for source in self._job.sources),
+            documents_in=self._documents + quarantined,
+            documents_empty=self._empty[key],
+            documents_quarantined=quarantined,
+            quarantine=dict(sorted(self._reasons.items())),
+            quarantine_sha256=quarantine_sha256,
+            plan_sha256=self._job.digest,
+        )
+
+
+def _read_index(dtype: str, counts_sequences: bool, part: ShardPart) -> PartIndex:
+    """Return a part's index, stored after its tokens: lengths, and ends of documents."""
+    with open(part.path, "rb") as stream:
+        stream.seek(part.size.tokens * np.dtype(dtype).itemsize)
+        content = stream.read()
+    check_part(part.name, part.path, hashlib.sha256(content).hexdigest(), part.sha256[1])
+    values = np.frombuffer(content, np.int32)
+    lengths, counts = values[: part.size.sequences], values[part.size.sequences :]
+    return lengths, np.cumsum(counts, dtype=np.int64) if counts_sequences else None
+
+
 class _Progress:
     """Shows what the units' records count, whichever process has written them."""
 
-    def __init__(
-        self, folder: JobFolder, segments: Sequence[units.Segment], options: RunOptions
-    ) -> None:
+    def __init__(self, folder: JobFolder, units: Sequence[Unit], options: RunOptions) -> None:
         self._folder = folder
-        self._size = sum(segment.file_bytes for segment in segments)
+        self._size = sum(unit.file_bytes for unit in units)
         self._advance = options.advance
         self._seen: set[str] = set()
         self._total: Counter[str] = Counter()
@@ -244,8 +373,8 @@ class _Progress:
 
     def _read(self) -> None:
         self._last_look = time.monotonic()
-        for name in filter(units.names_unit, self._folder.records() - self._seen):
-            record = self._folder.recorded(name, units.UnitRecord)
+        for name in filter(names_chunk, self._folder.records() - self._seen):
+            record = self._folder.recorded(name, ChunkRecord)
             # The last array task to finish removes the records.
             if record is not None:
                 self._total.update(
@@ -260,6 +389,23 @@ class _Progress:
     def _show(self) -> None:
         done = min(self._total["file_bytes"], self._size)
         self._advance("encode", self._size, done, self._total - self._before)
+
+
+def shard_prefixes(output: str, keys: Sequence[str], language: str) -> list[str]:
+    """Return the prefixes of the shards of all keys, named as Megatron names them.
+
+    Args:
+        output: prefix of all shards.
+        keys: of the documents.
+        language: of the sentence splitter; empty: documents are not split.
+    """
+    kind = "sentence" if language else "document"
+    return [f"{output}_{key}_{kind}" for key in keys]
+
+
+def quarantine_path(output: str) -> str:
+    """Return the name of the list of records that were set aside."""
+    return f"{output}.quarantine.jsonl"
 
 
 def _check_names(sources: Sequence[Source], output: str, keys: Sequence[str]) -> None:

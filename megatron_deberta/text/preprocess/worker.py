@@ -1,4 +1,4 @@
-"""Encoding of units in a worker process."""
+"""Encoding of the units of the input, by chunks, in worker processes."""
 
 from __future__ import annotations
 
@@ -8,28 +8,85 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import TypedDict
 
 from megatron_deberta.data.shards.format import dtype_for_vocab
 from megatron_deberta.errors import DataError
-from megatron_deberta.files import HashedFile
-from megatron_deberta.text.jobs.folder import JobFolder
-from megatron_deberta.text.preprocess.encoding import choose_encoder, split_sentences
-from megatron_deberta.text.preprocess.units import Lane, Piece, Segment, UnitRecord, WorkUnit
+from megatron_deberta.files import HashedFile, write_atomically
+from megatron_deberta.parsing import Count, dump_json, read_json
+from megatron_deberta.text.jobs.executors import Share, order_tasks
+from megatron_deberta.text.jobs.folder import RESTART, JobFolder
+from megatron_deberta.text.jobs.units import FileRange, Unit
+from megatron_deberta.text.preprocess.encoding import (
+    BatchEncoder,
+    choose_encoder,
+    sentencepiece_encoder,
+    split_sentences,
+)
 from megatron_deberta.text.readers.reading import DocumentReader
 from megatron_deberta.text.readers.records import EMPTY, Defect, Document, ReadOptions, RecordBatch
 from megatron_deberta.text.readers.sources import Source
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
-from megatron_deberta.tokenizer.batch_encoders import BatchEncoder, sentencepiece_encoder
 
 # Of text that is encoded at once: its words repeat, and each is looked up once.
 ENCODED_BYTES = 1 << 22
+_CALLS_PER_WORKER = 4
+
+
+class Chunk(NamedTuple):
+    """What is encoded in one go: a whole unit, or ``unit_bytes`` of the text of a stream.
+
+    Attributes:
+        unit: index of the unit.
+        number: of the chunk in the unit; how many a stream has shows at its end.
+    """
+
+    unit: int
+    number: int
+
+    @property
+    def name(self) -> str:
+        """Name of its files and records; names sort as chunks do."""
+        return f"{self.unit:08d}-{self.number:06d}"
+
+
+class ChunkSlice(NamedTuple):
+    """Chunks of a unit that one call encodes: the ``first`` and every ``step``-th from there."""
+
+    unit: int
+    first: int
+    step: int
+
+
+class ChunkRecord(TypedDict):
+    """Record of a chunk.
+
+    Attributes:
+        last: it is its unit's last.
+        documents: records without defects.
+        text_bytes: of its records.
+        file_bytes: that were read for it.
+        reasons: number of quarantined records by reason.
+        sizes: tokens, sequences, documents and empty documents per key.
+        pieces: file index, begin and lines of each range of a file.
+        sha256: hexadecimal digests of tokens and index per key, then of the quarantine list.
+    """
+
+    last: bool
+    documents: Count
+    text_bytes: Count
+    file_bytes: Count
+    reasons: dict[str, Count]
+    sizes: list[tuple[Count, Count, Count, Count]]
+    pieces: list[tuple[Count, Count, Count]]
+    sha256: list[str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +95,7 @@ class Job:
 
     Attributes:
         sources: input files.
-        unit_bytes: text a unit of a stream holds.
+        unit_bytes: text a chunk of a stream holds.
         options: what is read of them.
         vocab_size: decides the token type.
         language: sentences are kept apart, as this language ends them; empty: they are not.
@@ -70,18 +127,8 @@ class Job:
         return dtype_for_vocab(self.vocab_size)
 
     def write(self, path: Path) -> None:
-        """Write the job for ``read``; array tasks do so at the same time."""
-        with contextlib.closing(HashedFile(path)) as file:
-            file.write(json.dumps(asdict(self)).encode())
-            file.commit()
-
-    @classmethod
-    def read(cls, path: Path) -> Job:
-        """Read a job that ``write`` wrote."""
-        found = json.loads(path.read_bytes())
-        options = {**found["options"], "keys": tuple(found["options"]["keys"])}
-        sources = tuple(Source(**source) for source in found["sources"])
-        return cls(**{**found, "sources": sources, "options": ReadOptions(**options)})
+        """Write the job for ``open_worker``; array tasks do so at the same time."""
+        write_atomically(path, dump_json(self))
 
     def choose_encoder(self) -> BatchEncoder:
         """Load the tokenizer and choose how to encode.
@@ -124,22 +171,22 @@ def open_worker(job_path: str, thread: int) -> UnitWorker:
     Raises:
         DataError: the tokenizer differs from the driver's, or a file cannot be read.
     """
-    return UnitWorker(Job.read(Path(job_path)))
+    return UnitWorker(read_json(Path(job_path), Job, "a job", remedy=RESTART))
 
 
-def encode_segment(job_path: str, segment: Segment, lane: Lane) -> None:
-    """Encode the units of a lane of a segment that are not done yet.
+def encode_unit(job_path: str, unit: Unit, chunks: ChunkSlice) -> None:
+    """Encode those chunks of a unit that are not done yet.
 
     Args:
         job_path: of the job.
-        segment: part of the input.
-        lane: which of its units.
+        unit: part of the input.
+        chunks: which of its chunks.
 
     Raises:
         DataError: a file cannot be read or written, or has changed since the job began.
     """
     try:
-        open_worker(job_path, threading.get_ident()).encode(segment, lane)
+        open_worker(job_path, threading.get_ident()).encode(unit, chunks)
     except OSError as error:
         raise DataError(f"{job_path}: cannot write shard: {error}; is the disk full?") from error
 
@@ -159,33 +206,33 @@ class UnitWorker:
         self._encode = job.choose_encoder()
         self._reader: DocumentReader | None = None
 
-    def encode(self, segment: Segment, lane: Lane) -> None:
-        """Encode the units of a lane that are not done; arguments as in ``encode_segment``."""
-        for number in itertools.count(lane.first, lane.step):
-            unit = WorkUnit(lane.segment, number)
-            record = self._folder.recorded(unit.name, UnitRecord)
-            is_last = self._do(unit, segment) if record is None else record["last"]
+    def encode(self, unit: Unit, chunks: ChunkSlice) -> None:
+        """Encode the chunks that are not done; arguments as in ``encode_unit``."""
+        for number in itertools.count(chunks.first, chunks.step):
+            chunk = Chunk(chunks.unit, number)
+            record = self._folder.recorded(chunk.name, ChunkRecord)
+            is_last = self._do(chunk, unit) if record is None else record["last"]
             if is_last is not False:
                 break
 
-    def _do(self, unit: WorkUnit, segment: Segment) -> bool | None:
-        """Do a unit and return whether it is its segment's last; None: there is no such unit."""
+    def _do(self, chunk: Chunk, unit: Unit) -> bool | None:
+        """Do a chunk and return whether it is its unit's last; None: there is no such chunk."""
         job = self._job
-        pieces = segment.pieces
-        if segment.is_stream:
-            begin = unit.number * job.unit_bytes
-            pieces = (Piece(pieces[0].source, begin, begin + job.unit_bytes),)
+        ranges = unit.ranges
+        if unit.is_stream:
+            begin = chunk.number * job.unit_bytes
+            ranges = (FileRange(ranges[0].source, begin, begin + job.unit_bytes),)
         is_last = True
-        with contextlib.closing(_Part(unit, job, self._folder)) as part:
-            for piece in pieces:
-                source = job.sources[piece.source]
+        with contextlib.closing(_Part(chunk, job, self._folder)) as part:
+            for each in ranges:
+                source = job.sources[each.source]
                 reader = self._open(source)
-                stream = reader.records if segment.is_stream else None
+                stream = reader.records if unit.is_stream else None
                 if stream is not None:
-                    stream.go_to(piece.begin)
+                    stream.go_to(each.begin)
                     if stream.at_end:
                         return None
-                self._read(reader, piece, part)
+                self._read(reader, each, part)
                 is_last = stream is None or stream.at_end
             part.commit(is_last=is_last)
         return is_last
@@ -197,15 +244,15 @@ class UnitWorker:
             self._reader = DocumentReader(source, self._job.options)
         return self._reader
 
-    def _read(self, reader: DocumentReader, piece: Piece, part: _Part) -> None:
+    def _read(self, reader: DocumentReader, file_range: FileRange, part: _Part) -> None:
         records = reader.records
         before = records.file_bytes if records else 0
-        for batch in _together(reader.read(piece.begin, piece.end)):
-            self._encode_batch(piece.source, batch, part)
+        for batch in _together(reader.read(file_range.begin, file_range.end)):
+            self._encode_batch(file_range.source, batch, part)
             part.text_bytes += batch.text_bytes
             part.file_bytes += 0 if records else batch.text_bytes
         part.file_bytes += records.file_bytes - before if records else 0
-        part.end_piece(piece, records.line - 1 if records and records.can_seek else 0)
+        part.end_range(file_range, records.line - 1 if records and records.can_seek else 0)
 
     def _encode_batch(self, source: int, batch: RecordBatch, part: _Part) -> None:
         part.add_defects(source, batch.defects)
@@ -277,23 +324,23 @@ def _together(batches: Iterable[RecordBatch]) -> Iterator[RecordBatch]:
 
 
 class _Part:
-    """Files of a unit: one per key, with tokens, lengths and counts; and quarantined records."""
+    """Files of a chunk: one per key, with tokens, lengths and counts; and quarantined records."""
 
-    def __init__(self, unit: WorkUnit, job: Job, folder: JobFolder) -> None:
-        self._unit = unit
+    def __init__(self, chunk: Chunk, job: Job, folder: JobFolder) -> None:
+        self._chunk = chunk
         self._folder = folder
         self._dtype = job.dtype
         self._counts_sequences = job.counts_sequences
         self._keeps_empty = job.keep_empty
         keys = len(job.options.keys)
-        self._files = [HashedFile(folder.parts / f"{unit.name}.{key}") for key in range(keys)]
+        self._files = [HashedFile(folder.parts / f"{chunk.name}.{key}") for key in range(keys)]
         self._bad: HashedFile | None = None
         self._lengths: list[list[npt.NDArray[np.int32]]] = [[] for _ in range(keys)]
         self._counts: list[list[npt.NDArray[np.int32]]] = [[] for _ in range(keys)]
         self._tokens = [0] * keys
         self._reasons: Counter[str] = Counter()
         self._empty = [0] * keys
-        self._pieces: list[tuple[int, int, int]] = []
+        self._ranges: list[tuple[int, int, int]] = []
         self.documents = self.text_bytes = self.file_bytes = 0
 
     def close(self) -> None:
@@ -320,20 +367,20 @@ class _Part:
 
     def add_defects(self, source: int, defects: Sequence[Defect]) -> None:
         if defects and self._bad is None:
-            # Most units have none, and an empty file costs as much as any other.
-            self._bad = HashedFile(self._folder.parts / f"{self._unit.name}.bad")
+            # Most chunks have none, and an empty file costs as much as any other.
+            self._bad = HashedFile(self._folder.parts / f"{self._chunk.name}.bad")
         for defect in defects:
             assert self._bad is not None
-            line = (source, len(self._pieces), *defect)
+            line = (source, len(self._ranges), *defect)
             self._bad.write(json.dumps(line).encode() + b"\n")
             if defect.reason != EMPTY:
                 self._reasons[defect.reason] += 1
 
-    def end_piece(self, piece: Piece, lines: int) -> None:
-        self._pieces.append((piece.source, piece.begin, lines))
+    def end_range(self, file_range: FileRange, lines: int) -> None:
+        self._ranges.append((file_range.source, file_range.begin, lines))
 
     def commit(self, *, is_last: bool) -> None:
-        """Flush and rename the files, then record the unit."""
+        """Flush and rename the files, then record the chunk."""
         sizes, digests = [], []
         for key, file in enumerate(self._files):
             digests.append(file.take_digest())
@@ -348,14 +395,72 @@ class _Part:
         digests.append(self._bad.take_digest() if self._bad else "")
         if self._bad:
             self._bad.commit()
-        record = UnitRecord(
+        record = ChunkRecord(
             last=is_last,
             documents=self.documents,
             text_bytes=self.text_bytes,
             file_bytes=self.file_bytes,
             reasons=self._reasons,
             sizes=sizes,
-            pieces=self._pieces,
+            pieces=self._ranges,
             sha256=digests,
         )
-        self._folder.record(self._unit.name, {**record})
+        self._folder.record(self._chunk.name, {**record})
+
+
+def names_chunk(record: str) -> bool:
+    """Return whether a record is a chunk's, by its name."""
+    return len(record) == 15 and record[:8].isdigit()
+
+
+def find_recorded(folder: JobFolder, units: Sequence[Unit]) -> list[list[Chunk] | None]:
+    """Return the chunks of each unit in order; None: some are not done.
+
+    Raises:
+        DataError: a record is damaged.
+    """
+    numbers: list[set[int]] = [set() for _ in units]
+    for name in filter(names_chunk, folder.records()):
+        numbers[int(name[:8])].add(int(name[9:]))
+    found: list[list[Chunk] | None] = []
+    for index, (unit, done) in enumerate(zip(units, numbers, strict=True)):
+        chunks = [Chunk(index, number) for number in sorted(done)]
+        is_done = bool(chunks) and len(chunks) == chunks[-1].number + 1
+        if is_done and unit.is_stream:
+            is_done = bool(read_record(folder, chunks[-1])["last"])
+        found.append(chunks if is_done else None)
+    return found
+
+
+def read_record(folder: JobFolder, chunk: Chunk) -> ChunkRecord:
+    """Return the record of a chunk that is done.
+
+    Raises:
+        DataError: it is damaged or gone.
+    """
+    record: ChunkRecord | None = folder.recorded(chunk.name, ChunkRecord)
+    if record is None:
+        raise DataError(f"{folder.done}: the record of unit {chunk.name} is gone; {RESTART}")
+    return record
+
+
+def slice_units(units: Sequence[Unit], share: Share, workers: int) -> list[ChunkSlice]:
+    """Divide units into calls, so that a stream is read by few processes and each one has work.
+
+    Args:
+        units: of the input.
+        share: array task that does the calls, see ``order_tasks``.
+        workers: of each task.
+    """
+    workers *= share.tasks
+    streams = sum(unit.is_stream for unit in units)
+    steps = 1
+    if streams and workers > 1:
+        steps = -(-(workers if workers >= streams else _CALLS_PER_WORKER * workers) // streams)
+    slices = [
+        ChunkSlice(index, first, step)
+        for index, unit in enumerate(units)
+        for step in [steps if unit.is_stream else 1]
+        for first in range(step)
+    ]
+    return [slices[number] for number in order_tasks(len(slices), share)]

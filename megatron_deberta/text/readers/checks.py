@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.parsing import parse_json
 from megatron_deberta.text.readers.compression import TextStream
-from megatron_deberta.text.readers.reading import DocumentReader
+from megatron_deberta.text.readers.reading import DocumentReader, column_names
 from megatron_deberta.text.readers.records import (
     DAMAGED,
     DEFAULT_ALLOW_BAD,
@@ -25,7 +25,6 @@ from megatron_deberta.text.readers.records import (
     read_leniently,
 )
 from megatron_deberta.text.readers.sources import BYTE_ORDER_MARK, SUMMARY, TABLES, Source
-from megatron_deberta.text.readers.tables import column_names
 
 logger = logging.getLogger(__name__)
 

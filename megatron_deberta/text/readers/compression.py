@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Literal
 
 import zstandard
-from isal import isal_zlib
+from isal import igzip_lib
 
 from megatron_deberta.errors import DataError
 
@@ -29,7 +29,7 @@ _MAGIC: Final[Mapping[bytes, Compression]] = {
     # Skippable frames, which may come first.
     **{bytes([low, 0x2A, 0x4D, 0x18]): "zstd" for low in range(0x50, 0x60)},
 }
-_ERRORS: Any = (isal_zlib.IsalError, zstandard.ZstdError, lzma.LZMAError, OSError, EOFError)
+_ERRORS: Any = (igzip_lib.IsalError, zstandard.ZstdError, lzma.LZMAError, OSError, EOFError)
 
 
 def window_fault(head: bytes) -> str:
@@ -175,15 +175,6 @@ class _Bounded:
         return bytes(self._frame.unused_data)
 
 
-class _Gzip(_Bounded):
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        while data and not self._frame.eof:
-            yield self._frame.decompress(data, READ_BYTES)
-            data = self._frame.unconsumed_tail
-        while not self._frame.eof and (more := self._frame.decompress(b"", READ_BYTES)):
-            yield more
-
-
 class _Zstd(_Bounded):
     def feed(self, data: bytes) -> Iterator[bytes]:
         # This library cannot bound its output, so it gets little input at a time.
@@ -204,7 +195,7 @@ _ZSTD_BYTES = 1 << 12
 _ZSTD_WINDOW_BYTES = 1 << 27
 
 _FRAMES: Final[Mapping[Compression, Callable[[], _Bounded]]] = {
-    "gzip": lambda: _Gzip(isal_zlib.decompressobj(wbits=31)),
+    "gzip": lambda: _Bounded(igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)),
     "zstd": lambda: _Zstd(
         zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES).decompressobj()
     ),

@@ -6,6 +6,7 @@ rank has already sent to others would remain.
 
 from __future__ import annotations
 
+import os
 import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -25,8 +26,9 @@ _CHUNK_ELEMENTS = 1 << 20
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 # A second odd number, so that no two positions have the same factor by construction
 _ODD_OF_CHUNKS = 0xC2B2AE3D27D4EB4F - (1 << 64)
-_HOST_BYTES = 64
-_INTEGERS = {4: torch.int32, 2: torch.int16}
+_NAME_BYTES = 64
+INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+"""Integers of the same size as a number of so many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ def checksum(tensor: Tensor) -> Tensor:
     Returns:
         int64 scalar.
     """
-    bits = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
+    bits = tensor.detach().reshape(-1).view(INTEGERS[tensor.element_size()])
     places = torch.arange(min(len(bits), _CHUNK_ELEMENTS), device=bits.device) * _ODD | 1
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for chunk in bits.split(_CHUNK_ELEMENTS):
@@ -112,9 +114,7 @@ def check_replicas(module: nn.Module, specs: Placements, groups: ProcessGroups, 
     if not all_reduce_max(differs, groups).item():
         return
     table = gather_rows(sums, groups)
-    hosts = [
-        bytes(row).rstrip(b"\0").decode() for row in gather_rows(_host(groups), groups).tolist()
-    ]
+    hosts = gather_hosts(groups)
     differing = find_differing_ranks(table.tolist(), found, groups.tp_size)
     raise ReplicaError(_describe(differing, hosts, step), differing)
 
@@ -192,6 +192,14 @@ def _describe(differing: Mapping[str, tuple[int, ...]], hosts: list[str], step: 
     )
 
 
-def _host(groups: ProcessGroups) -> Tensor:
-    name = socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0")
-    return torch.tensor(list(name), dtype=torch.uint8, device=groups.device)
+def gather_hosts(groups: ProcessGroups) -> list[str]:
+    """Return the host of each rank, as SLURM names it. Collective over all ranks."""
+    return gather_names(os.environ.get("SLURMD_NODENAME") or socket.gethostname(), groups)
+
+
+def gather_names(name: str, groups: ProcessGroups) -> list[str]:
+    """Return a name that each rank has, cut to 64 bytes. Collective over all ranks."""
+    content = name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+    row = torch.tensor(list(content), dtype=torch.uint8, device=groups.device)
+    rows = gather_rows(row, groups).tolist()
+    return [bytes(found).rstrip(b"\0").decode(errors="replace") for found in rows]

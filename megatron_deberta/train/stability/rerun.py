@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
-import os
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,27 +18,34 @@ from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.batch import MicroBatch, batches_from_bytes, batches_to_bytes
 from megatron_deberta.distributed.control import all_reduce_max, gather_rows
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.engine.base import Engine
+from megatron_deberta.engine.base import Engine, Placements
 from megatron_deberta.errors import LossScaleError, ReplicaError
+from megatron_deberta.train.records import RunRecords
 from megatron_deberta.train.stability.guard import NONFINITE
+from megatron_deberta.train.stability.replicas import (
+    INTEGERS,
+    gather_hosts,
+    gather_names,
+    make_equal,
+)
 from megatron_deberta.train.stability.verdict import Place, Verdict, diagnose
+from megatron_deberta.train.state import FolderLock
 from megatron_deberta.train.step import TrainStep, UpdatePass
 
-_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-_NAME_BYTES = 64
 _OVERFLOW = "gradient overflows at the smallest loss scale"
 
 Outputs = Sequence[Tensor | None]
 # Runs forward and backward of micro batches without an update; returns the record, and whether loss
 # and gradient of all ranks together are finite.
 Compute = Callable[[Sequence[MicroBatch], Outputs], tuple[Tensor, bool]]
+logger = logging.getLogger(__name__)
 
 
 class RerunStep(TrainStep):
     """Executes optimizer steps; runs an update that is not finite again to find out why.
 
-    After a passing fault, the update is made with the values of another run. Costs two passes over
-    each gradient.
+    After a transient fault, the update is made with the values of another run. Costs two passes
+    over each gradient.
 
     Args:
         engine: as in `TrainStep`.
@@ -69,7 +76,7 @@ class RerunStep(TrainStep):
         outputs: list[Tensor | None],
         prefetch: Callable[[], None],
     ) -> None:
-        """Run an update, and again if a passing fault has spoiled it.
+        """Run an update, and again if a transient fault has spoiled it.
 
         Raises:
             ReplicaError: a device computes wrong, again and again.
@@ -88,9 +95,9 @@ class RerunStep(TrainStep):
             one.step + 1, cause, self._record.table(), compute, batches, before, self._groups
         )
         self._on_verdict(verdict)
-        if verdict.kind == "lasting":
+        if verdict.kind == "persistent":
             raise ReplicaError(str(verdict))
-        if verdict.kind == "passing":
+        if verdict.kind == "transient":
             outputs[:] = before
             one.outcome = one.error = one.skip = None
             super()._run(one, batches, outputs, lambda: None)
@@ -173,7 +180,7 @@ class ComputationRecord:
             tensor: any shape.
         """
         values = tensor.detach().reshape(-1)
-        bits = values.view(_INTEGERS[values.element_size()]).sum()
+        bits = values.view(INTEGERS[values.element_size()]).sum()
         is_finite = torch.isfinite(torch.linalg.vector_norm(values))
         self._rows.append(torch.stack([bits, is_finite.to(bits.dtype)]))
 
@@ -221,16 +228,8 @@ def run_again(
 
 def places(ranks: Sequence[int], groups: ProcessGroups) -> list[Place]:
     """Return hosts and devices of ranks. Collective over all ranks."""
-    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    names = [_gather_text(text, groups) for text in (host, str(groups.device))]
-    return [Place(rank, *(texts[rank] for texts in names)) for rank in ranks]
-
-
-def _gather_text(text: str, groups: ProcessGroups) -> list[str]:
-    content = text.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
-    row = torch.tensor(list(content), dtype=torch.uint8, device=groups.device)
-    rows = gather_rows(row, groups)
-    return [bytes(found.tolist()).rstrip(b"\0").decode(errors="replace") for found in rows]
+    hosts, devices = gather_hosts(groups), gather_names(str(groups.device), groups)
+    return [Place(rank, hosts[rank], devices[rank]) for rank in ranks]
 
 
 def _padded(runs: Sequence[Tensor], groups: ProcessGroups) -> Tensor:
@@ -263,3 +262,49 @@ def _exchange(own: Tensor, other: Tensor, groups: ProcessGroups) -> Tensor:
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     return other
+
+
+@dataclass(slots=True)
+class FaultReports:
+    """Reports verdicts to the log, ``metrics.jsonl`` and the job history.
+
+    Args:
+        groups: the rank grid.
+        lock: has the job history.
+
+    Attributes:
+        records: of the present segment, on rank 0.
+        train_step: of the present segment, with ``guard.rerun``.
+    """
+
+    groups: ProcessGroups
+    lock: FolderLock
+    records: RunRecords | None = field(default=None, init=False)
+    train_step: RerunStep | None = field(default=None, init=False)
+
+    def report(self, verdict: Verdict) -> None:
+        """Report a verdict, which all ranks have; rank 0 does."""
+        if self.groups.rank == 0:
+            logger.error("%s", verdict)
+            if self.records is not None:
+                self.records.record_verdict(verdict)
+            places: list[Mapping[str, int | str]] = [
+                {"rank": place.rank, "host": place.host, "device": place.device}
+                for place in verdict.places
+            ]
+            self.lock.record_fault(step=verdict.step, verdict=verdict.kind, places=places)
+
+    def explained(self, error: ReplicaError, module: nn.Module, specs: Placements) -> ReplicaError:
+        """Return an error with the verdict about differing replicas. Collective over all ranks.
+
+        Args:
+            error: of ``check_replicas``.
+            module: the model, whose replicas are made equal.
+            specs: placement of every parameter.
+        """
+        if self.train_step is None:
+            return error
+        make_equal(module, specs, self.groups, error.differing)
+        ranks = sorted({rank for ranks in error.differing.values() for rank in ranks})
+        verdict = self.train_step.check_last("replicas differ", ranks)
+        return error if verdict is None else ReplicaError(f"{error}; {verdict}", error.differing)

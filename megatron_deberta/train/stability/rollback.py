@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from megatron_deberta.checkpoint import store
-from megatron_deberta.checkpoint.fence import UNLOCKED, Fence
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.retention import delete_after
+from megatron_deberta.checkpoint.writer import UNLOCKED, Fence
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.control import broadcast_from_rank_zero, raise_on_all_ranks
-from megatron_deberta.distributed.parallelize.spec import ParameterSpec
+from megatron_deberta.distributed.parallelize.plan import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import Engine
 from megatron_deberta.errors import CheckpointError, NumericsError

@@ -1,4 +1,4 @@
-"""Verdict about a step that was run again: a passing fault, a lasting one, or none.
+"""Verdict about a step that was run again: a transient fault, a persistent one, or none.
 
 A rank's losses and gradients of one update are recorded as checksums in the order of computation,
 before they are summed over data-parallel ranks. The record of the same micro batches must be the
@@ -15,12 +15,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Kind = Literal["passing", "lasting", "reproducible", "undecided"]
+Kind = Literal["transient", "persistent", "reproducible", "undecided"]
 
 _TEXTS: dict[Kind, str] = {
-    "passing": "a passing fault: the second run of the step did not repeat it",
-    "lasting": "a lasting fault: another rank computes the same micro batches differently; exclude "
-    "that node",
+    "transient": "a transient fault: the second run of the step did not repeat it",
+    "persistent": "a persistent fault: another rank computes the same micro batches differently; "
+    "exclude that node",
     "reproducible": "no fault of a device: other ranks compute the same; the data, the weights or "
     "the learning rate are the cause",
     "undecided": "the same rank computes the same again, and no other rank holds its weights, so "
@@ -48,7 +48,7 @@ class Verdict:
     Attributes:
         step: counted from 1.
         cause: why the step was run again.
-        kind: ``passing``, ``lasting``, ``reproducible`` or ``undecided``.
+        kind: ``transient``, ``persistent``, ``reproducible`` or ``undecided``.
         places: ranks that are suspected; several: one of them. Empty: none, or it is unknown which.
     """
 
@@ -63,12 +63,12 @@ class Verdict:
         Args:
             places: the ranks.
         """
-        if self.kind == "passing":
+        if self.kind == "transient":
             # Two runs after the fault differ: it is still there.
-            return replace(self, kind="lasting", places=self.places or tuple(places))
+            return replace(self, kind="persistent", places=self.places or tuple(places))
         if self.kind == "reproducible":
             # All ranks compute the same now.
-            return replace(self, kind="passing", places=tuple(places))
+            return replace(self, kind="transient", places=tuple(places))
         return self if self.places else replace(self, places=tuple(places))
 
     def __str__(self) -> str:
@@ -104,13 +104,13 @@ def diagnose(records: Tensor, tp_size: int, *, repeats: bool) -> tuple[Kind, tup
         other_sums, other_finite = (part[:, 2].roll(-tp_size, 0) for part in (sums, finite))
         differs = sums[:, 1] != other_sums
         if differs.any():
-            return "lasting", _wrong(differs, finite[:, 1] > 0, other_finite > 0, tp_size)
+            return "persistent", _wrong(differs, finite[:, 1] > 0, other_finite > 0, tp_size)
     changed = sums[:, 0] != sums[:, 1]
     if changed.any():
-        return "passing", _earliest(changed)
+        return "transient", _earliest(changed)
     if not repeats:
         # Every rank computed the same, so it was in the exchange between them.
-        return "passing", ()
+        return "transient", ()
     return ("reproducible" if num_runs > 2 else "undecided"), ()
 
 

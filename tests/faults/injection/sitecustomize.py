@@ -23,7 +23,7 @@ POINTS = {
     "copy": ("megatron_deberta.data.shards.writer", "ShardLayout", "copy_tokens"),
     "hash": ("megatron_deberta.data.shards.writer", "ShardLayout", "idx_sha256"),
     "rename": ("megatron_deberta.data.shards.writer", "", "rename_staged"),
-    "publish": (f"{TEXT}.deduplicate.output", "", "take_parts"),
+    "publish": (f"{TEXT}.deduplicate.pipeline", "", "take_parts"),
 }
 UNIT_BYTES = 20_000
 WAIT_SECONDS = 60.0
@@ -44,8 +44,8 @@ class Injection:
             module = importlib.import_module(module_name)
             owner = getattr(module, class_name) if class_name else module
             setattr(owner, name, self.wrapped(point, getattr(owner, name)))
-        work = importlib.import_module(f"{TEXT}.deduplicate.work")
-        work.TaskFolder.finish = self.wrapped("", work.TaskFolder.finish)
+        stages = importlib.import_module(f"{TEXT}.jobs.stages")
+        stages.TaskFolder.finish = self.wrapped("", stages.TaskFolder.finish)
         pipeline = importlib.import_module(f"{TEXT}.deduplicate.pipeline")
         # The command has no option for it.
         pipeline.deduplicate.__kwdefaults__["unit_bytes"] = UNIT_BYTES

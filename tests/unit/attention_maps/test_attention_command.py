@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_deberta.attention_maps import page
+from megatron_deberta.attention_maps import drawing
 from megatron_deberta.attention_maps.compute import PARTS, TextMaps, compute_maps
-from megatron_deberta.attention_maps.picture import draw
+from megatron_deberta.attention_maps.drawing import draw
 from megatron_deberta.cli.main import main
 from megatron_deberta.config.schema import with_task_head
 from megatron_deberta.errors import ConfigError
@@ -121,9 +121,9 @@ def test_rows_of_a_picture_are_limited(runs: Path) -> None:
 
 
 def test_size_of_a_page_is_limited(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "MAX_BYTES", 1 << 10)
+    monkeypatch.setattr(drawing, "MAX_BYTES", 1 << 10)
     with pytest.raises(ConfigError, match="choose fewer --layers or --heads"):
-        page.write_page([compute_maps(runs / "deberta", TEXT)], TEXT)
+        drawing.write_page([compute_maps(runs / "deberta", TEXT)], TEXT)
 
 
 def test_layers_and_heads_are_chosen_by_number(runs: Path) -> None:

@@ -13,7 +13,7 @@ from benchmarks.learn import finetune_study as study
 from benchmarks.lib.provenance import ROOT
 from benchmarks.tables.learn import finetune_study
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
-from megatron_deberta.finetune.models import open_source_model
+from megatron_deberta.evaluate.models import open_source_model
 from megatron_deberta.finetune.settings import finetune_config
 
 RUN = ROOT / "tests" / "golden" / "c6955b0" / "run"

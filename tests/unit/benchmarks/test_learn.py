@@ -12,7 +12,7 @@ from benchmarks.lib.provenance import ROOT
 from benchmarks.tables import pages as tables
 from benchmarks.tables.common import UNMEASURED
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
-from megatron_deberta.model.shapes import parameter_shapes
+from megatron_deberta.model.task_models import parameter_shapes
 
 CONFIGS = ROOT / "configs" / "runs"
 

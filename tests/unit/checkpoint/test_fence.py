@@ -8,13 +8,22 @@ from typing import Any
 
 import pytest
 
-from megatron_deberta.checkpoint import store, writer
-from megatron_deberta.checkpoint.fence import Fence
-from megatron_deberta.checkpoint.layout import checkpoints_dir, committed_steps
+from megatron_deberta.checkpoint import writer
+from megatron_deberta.checkpoint.layout import KINDS, checkpoints_dir, committed_steps
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.retention import delete_leftovers
+from megatron_deberta.checkpoint.saver import StateCollector
+from megatron_deberta.checkpoint.writer import Fence
 from megatron_deberta.errors import CheckpointError
-from tests.support.checkpoints import FakeEngine, grid_place, logical_states, metadata, specs_of
+from tests.support.checkpoints import (
+    SHAPES,
+    FakeEngine,
+    grid_place,
+    logical_states,
+    metadata,
+    save_state,
+    specs_of,
+)
 
 # System calls of rank 0 between which a process may be suspended.
 POINTS = 30
@@ -41,7 +50,7 @@ class Holders:
         groups = grid_place(0, 1, 1)
         specs = specs_of(groups)
         engine: Any = FakeEngine(specs, logical_states(seed))
-        return store.save(
+        return save_state(
             self.run_dir, engine, specs, groups, metadata(step), fence=self.fence(number)
         )
 
@@ -124,10 +133,15 @@ def test_loser_does_not_write_into_the_new_holders_folder(tmp_path: Path) -> Non
     specs = specs_of(groups)
     engine: Any = FakeEngine(specs, logical_states(1))
     holders = Holders(tmp_path)
-    staged, states = store.stage(tmp_path, engine, specs, groups, metadata(7), holders.fence(1))
+    states = StateCollector(engine, specs, groups, None).assemble()
+    staged, other = (
+        writer.StagedCheckpoint(tmp_path, metadata(7), KINDS, SHAPES, groups, holders.fence(n))
+        for n in (1, 2)
+    )
+    writer.begin(staged)
     holders.newest = 2
     delete_leftovers(tmp_path)
-    other, _ = store.stage(tmp_path, engine, specs, groups, metadata(7), holders.fence(2))
+    writer.begin(other)
     with pytest.raises(Exception, match="No such file"):
         writer.write(staged, states)
     assert list(other.staging.iterdir()) == []

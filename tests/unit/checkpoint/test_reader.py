@@ -12,31 +12,22 @@ import torch
 
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, KINDS, MANIFEST_FILE, commit_mark
 from megatron_deberta.checkpoint.reader import CheckpointReader, Slice
-from megatron_deberta.checkpoint.store import save
-from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import CheckpointError
 from tests.support.checkpoints import (
     SHAPES,
-    FakeEngine,
     logical_states,
     metadata,
-    on_threads,
     save_alone,
-    specs_of,
+    save_on_grid,
 )
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint written by four tensor-parallel ranks."""
-    run_dir = tmp_path_factory.mktemp("run")
-
-    def work(groups: ProcessGroups) -> Path:
-        engine: Any = FakeEngine(specs_of(groups), logical_states())
-        return save(run_dir, engine, specs_of(groups), groups, metadata(1))
-
     with pytest.MonkeyPatch.context() as monkeypatch:
-        path: Path = on_threads(monkeypatch, 4, 1, work)[0]
+        run_dir = tmp_path_factory.mktemp("run")
+        path: Path = save_on_grid(monkeypatch, 4, 1, run_dir, metadata(1))[0]
     return path
 
 
@@ -72,23 +63,6 @@ def test_what_is_not_there_is_named(saved: Path) -> None:
         reader.tensor("head.bias", "momentum")
     with pytest.raises(CheckpointError, match="70 indices along dimension 0, not 60 to 71"):
         reader.tensor("head.bias", part=Slice(0, 60, 71))
-
-
-def test_verification_can_be_divided(copied: Path) -> None:
-    reader = CheckpointReader(copied)
-    reader.verify()
-    files = sorted(copied.glob("*.safetensors"))
-    files[2].write_bytes(files[2].read_bytes()[:-1] + b"x")
-    with pytest.raises(CheckpointError, match=files[2].name):
-        reader.verify()
-    reader.verify(hashes=False)
-    failures = 0
-    for share in range(3):
-        try:
-            reader.verify(share=share, num_shares=3)
-        except CheckpointError:
-            failures += 1
-    assert failures == 1
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
@@ -147,29 +121,18 @@ def test_manifest_that_is_not_json(copied: Path, content: bytes) -> None:
         CheckpointReader(copied)
 
 
-def test_shapes_are_checked_against_the_file_before_use(tmp_path: Path) -> None:
+@pytest.mark.parametrize("extent", [5, 10**15])
+def test_shapes_are_checked_against_the_file_before_memory_is_allocated(
+    tmp_path: Path, extent: int
+) -> None:
     path = save_alone(tmp_path, 1)
 
     def widen(manifest: Any) -> None:
-        manifest["parameters"]["embeddings.norm.weight"] = [5]
+        manifest["parameters"]["embeddings.norm.weight"] = [extent]
         for fragment in manifest["fragments"]:
             if fragment["parameter"] == "embeddings.norm.weight":
-                fragment["length"] = 5
+                fragment["length"] = extent
 
     forge(path, widen)
-    with pytest.raises(CheckpointError, match="damaged"):
-        CheckpointReader(path).tensor("embeddings.norm.weight")
-
-
-def test_nothing_is_allocated_for_shapes_that_the_file_lacks(tmp_path: Path) -> None:
-    path = save_alone(tmp_path, 1)
-
-    def widen(manifest: Any) -> None:
-        manifest["parameters"]["embeddings.norm.weight"] = [10**15]
-        for fragment in manifest["fragments"]:
-            if fragment["parameter"] == "embeddings.norm.weight":
-                fragment["length"] = 10**15
-
-    forge(path, widen)
-    with pytest.raises(CheckpointError, match="is not fp32 of shape"):
+    with pytest.raises(CheckpointError, match="damaged: .* is not fp32 of shape"):
         CheckpointReader(path).tensor("embeddings.norm.weight")

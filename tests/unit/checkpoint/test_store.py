@@ -8,13 +8,14 @@ import resource
 import shutil
 from collections import namedtuple
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_deberta.checkpoint import store, writer
+from megatron_deberta.checkpoint import saver, store, writer
 from megatron_deberta.checkpoint.layout import (
     COMMITTED_FILE,
     KINDS,
@@ -32,33 +33,16 @@ from tests.support.checkpoints import (
     FakeEngine,
     assert_holds,
     grid_place,
+    load_on,
     logical_states,
     metadata,
     on_threads,
     save_alone,
+    save_on_grid,
     specs_of,
 )
 
 GRIDS = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (2, 3)]
-
-
-def save_on(run_dir: Path, step: int = 3) -> Callable[[ProcessGroups], Path]:
-    def work(groups: ProcessGroups) -> Path:
-        specs = specs_of(groups)
-        engine: Any = FakeEngine(specs, logical_states())
-        return store.save(run_dir, engine, specs, groups, metadata(step))
-
-    return work
-
-
-def load_on(path: Path) -> Callable[[ProcessGroups], FakeEngine]:
-    def work(groups: ProcessGroups) -> FakeEngine:
-        specs = specs_of(groups)
-        engine: Any = FakeEngine(specs)
-        store.load(CheckpointReader(path), engine, specs)
-        return engine
-
-    return work
 
 
 @pytest.mark.parametrize("saved_on", GRIDS)
@@ -66,9 +50,9 @@ def load_on(path: Path) -> Callable[[ProcessGroups], FakeEngine]:
 def test_any_layout_loads_what_any_other_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved_on: tuple[int, int], loaded_on: int
 ) -> None:
-    paths = on_threads(monkeypatch, *saved_on, save_on(tmp_path))
+    paths = save_on_grid(monkeypatch, *saved_on, tmp_path, metadata(3))
     assert paths == [step_dir(tmp_path, 3)] * len(paths)
-    for engine in on_threads(monkeypatch, loaded_on, 1, load_on(paths[0])):
+    for engine in on_threads(monkeypatch, loaded_on, 1, partial(load_on, path=paths[0])):
         assert_holds(engine, logical_states())
         assert engine.state_dict() == SCALARS
 
@@ -76,7 +60,7 @@ def test_any_layout_loads_what_any_other_saved(
 def test_work_is_shared_and_each_true_row_is_stored_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = on_threads(monkeypatch, 2, 2, save_on(tmp_path))[0]
+    path = save_on_grid(monkeypatch, 2, 2, tmp_path, metadata(3))[0]
     ranks = {file.name[5:10] for file in path.glob("*.safetensors")}
     assert ranks == {"00000", "00001", "00002", "00003"}
     elements = sum(torch.Size(shape).numel() for shape in SHAPES.values())
@@ -86,7 +70,6 @@ def test_work_is_shared_and_each_true_row_is_stored_once(
 
 
 def test_every_file_follows_the_umask(tmp_path: Path) -> None:
-    """Tensor files too, which safetensors makes readable for their owner only."""
     before = os.umask(0o027)
     try:
         path = save_alone(tmp_path, 1)
@@ -99,7 +82,16 @@ def test_files_are_cut_to_bound_memory(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(writer, "FILE_BYTES", 1000)
     path = save_alone(tmp_path, 1)
     assert len(list(path.glob("*.safetensors"))) > 2
-    assert_holds(load_on(path)(grid_place(0, 1, 1)), logical_states())
+    assert_holds(load_on(grid_place(0, 1, 1), path), logical_states())
+
+
+def test_synchronous_save_copies_no_whole_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is for runs whose copies do not fit in memory."""
+    monkeypatch.setattr(saver.StateCollector, "copy", lambda _: pytest.fail("copied"))
+    path = save_alone(tmp_path, 1)
+    assert_holds(load_on(grid_place(0, 1, 1), path), logical_states())
 
 
 def test_metadata_comes_back(tmp_path: Path) -> None:
@@ -120,14 +112,6 @@ def test_newest_is_found_by_looking(tmp_path: Path) -> None:
     assert store.find_newest(tmp_path) == step_dir(tmp_path, 20)
 
 
-@pytest.mark.parametrize(("keep_last", "kept"), [(0, [1, 2, 3, 4]), (1, [4]), (3, [2, 3, 4])])
-def test_oldest_go_after_the_commit(tmp_path: Path, keep_last: int, kept: list[int]) -> None:
-    for step in (1, 2, 3, 4):
-        save_alone(tmp_path, step, keep_last=keep_last)
-    assert committed_steps(tmp_path) == kept
-    assert len(list(checkpoints_dir(tmp_path).iterdir())) == len(kept)
-
-
 def test_after_a_fallback_the_abandoned_future_is_not_counted(tmp_path: Path) -> None:
     for step in (7, 14):
         save_alone(tmp_path, step, keep_last=1)
@@ -137,7 +121,7 @@ def test_after_a_fallback_the_abandoned_future_is_not_counted(tmp_path: Path) ->
     assert committed_steps(tmp_path) == [8, 14]
     save_alone(tmp_path, 14, seed=1, keep_last=1)
     assert committed_steps(tmp_path) == [14]
-    assert_holds(load_on(step_dir(tmp_path, 14))(grid_place(0, 1, 1)), logical_states(1))
+    assert_holds(load_on(grid_place(0, 1, 1), step_dir(tmp_path, 14)), logical_states(1))
 
 
 def damage(path: Path, how: str) -> None:
@@ -193,7 +177,7 @@ def test_every_file_is_in_the_share_of_one_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashes: bool
 ) -> None:
     monkeypatch.setattr(writer, "FILE_BYTES", 1)
-    path = on_threads(monkeypatch, 1, 3, save_on(tmp_path))[0]
+    path = save_on_grid(monkeypatch, 1, 3, tmp_path, metadata(3))[0]
     files = sorted(path.glob("*.safetensors"))
     assert len(files) >= 6
 
@@ -272,7 +256,7 @@ def test_full_disk_is_refused_before_writing(
     save_alone(tmp_path, 3)
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000))
-    results = on_threads(monkeypatch, 2, 1, save_on(tmp_path, 4))
+    results = save_on_grid(monkeypatch, 2, 1, tmp_path, metadata(4))
     assert "MiB needed" in str(results[0])
     assert_failed_save_left_nothing(tmp_path, results)
 
@@ -292,11 +276,11 @@ def test_failed_write_on_one_rank_fails_all_and_leaves_nothing(
         return original(*args)
 
     monkeypatch.setattr(writer, function, failing)
-    results = on_threads(monkeypatch, 2, 1, save_on(tmp_path, 4))
+    results = save_on_grid(monkeypatch, 2, 1, tmp_path, metadata(4))
     assert_failed_save_left_nothing(tmp_path, results)
     # The next save finds nothing in its way.
     monkeypatch.setattr(writer, function, original)
-    on_threads(monkeypatch, 2, 1, save_on(tmp_path, 4))
+    save_on_grid(monkeypatch, 2, 1, tmp_path, metadata(4))
     assert committed_steps(tmp_path) == [3, 4]
 
 
@@ -358,7 +342,7 @@ def test_a_kill_anywhere_in_a_save_leaves_a_good_checkpoint(
         assert reader is not None
         assert reader.metadata.step in (7, 14)
         assert_holds(
-            load_on(reader.path)(grid_place(0, 1, 1)),
+            load_on(grid_place(0, 1, 1), reader.path),
             logical_states(1 if reader.metadata.step == 14 else 0),
         )
         # The next save clears what is left and succeeds.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import shlex
+import io
+import os
 import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
+import argcomplete
 import pytest
 
-from megatron_deberta.cli.completion import parsers, takes_keys
+from megatron_deberta.cli.completion import complete
 from megatron_deberta.cli.config import list_keys, markdown
-from megatron_deberta.cli.main import COMMANDS, main
+from megatron_deberta.cli.main import main
 from megatron_deberta.config import RunConfig, load_config
 
 ROOT = Path(__file__).parents[3]
@@ -62,58 +65,55 @@ def test_an_open_vocabulary_size_is_shown_as_auto(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("words", "expected"),
     [
-        ([], "give either RUN.yaml, to print what it resolves to, or --list"),
-        (["--list", "trains"], "--list trains: must be one of checkpoint, cluster, "),
+        (["pre"], ["preprocess", "pretrain", "predict"]),
+        (["pretrain", "--dry"], ["--dry-run"]),
+        (["pretrain", "RUN.yaml", "train.st"], ["train.steps="]),
+        # Also behind an option.
+        (["pretrain", "RUN.yaml", "--dry-run", "train.st"], ["train.steps="]),
+        (["doctor", "RUN.yaml", "--nodes", "2", "train.st"], ["train.steps="]),
+        (["status", "train.st"], []),
+        (["pretrain", "configs/runs/qu"], ["configs/runs/quickstart.yaml"]),
+        (["search", "configs/searches/paper_b"], ["configs/searches/paper_base.yaml"]),
+        (["finetune", "sst"], ["sst2"]),
+        (["submit", "RUN.yaml", "--cluster", "dgx_"], ["dgx_h100"]),
+        (["plan", "RUN.yaml", "--task", "sst"], ["sst2"]),
+        (["pretrain", "RUN.yaml", "precision.dtype="], ["fp32", "bf16", "fp16"]),
+        (["launch", "RUN.yaml", "parallel.sequence_parallel=t"], ["true"]),
+        (["convert", "--dtype", "fp"], ["fp32", "fp16"]),
+        (["convert", "--dtype=b"], ["bf16"]),
     ],
 )
-def test_wrong_usage(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["config", *arguments]) == 2
-    assert message in capsys.readouterr().err
+def test_completion(words: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    line = " ".join(["megatron-deberta", *words])
+    variables = {
+        "_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line,
+        # bash makes words of their own of "=".
+        "COMP_POINT": str(len(line)), "_ARGCOMPLETE_COMP_WORDBREAKS": "=",
+    }  # fmt: skip
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    # It would open file descriptor 9, which is in use here.
+    monkeypatch.setattr(argcomplete.CompletionFinder, "_init_debug_stream", lambda _: None)
+    found = io.StringIO()
+    with pytest.raises(SystemExit):
+        complete(output_stream=found, exit_method=sys.exit)
+    assert found.getvalue().replace(" ", "").split() == expected
 
 
-def test_completion(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "bash"]) == 0
-    script = capsys.readouterr().out
-
-    def complete(*words: str) -> list[str]:
-        typed = ("megatron-deberta", *words)
-        call = f"COMP_WORDS=({shlex.join(typed)}); COMP_CWORD={len(words)}; _megatron_deberta"
-        done = subprocess.run(
-            ["bash", "-c", f'{script}\n{call} 2>/dev/null; echo "${{COMPREPLY[@]}}"'],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        return done.stdout.split()
-
-    assert complete("pre") == ["preprocess", "pretrain", "predict"]
-    assert complete("pretrain", "--dry") == ["--dry-run"]
-    assert complete("pretrain", "RUN.yaml", "train.st") == ["train.steps="]
-    assert complete("status", "train.st") == []
-    assert complete("pretrain", "configs/runs/qu") == ["configs/runs/quickstart.yaml"]
-    assert complete("search", "configs/searches/paper_b") == ["configs/searches/paper_base.yaml"]
-    assert complete("finetune", "sst") == ["sst2"]
-    assert complete("submit", "RUN.yaml", "--cluster", "dgx_") == ["dgx_h100"]
-    assert complete("plan", "RUN.yaml", "--task", "sst") == ["sst2"]
-    # bash makes words of their own of "=".
-    assert complete("pretrain", "RUN.yaml", "precision.dtype", "=") == ["fp32", "bf16", "fp16"]
-    assert complete("pretrain", "RUN.yaml", "precision.dtype", "=", "b") == ["bf16"]
-    assert complete("launch", "RUN.yaml", "parallel.sequence_parallel", "=", "t") == ["true"]
-    assert complete("convert", "precision.dtype", "=", "b") == []
-    assert complete("convert", "--dtype", "fp") == ["fp32", "fp16"]
-    assert complete("convert", "--dtype", "=", "b") == ["bf16"]
-    for shell in ("zsh", "fish"):
+def test_shells_call_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for shell in ("zsh", "fish", "bash"):
         assert main(["completion", shell]) == 0
         script = capsys.readouterr().out
-        assert all(command.name in script for command in COMMANDS)
-        assert "train.steps=" in script
-        assert all(name in script for name in ("configs/runs/quickstart.yaml", "sst2", "dgx_h100"))
-        assert "fp32 fp16 bf16" in script
-
-
-def test_commands_with_overrides_complete_keys() -> None:
-    known = {command.name for command, parser in parsers().items() if takes_keys(parser)}
-    tasks = {"finetune", "predict", "evaluate", "finetune-checkpoints", "search"}
-    assert known == {"config", "doctor", "index", "launch", "plan", "pretrain", "submit"} | tasks
+        assert "megatron-deberta" in script
+    call = (
+        "COMP_LINE='megatron-deberta pretrain --dry'; COMP_POINT=31; "
+        "_python_argcomplete megatron-deberta; echo ${COMPREPLY[@]}"
+    )
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", f"{script}\n{call}"],
+        capture_output=True, text=True, check=True, env={**os.environ, "PATH": path},
+    )  # fmt: skip
+    assert done.stdout.split() == ["--dry-run"]

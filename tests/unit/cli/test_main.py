@@ -1,4 +1,4 @@
-"""The command: its table, its help, its exit codes."""
+"""The command: its table, its help, its exit codes, what some commands print."""
 
 import argparse
 import io
@@ -11,6 +11,7 @@ import pytest
 
 from megatron_deberta import __version__, errors
 from megatron_deberta.cli import main as cli
+from megatron_deberta.cli.evaluate import describe_metrics
 
 NAMES = [command.name for command in cli.COMMANDS]
 
@@ -98,23 +99,24 @@ def test_text_that_the_encoding_lacks_is_one_line(
     )
 
 
-def test_a_misspelled_command_is_named_with_a_similar_one(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "required: COMMAND\n"),
+        (["fly"], "no command 'fly'; --help lists them"),
+        (["pretrian"], "no command 'pretrian'; did you mean pretrain?"),
+        (["--fly"], "COMMAND"),
+    ],
+)
+def test_wrong_usage_exits_2(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["pretrian"])
-    assert "no command 'pretrian'; did you mean pretrain?" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        cli.main([])
-    assert "required: COMMAND\n" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("argv", [[], ["fly"], ["--fly"]])
-def test_wrong_usage_exits_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(argv)
     assert caught.value.code == errors.EXIT_USAGE
-    assert "usage: megatron-deberta" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "usage: megatron-deberta" in shown
+    assert said in shown
 
 
 def test_only_required_arguments_are_called_required(
@@ -231,6 +233,19 @@ def test_a_reader_that_left_is_no_error() -> None:
     assert process.returncode == cli.EXIT_PIPE_CLOSED
 
 
+def test_accuracies_of_many_groups_are_printed_as_a_range() -> None:
+    few = {"loss": 0.5, "accuracy": 0.25, "accuracy_a": 0.0, "accuracy_b": 0.5}
+    assert describe_metrics(few).splitlines() == [
+        "loss                 0.5000", "accuracy             0.2500",
+        "accuracy_a           0.0000", "accuracy_b           0.5000",
+    ]  # fmt: skip
+    many = {"accuracy": 0.5, **{f"accuracy_{number}": number / 200 for number in range(200)}}
+    assert describe_metrics(many).splitlines() == [
+        "accuracy             0.5000",
+        "200 groups: from 0.0000 (0) to 0.9950 (199); --output FILE has all",
+    ]
+
+
 @pytest.mark.parametrize(
     ("script", "program"),
     [
@@ -255,6 +270,8 @@ def test_tools_call_the_command(script: str, program: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        ("config", "give either RUN.yaml, to print what it resolves to, or --list"),
+        ("config --list trains", "--list trains: must be one of checkpoint, cluster, "),
         ("config runs/base --markdown", "--markdown is for --list"),
         ("ensemble . --split dev", "--split needs --output or --leaderboard"),
         ("finetune sst2 --model m --data d --restarts 3", "--restarts needs --ranks"),

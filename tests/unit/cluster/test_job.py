@@ -14,18 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron_deberta.cluster.bad_nodes import BadNodes
-from megatron_deberta.cluster.notify import PROGRAMS
 from megatron_deberta.cluster.profile import load_profile
 from megatron_deberta.cluster.run_lock import Holder, RunLock
 from megatron_deberta.cluster.slurm import job
-from megatron_deberta.cluster.slurm.history import JobHistory
+from megatron_deberta.cluster.slurm.history import BadNodes, JobHistory
 from megatron_deberta.cluster.slurm.job import rank_environment
 from megatron_deberta.cluster.slurm.submit import JobSpec, make_spec
-from megatron_deberta.cluster.watchdog.hang import Diagnosis
-from megatron_deberta.cluster.watchdog.report_store import NodeReport, ReportStore
+from megatron_deberta.cluster.watchdog.detection import Diagnosis
+from megatron_deberta.cluster.watchdog.reports import NodeReport, ReportStore
 from megatron_deberta.errors import ConfigError
 from tests.support.jobs import ROOT
+from tests.support.notify_program import NotifyProgram
 
 JOB_MODULE = "megatron_deberta.cluster.slurm.job"
 PROGRAM = """\
@@ -38,6 +37,9 @@ case "${0##*/}" in
   scancel) [[ ! -e "$HOME/srun.pid" ]] || kill -USR1 "$(cat "$HOME/srun.pid")" ;;
 esac
 """
+
+
+HUNG = Diagnosis("hang", (1,), ("n2",), "rank 1 on n2 hangs in step at step 7")
 
 
 class Place:
@@ -61,6 +63,11 @@ class Place:
 
     def job(self, text: str) -> None:
         (self.folder / "job").write_text(text)
+
+    def hang(self) -> None:
+        """Report that a rank on n2 hung."""
+        report = NodeReport(1, "n2", 1, (), (), (), diagnosis=HUNG, code=1)
+        ReportStore(self.run_dir, "7.0").publish(report)
 
     def start(self, ranks: str, *prefix: str, **variables: str) -> subprocess.Popen[str]:
         (self.folder / "ranks").write_text(ranks)
@@ -121,10 +128,7 @@ def test_requeues_itself(place: Place, code: int) -> None:
 
 @pytest.mark.parametrize("part", ["history", "bad nodes", "logs"])
 def test_requeues_itself_on_a_full_disk(place: Place, part: str) -> None:
-    hung = Diagnosis("hang", (1,), ("n2",), "rank 1 on n2 hangs in step at step 7")
-    ReportStore(place.run_dir, "7.0").publish(
-        NodeReport(1, "n2", 1, (), (), (), diagnosis=hung, code=1)
-    )
+    place.hang()
     if part == "logs":
         (place.run_dir / "logs").write_text("a file where the folder should be")
     else:
@@ -135,15 +139,13 @@ def test_requeues_itself_on_a_full_disk(place: Place, part: str) -> None:
     assert place.run("exit 1", "prlimit", f"--fsize={1 << 20}") in (-signal.SIGTERM, 75)
     assert "scontrol requeue 7" in place.calls(), place.errors
     if part == "logs":
-        assert place.ends()[0]["reason"] == hung.reason
+        assert place.ends()[0]["reason"] == HUNG.reason
     else:
         assert "not recorded: " in place.errors
 
 
 def test_requeue_excludes_a_node_that_hung(place: Place) -> None:
-    hung = Diagnosis("hang", (1,), ("n2",), "rank 1 on n2 hangs in step at step 7")
-    report = NodeReport(1, "n2", 1, (), (), (), diagnosis=hung, code=1)
-    ReportStore(place.run_dir, "7.0").publish(report)
+    place.hang()
     place.job("JobState=RUNNING Restarts=0 Partition=p")
     (place.folder / "nodes").write_text("n1 alloc\nn2 alloc\nn3 idle\nn4 down*\n")
     # It outlives the requeue, to exclude the node.
@@ -152,24 +154,19 @@ def test_requeue_excludes_a_node_that_hung(place: Place) -> None:
         "scontrol requeue 7", "scontrol update JobId=7 ExcNodeList=n2",
     ]  # fmt: skip
     end = place.ends()[0]
-    assert (end["goes_on"], end["reason"]) == (True, hung.reason)
+    assert (end["goes_on"], end["reason"]) == (True, HUNG.reason)
     assert list(BadNodes(place.run_dir, 24).current()) == ["n2"]
 
 
 def test_a_lost_attempt_a_hang_and_the_end_are_told(place: Place) -> None:
-    script = place.folder / PROGRAMS / "append"
-    script.parent.mkdir(parents=True)
-    script.write_text('#!/bin/sh\ncat >> "$HOME/told"\necho >> "$HOME/told"\n')
-    script.chmod(0o755)
+    program = NotifyProgram(place.folder)
     config = JobSpec.read(place.folder / "job.json").config
     file = place.folder / "run.prom"
     Path(config).write_text(f"cluster: {{notify: [append], prometheus_file: {file}}}\n")
     JobHistory(place.run_dir).start_attempt("6.0", "n[1-2]")
-    hung = Diagnosis("hang", (1,), ("n2",), "rank 1 on n2 hangs in step at step 7")
-    report = NodeReport(1, "n2", 1, (), (), (), diagnosis=hung, code=1)
-    ReportStore(place.run_dir, "7.0").publish(report)
+    place.hang()
     assert place.run("exit 93") == 93, place.errors
-    told = [json.loads(line) for line in (place.folder / "told").read_text().splitlines()]
+    told = program.messages()
     assert [message["event"] for message in told] == ["node_lost", "node_lost", "stalled", "ended"]
     assert "attempt 6.0 on n[1-2] was lost" in told[0]["text"]
     assert "n2 is excluded: rank 1 on n2 hangs" in told[1]["text"]

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from megatron_deberta.cli.main import main
+from megatron_deberta.cluster.monitor import Notifier
 from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.watchdog import local_job
-from megatron_deberta.cluster.watchdog.hang import RankView
+from megatron_deberta.cluster.watchdog.detection import RankView
 from megatron_deberta.cluster.watchdog.ranks import NodePlan
-from megatron_deberta.cluster.watchdog.report_store import NodeReport, ReportStore
+from megatron_deberta.cluster.watchdog.reports import NodeReport, ReportStore
 from megatron_deberta.config.schema import RunConfig, TrainConfig
-from megatron_deberta.errors import EXIT_INTERRUPTED, EXIT_NEVER_REQUEUE, EXIT_USAGE
+from megatron_deberta.errors import EXIT_INTERRUPTED, EXIT_NEVER_REQUEUE, EXIT_REQUEUE, EXIT_USAGE
 from megatron_deberta.observe.progress import Section
 
 
@@ -29,7 +33,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         class Ends:
             errors: ClassVar[dict[int, str]] = {}
 
-            def __init__(self, plan: Any) -> None:
+            def __init__(self, *_: Any) -> None:
                 pass
 
             def run(self) -> int:
@@ -70,12 +74,12 @@ def test_ctrl_c_is_the_end(launch: Any, tmp_path: Path) -> None:
     assert "Ctrl-C" in JobHistory(tmp_path).end_reason()
 
 
-def test_the_end_is_told_and_a_restart_is_not(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_repeated_and_only_the_end_is_told(
+    launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[str] = []
-    monkeypatch.setattr(
-        "megatron_deberta.cluster.notify.Notifier.send", lambda self, *message: told.extend(message)
-    )
-    launch(1, 1, 0)
+    monkeypatch.setattr(Notifier, "send", lambda self, *message: told.extend(message))
+    assert launch(1, 1, 0) == (0, 3)
     assert told == ["ended", "finished (exit code 0)"]
 
 
@@ -87,7 +91,7 @@ def launch_with_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         left = list(attempts)
 
         class Fails:
-            def __init__(self, plan: NodePlan) -> None:
+            def __init__(self, plan: NodePlan, *_: Any) -> None:
                 self.plan = plan
                 self.errors: dict[int, str] = {}
 
@@ -146,8 +150,41 @@ def test_other_failures_are_tried_three_times(
     assert launch_with_errors(*attempts) == (EXIT_NEVER_REQUEUE, 3)
 
 
-def test_a_failure_is_repeated(launch: Any) -> None:
-    assert launch(1, 1, 0) == (0, 3)
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, EXIT_REQUEUE), (signal.SIGINT, EXIT_INTERRUPTED)]
+)
+def test_stop_signal_while_no_ranks_run(
+    launch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    diagnose = ReportStore.diagnose
+
+    def stopped(store: ReportStore, nodes: int) -> Any:
+        os.kill(os.getpid(), number)
+        return diagnose(store, nodes)
+
+    before = signal.getsignal(number)
+    monkeypatch.setattr(ReportStore, "diagnose", stopped)
+    assert launch(1, 0) == (code, 1)
+    assert signal.getsignal(number) is before
+    assert JobHistory(tmp_path).end_reason() == "failed with exit code 1"
+
+
+def test_stop_signal_after_the_end_of_an_attempt_reaches_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks are started, and told to stop at once."""
+    commands = iter([("false",), ("sleep", "60")])
+    plan_of = local_job._node_plan
+    monkeypatch.setattr(
+        local_job, "_node_plan",
+        lambda *arguments: replace(plan_of(*arguments), command=next(commands)),
+    )  # fmt: skip
+    monkeypatch.setattr(local_job, "export_once", lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
+    config = RunConfig(train=TrainConfig(run_dir=str(tmp_path)))
+    assert local_job.run_local_job(config, [], 1, 3) == EXIT_REQUEUE
+    history = JobHistory(tmp_path)
+    assert [event["event"] for event in history.current()].count("start") == 2
+    assert history.end_reason() == "stopped by SIGUSR1 before the first step"
 
 
 def test_dry_run_describes_the_ranks_and_starts_none(

@@ -5,29 +5,36 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 import time
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, step_dir
-from megatron_deberta.cluster.prometheus import (
+from megatron_deberta.cluster.monitor import (
     PREFIX,
+    Notifier,
     PrometheusExporter,
+    RunMonitor,
     export_once,
     metrics_of,
 )
 from megatron_deberta.cluster.run_lock import Holder
 from megatron_deberta.cluster.slurm.history import Decision, JobHistory
 from megatron_deberta.cluster.slurm.status import gather
-from megatron_deberta.cluster.watchdog import monitor as monitor_module
-from megatron_deberta.cluster.watchdog.monitor import RunMonitor
+from megatron_deberta.cluster.watchdog.detection import Diagnosis
+from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import ClusterConfig
+from megatron_deberta.errors import ConfigError
 from megatron_deberta.observe.metrics import FILE_NAME
 from tests.support.jobs import ROOT, free_port
+from tests.support.notify_program import NotifyProgram
 
 
 class Run:
@@ -58,9 +65,7 @@ def run(tmp_path: Path) -> Run:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     messages: list[tuple[str, str]] = []
-    monkeypatch.setattr(
-        monitor_module.Notifier, "send", lambda self, event, text: messages.append((event, text))
-    )
+    monkeypatch.setattr(Notifier, "send", lambda self, event, text: messages.append((event, text)))
     return messages
 
 
@@ -174,3 +179,96 @@ def test_the_dashboard_shows_exported_metrics(run: Run) -> None:
     }
     exported = {metric.name for metric in metrics_of(gather(run.folder, ask_slurm=False))}
     assert shown == exported | {"condition"}
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NotifyProgram:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return NotifyProgram(tmp_path)
+
+
+@pytest.fixture
+def webhook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """URL of a server, and the messages that it gets."""
+    told: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/hook", told
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_program_and_webhook_get_the_message(
+    program: NotifyProgram, webhook: tuple[str, list[dict[str, Any]]]
+) -> None:
+    url, told = webhook
+    Notifier(ClusterConfig(notify=("append", url)), "runs/base").send("rollback", "to step 7")
+    assert program.messages() == told
+    assert (told[0]["event"], told[0]["run"]) == ("rollback", "runs/base")
+    assert told[0]["text"] == "runs/base: to step 7"
+
+
+def test_only_chosen_events_are_sent(program: NotifyProgram) -> None:
+    config = ClusterConfig(notify=("append",), notify_events=("ended",))
+    notifier = Notifier(config, "run")
+    notifier.send("rollback", "to step 7")
+    hang = Diagnosis("hang", (1,), ("node1",), "rank 1 hangs")
+    notifier.send_attempt_end(hang, Decision(True, 75, "rank 1 hangs"))
+    assert program.messages() == []
+    notifier.send_attempt_end(None, Decision(False, 93, "no new checkpoint"))
+    assert program.messages()[0]["text"] == "run: no new checkpoint (exit code 93)"
+
+
+def test_a_hang_is_told_and_a_requeue_is_not(program: NotifyProgram) -> None:
+    notifier = Notifier(ClusterConfig(notify=("append",)), "run")
+    hang = Diagnosis("hang", (1,), ("node1",), "rank 1 hangs")
+    notifier.send_attempt_end(hang, Decision(True, 75, "rank 1 hangs"))
+    notifier.send_attempt_end(None, Decision(True, 75, "stopped with a checkpoint"))
+    assert [message["event"] for message in program.messages()] == ["stalled"]
+
+
+def test_a_failing_target_is_logged_without_its_secret(
+    program: NotifyProgram, caplog: pytest.LogCaptureFixture
+) -> None:
+    targets = ("http://127.0.0.1:9/services/SECRET", "absent", "append")
+    Notifier(ClusterConfig(notify=targets), "run").send("ended", "finished")
+    assert [message["event"] for message in program.messages()] == ["ended"]
+    assert "127.0.0.1: URLError" in caplog.text
+    assert "absent: FileNotFoundError" in caplog.text
+    assert "SECRET" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "target", ["rm -rf x", "/bin/true", "../append", "a/b", "", "file:///etc/passwd", "-x"]
+)
+def test_a_config_contains_no_command(target: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps({"cluster": {"notify": [target]}}))
+    with pytest.raises(ConfigError, match="neither a URL nor the name of a program"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("notify_events", "[ended, strange]"),
+        ("deadline", "tomorrow"),
+        ("prometheus_port", "70000"),
+        ("prometheus_file", "metrics.txt"),
+    ],
+)
+def test_wrong_values_are_refused(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"cluster.{key}"):
+        load_config(None, [f"cluster.{key}={value}"])

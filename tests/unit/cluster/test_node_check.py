@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_deberta.cluster import node_check, node_checks
+from megatron_deberta.cluster import node_check
 from megatron_deberta.cluster.profile import ClusterProfile, load_profile
 from megatron_deberta.cluster.slurm.submit import JobSpec, check_command, make_spec
 from megatron_deberta.errors import ConfigError
@@ -58,40 +58,40 @@ def test_every_check_on_this_machine(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == len(node_check.LIMITS)
+    assert len(lines) == len(node_check.CHECKS)
     assert all(line.startswith("ok    n1 ") for line in lines)
     assert "TFLOP/s in fp32 on the processor" in done.stdout
     report = json.loads(node_check.report_path(str(tmp_path), "7.0", 0).read_bytes())
-    assert [item["check"] for item in report["findings"]] == list(node_check.LIMITS)
+    assert [item["check"] for item in report["findings"]] == list(node_check.CHECKS)
     assert node_check.failures(str(tmp_path), "7.0", 1) == {}
 
 
 def test_all_reduce_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert node_checks.all_reduce_on_node(spec_of(tmp_path)).endswith(" GB/s")
-    monkeypatch.setattr(node_checks, "_all_reduce", lambda places: 1.0)
+    assert node_check.all_reduce_on_node(spec_of(tmp_path)).endswith(" GB/s")
+    monkeypatch.setattr(node_check, "_all_reduce", lambda places: 1.0)
     with pytest.raises(ConfigError, match=r"^1\.0 of 100000\.0 GB/s; check links"):
-        node_checks.all_reduce_on_node(spec_of(tmp_path, least_node_gb_per_second=1e5))
+        node_check.all_reduce_on_node(spec_of(tmp_path, least_node_gb_per_second=1e5))
 
 
 def test_missing_gpus_and_memory_errors(tmp_path: Path, gpus: None) -> None:
-    assert node_checks.devices(spec_of(tmp_path, gpus_per_node=2)) == "2 x Tesla V100"
+    assert node_check.devices(spec_of(tmp_path, gpus_per_node=2)) == "2 x Tesla V100"
     with pytest.raises(ConfigError, match="2 of 16 GPUs; drain the node"):
-        node_checks.devices(spec_of(tmp_path, gpus_per_node=16))
+        node_check.devices(spec_of(tmp_path, gpus_per_node=16))
     with pytest.raises(ConfigError, match="uncorrected memory errors on GPU 1; "):
-        node_checks.ecc(spec_of(tmp_path, gpus_per_node=2))
+        node_check.ecc(spec_of(tmp_path, gpus_per_node=2))
 
 
 def test_cores_disk_and_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "cores, on NUMA nodes" in node_checks.processors(spec_of(tmp_path, ranks_per_node=1))
+    assert "cores, on NUMA nodes" in node_check.processors(spec_of(tmp_path, ranks_per_node=1))
     with pytest.raises(ConfigError, match="of 2000 cores allowed"):
-        node_checks.processors(spec_of(tmp_path, cpus_per_rank=1000))
-    assert "MiB flushed" in node_checks.disk(spec_of(tmp_path))
+        node_check.processors(spec_of(tmp_path, cpus_per_rank=1000))
+    assert "MiB flushed" in node_check.disk(spec_of(tmp_path))
     with pytest.raises(OSError, match="No such file"):
-        node_checks.disk(spec_of(tmp_path / "missing"))
+        node_check.disk(spec_of(tmp_path / "missing"))
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() - 60)
     with pytest.raises(ConfigError, match=r"-60\.0 s from the clock of .*; start NTP"):
-        node_checks.clock(spec_of(tmp_path))
+        node_check.clock(spec_of(tmp_path))
 
 
 def test_check_that_hangs_fails_and_the_next_ones_run(
@@ -99,7 +99,7 @@ def test_check_that_hangs_fails_and_the_next_ones_run(
 ) -> None:
     (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "job.json").write_bytes(spec_of(tmp_path, gpus_per_node=1).to_json())
-    monkeypatch.setitem(node_check.LIMITS, "devices", 2.0)
+    monkeypatch.setitem(node_check.CHECKS, "devices", (node_check.devices, 2.0))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     found = node_check.check_node(str(tmp_path / "job.json"), environment, ["devices", "clock"])
     assert [(item.check, item.ok) for item in found] == [("devices", False), ("clock", True)]

@@ -120,13 +120,6 @@ def test_pretrain_checks_the_lock_before_importing_torch() -> None:
     assert done.stdout == "False\n"
 
 
-def test_exception_releases_the_lock(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), RunLock(tmp_path):
-        raise RuntimeError
-    with RunLock(tmp_path):
-        pass
-
-
 def test_a_full_disk_does_not_hide_why_the_run_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

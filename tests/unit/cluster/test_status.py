@@ -8,7 +8,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,17 +17,19 @@ import pytest
 
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, step_dir
 from megatron_deberta.cli.main import main
-from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.profile import load_profile
 from megatron_deberta.cluster.run_lock import Holder, RunLock
 from megatron_deberta.cluster.slurm import commands as slurm
-from megatron_deberta.cluster.slurm.history import JobHistory
+from megatron_deberta.cluster.slurm.history import BadNodes, JobHistory
 from megatron_deberta.cluster.slurm.status import gather, present_holder
 from megatron_deberta.cluster.slurm.submit import make_spec
-from megatron_deberta.cluster.watchdog.hang import RankView
-from megatron_deberta.cluster.watchdog.report_store import NodeReport, ReportStore
+from megatron_deberta.cluster.watchdog.detection import RankView
+from megatron_deberta.cluster.watchdog.reports import NodeReport, ReportStore
 from megatron_deberta.observe.metrics import FILE_NAME
 from megatron_deberta.observe.progress import Section
+
+Show = Callable[..., str]
+Condition = Callable[[Path], tuple[str, str]]
 
 
 class Slurm:
@@ -45,20 +47,52 @@ class Slurm:
         return answer
 
 
+@pytest.fixture(autouse=True)
+def queue(monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    """SLURM without jobs, of which tests change the answers."""
+    simulated = Slurm()
+    monkeypatch.setattr(slurm, "call", simulated)
+    return simulated
+
+
+@pytest.fixture
+def show(capsys: pytest.CaptureFixture[str]) -> Show:
+    """Return what ``status`` prints about a folder."""
+
+    def run(folder: Path, *options: str) -> str:
+        assert main(["status", *options, str(folder)]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def condition(show: Show) -> Condition:
+    """Return the condition of a run and its reason."""
+
+    def read(folder: Path) -> tuple[str, str]:
+        shown = show(folder, "--json")
+        status = json.loads(shown)
+        # One line, for grep.
+        assert f' "condition": "{status["condition"]}",\n' in shown
+        return status["condition"], status["reason"]
+
+    return read
+
+
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run with three job attempts, the last of which runs: 300 of 1,000 steps in 600 s."""
     history = JobHistory(tmp_path)
-    clock, now = iter((0.0, 1.0, 10.0, 290.0, 310.0, 610.0)), time.time
-    monkeypatch.setattr(
-        "megatron_deberta.cluster.slurm.history.time.time", lambda: next(clock, now())
-    )
-    history.append("submit", links=1)
-    history.append("jobs", jobs=["7"])
-    history.append("start", link="7.0", step=0, nodes="node[1-2]")
-    history.append("end", link="7.0", step=140, code=75, goes_on=True, reason="stopped")
-    history.append("start", link="7.1", step=140, nodes="node[1-2]")
-    history.append("start", link="7.2", step=300, nodes="node[3-4]")
+    clock = iter((0.0, 1.0, 10.0, 290.0, 310.0, 610.0))
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "time", lambda: next(clock))
+        history.append("submit", links=1)
+        history.append("jobs", jobs=["7"])
+        history.append("start", link="7.0", step=0, nodes="node[1-2]")
+        history.append("end", link="7.0", step=140, code=75, goes_on=True, reason="stopped")
+        history.append("start", link="7.1", step=140, nodes="node[1-2]")
+        history.append("start", link="7.2", step=300, nodes="node[3-4]")
     folder = step_dir(tmp_path, 300)
     folder.mkdir(parents=True)
     (folder / COMMITTED_FILE).touch()
@@ -72,12 +106,9 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_status(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(slurm, "call", Slurm(squeue="RUNNING None\n"))
-    assert main(["status", str(run_dir)]) == 0
-    shown = capsys.readouterr().out
+def test_status(run_dir: Path, queue: Slurm, show: Show) -> None:
+    queue.answers["squeue"] = "RUNNING None\n"
+    shown = show(run_dir)
     assert "queue:          RUNNING, job 7\n" in shown
     assert "step:           320 of 1,000 (32.0%); checkpoint at 300\n" in shown
     # 600 s from the first start to the last one's checkpoint of step 300: 2 s a step.
@@ -88,73 +119,54 @@ def test_status(
     assert "7.2          node[3-4]            step 300: running" in shown
 
 
-def test_attempts_of_earlier_submissions_are_listed(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(slurm, "call", Slurm())
+def test_attempts_of_earlier_submissions_are_listed(run_dir: Path, show: Show) -> None:
     history = JobHistory(run_dir)
     history.append("submit", links=1)
-    assert main(["status", str(run_dir)]) == 0
-    shown = capsys.readouterr().out
+    shown = show(run_dir)
     earlier, _, now = shown.partition("attempts of earlier submissions:\n")[2].partition("attempts")
     assert [line.split()[0] for line in earlier.splitlines()] == ["7.0", "7.1", "7.2"]
     assert earlier.count("lost: the node or the job was killed") == 2
     assert now == " of the last submission: none yet\n"
     assert "restarts:       0\n" in shown
     history.append("start", link="8.0", step=300, nodes="node1")
-    assert main(["status", str(run_dir)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].endswith("step 300: running")
+    assert show(run_dir).splitlines()[-1].endswith("step 300: running")
 
 
 def test_the_end_of_a_process_without_supervisor_has_a_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, show: Show, condition: Condition
 ) -> None:
-    monkeypatch.setattr(slurm, "call", Slurm())
     with RunLock(tmp_path, lambda: signal.SIGTERM):
         pass
-    assert read_condition(tmp_path, capsys) == ("stopped", "stopped by SIGTERM")
-    assert main(["status", str(tmp_path)]) == 0
-    assert " ended: SIGTERM\n" in capsys.readouterr().out
+    assert condition(tmp_path) == ("stopped", "stopped by SIGTERM")
+    assert " ended: SIGTERM\n" in show(tmp_path)
     with pytest.raises(ValueError, match="one"), RunLock(tmp_path):
         raise ValueError("one\ntwo")
-    assert read_condition(tmp_path, capsys) == ("failed", "ValueError: one two")
+    assert condition(tmp_path) == ("failed", "ValueError: one two")
     with RunLock(tmp_path):
         pass
-    assert read_condition(tmp_path, capsys) == ("stopped", "")
+    assert condition(tmp_path) == ("stopped", "")
 
 
-def test_worst_case_of_a_stop_is_shown(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(slurm, "call", Slurm(squeue="RUNNING None\n"))
+def test_worst_case_of_a_stop_is_shown(run_dir: Path, show: Show) -> None:
     position = {"step": 320, "samples": 2560}
     JobHistory(run_dir).append("checkpoint", **position, save_seconds=20.5, step_seconds=1.25)
-    assert main(["status", str(run_dir)]) == 0
     line = "stop takes:     up to 31.8 s (longest step 1.2 s, save 20.5 s, exit 10.0 s)\n"
-    assert line in capsys.readouterr().out
-    assert main(["status", "--json", str(run_dir)]) == 0
-    shown = json.loads(capsys.readouterr().out)
+    assert line in show(run_dir)
+    shown = json.loads(show(run_dir, "--json"))
     assert shown["stop_time"] == {"step": 1.25, "save": 20.5, "exit": 10.0}
 
 
-def test_slow_ranks_and_bad_nodes_are_shown(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(slurm, "call", Slurm(squeue="RUNNING None\n"))
+def test_slow_ranks_and_bad_nodes_are_shown(run_dir: Path, queue: Slurm, show: Show) -> None:
+    queue.answers["squeue"] = "RUNNING None\n"
     slow = {
         "rank": 3, "host": "node4", "part": "forward", "factor": 1.5, "lost_seconds": 0.25,
         "at_step": 310,
     }  # fmt: skip
     JobHistory(run_dir).append("slow", link="7.1", ranks=[{**slow, "rank": 1}])
-    assert main(["status", str(run_dir)]) == 0
-    assert "straggler" not in capsys.readouterr().out
+    assert "straggler" not in show(run_dir)
     JobHistory(run_dir).append("slow", link="7.2", ranks=[slow])
     BadNodes(run_dir, 24).add("node2", "rank 1 on node2 hangs in data at step 7", certain=True)
-    assert main(["status", str(run_dir)]) == 0
-    shown = capsys.readouterr().out
+    shown = show(run_dir)
     assert (
         "straggler:      rank 3 on node4: forward, 1.50 times the median's own time, 0.250" in shown
     )
@@ -162,48 +174,33 @@ def test_slow_ranks_and_bad_nodes_are_shown(
     assert "rank 1 on node2 hangs in data at step 7\n" in shown
 
 
-def test_a_finished_run_has_no_eta(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(slurm, "call", Slurm())
-    assert main(["status", str(run_dir)]) == 0
-    shown = capsys.readouterr().out
+def test_a_finished_run_has_no_eta(run_dir: Path, show: Show) -> None:
+    shown = show(run_dir)
     assert "ETA:" in shown
     assert "running:        no\n" in shown
     JobHistory(run_dir).append(
         "end", link="7.2", step=300, code=0, goes_on=False, reason="finished"
     )
-    assert main(["status", str(run_dir)]) == 0
-    assert "ended:          stopped by the file `stop`\n" in capsys.readouterr().out
+    assert "ended:          stopped by the file `stop`\n" in show(run_dir)
     (run_dir / "config.yaml").write_text("train: {steps: 1000}\nfinetune: {patience: 3}\n")
-    assert main(["status", str(run_dir)]) == 0
-    assert "ended:          finished\n" in capsys.readouterr().out
+    assert "ended:          finished\n" in show(run_dir)
     (run_dir / "config.yaml").write_text("train: {steps: 320}\n")
-    assert main(["status", str(run_dir)]) == 0
-    shown = capsys.readouterr().out
+    shown = show(run_dir)
     assert "ETA" not in shown
     assert "ended:          finished\n" in shown
-    assert main(["status", str(run_dir), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["seconds_left"] is None
+    assert json.loads(show(run_dir, "--json"))["seconds_left"] is None
 
 
-def test_a_run_at_its_last_step_has_no_eta(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(slurm, "call", Slurm())
+def test_a_run_at_its_last_step_has_no_eta(tmp_path: Path, show: Show) -> None:
     (tmp_path / "config.yaml").write_text("train: {steps: 60}\n")
     record = {"step": 60, "kind": "train", "loss": 2.5, "seconds_left": 5.0}
     (tmp_path / FILE_NAME).write_text(json.dumps(record) + "\n")
-    assert main(["status", str(tmp_path)]) == 0
-    assert "ETA" not in capsys.readouterr().out
+    assert "ETA" not in show(tmp_path)
     # Nor has one that was stopped, and does not go on by itself.
     (tmp_path / "config.yaml").write_text("train: {steps: 90}\n")
-    assert main(["status", str(tmp_path)]) == 0
-    assert "ETA" not in capsys.readouterr().out
+    assert "ETA" not in show(tmp_path)
     with RunLock(tmp_path):
-        assert main(["status", str(tmp_path)]) == 0
-        assert "ETA:            0:00:05\n" in capsys.readouterr().out
+        assert "ETA:            0:00:05\n" in show(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -215,13 +212,9 @@ def test_a_run_at_its_last_step_has_no_eta(
         ("error: squeue is not installed", "unknown (error: squeue is not installed)"),
     ],
 )
-def test_queue_state(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    answer: str, state: str,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(slurm, "call", Slurm(squeue=answer))
-    assert main(["status", str(run_dir), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["state"] == state
+def test_queue_state(run_dir: Path, answer: str, state: str, queue: Slurm, show: Show) -> None:
+    queue.answers["squeue"] = answer
+    assert json.loads(show(run_dir, "--json"))["state"] == state
 
 
 def test_present_holder(tmp_path: Path) -> None:
@@ -233,13 +226,9 @@ def test_present_holder(tmp_path: Path) -> None:
     assert present_holder(tmp_path) == ""
 
 
-def test_status_before_the_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(slurm, "call", Slurm())
+def test_status_before_the_first_step(tmp_path: Path, show: Show) -> None:
     (tmp_path / "config.yaml").write_text("train: {}\n")
-    assert main(["status", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
+    shown = show(tmp_path)
     assert "step:           0 of 0; no checkpoint" in shown
     assert "last event:     none\n" in shown
 
@@ -254,16 +243,11 @@ def test_a_folder_without_a_run_is_refused(
     assert "no run has begun in this folder" in capsys.readouterr().err
 
 
-def test_last_event_and_next_command(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(slurm, "call", Slurm())
+def test_last_event_and_next_command(run_dir: Path, show: Show) -> None:
     history = JobHistory(run_dir)
 
     def last_rows() -> list[str]:
-        assert main(["status", str(run_dir)]) == 0
-        shown = capsys.readouterr().out.splitlines()
+        shown = show(run_dir).splitlines()
         rows = [line for line in shown if line.startswith(("last event: ", "next: "))]
         return [line[16:] for line in rows]
 
@@ -296,16 +280,12 @@ def test_last_event_and_next_command(
     assert last_rows()[1] == f"megatron-deberta convert --checkpoint {run_dir} {export}"
 
 
-def test_a_killed_process_is_the_last_event(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(slurm, "call", Slurm())
+def test_a_killed_process_is_the_last_event(tmp_path: Path, show: Show) -> None:
     lock = tmp_path / "lock" / "00000001.json"
     lock.parent.mkdir()
     lock.write_bytes(Holder.this_process().to_json())
     os.utime(lock, (0, 0))
-    assert main(["status", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
+    shown = show(tmp_path)
     assert f"process {os.getpid()} on {socket.gethostname()} was killed or lost\n" in shown
     assert f"next:           megatron-deberta pretrain {tmp_path}/config.yaml\n" in shown
 
@@ -339,7 +319,6 @@ def test_logs_end_with_the_run(run_dir: Path, capsys: pytest.CaptureFixture[str]
 def test_cancel(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], call: str | None
 ) -> None:
-    monkeypatch.undo()
     submission = run_dir / "submissions" / "20260101T000000"
     submission.mkdir(parents=True)
     spec = make_spec(
@@ -369,15 +348,6 @@ def locked_long_ago(run_dir: Path) -> Iterator[None]:
     lock.unlink()
 
 
-def read_condition(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
-    assert main(["status", str(run_dir), "--json"]) == 0
-    shown = capsys.readouterr().out
-    status = json.loads(shown)
-    # One line, for grep.
-    assert f' "condition": "{status["condition"]}",\n' in shown
-    return status["condition"], status["reason"]
-
-
 @pytest.mark.parametrize(
     ("code", "reason", "word"),
     [
@@ -391,61 +361,53 @@ def read_condition(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> tuple[s
     ],
 )
 def test_condition_of_a_run_that_ended(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    code: int, reason: str, word: str,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(slurm, "call", Slurm())
+    run_dir: Path, code: int, reason: str, word: str, show: Show, condition: Condition
+) -> None:
     JobHistory(run_dir).append("end", link="7.2", step=300, code=code, goes_on=False, reason=reason)
     if word == "finished":
-        assert read_condition(run_dir, capsys) == ("stopped", "stopped by the file `stop`")
+        assert condition(run_dir) == ("stopped", "stopped by the file `stop`")
         (run_dir / "config.yaml").write_text("train: {steps: 320}\n")
     shown = "" if word == "finished" else reason
-    assert read_condition(run_dir, capsys) == (word, shown)
-    assert main(["status", str(run_dir)]) == 0
-    line = next(row for row in capsys.readouterr().out.splitlines() if "condition:" in row)
+    assert condition(run_dir) == (word, shown)
+    line = next(row for row in show(run_dir).splitlines() if "condition:" in row)
     # Not "stopped: stopped by Ctrl-C".
     assert line.split(maxsplit=1)[1] == (reason if word in reason else f"{word}: {reason}")
     with locked_long_ago(run_dir):
         now = ("finished", "") if word == "finished" else ("running", "")
         os.utime(run_dir / FILE_NAME)
-        assert read_condition(run_dir, capsys) == now
+        assert condition(run_dir) == now
 
 
-def test_condition_of_a_run_that_goes_on(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(slurm, "call", Slurm(squeue="RUNNING None\n"))
-    assert read_condition(run_dir, capsys) == ("running", "")
-    monkeypatch.setattr(slurm, "call", Slurm(squeue="PENDING BeginTime\n"))
-    assert read_condition(run_dir, capsys) == ("queued", "PENDING (BeginTime)")
-    monkeypatch.setattr(slurm, "call", Slurm())
+def test_condition_of_a_run_that_goes_on(run_dir: Path, queue: Slurm, condition: Condition) -> None:
+    queue.answers["squeue"] = "RUNNING None\n"
+    assert condition(run_dir) == ("running", "")
+    queue.answers["squeue"] = "PENDING BeginTime\n"
+    assert condition(run_dir) == ("queued", "PENDING (BeginTime)")
+    queue.answers.clear()
     with locked_long_ago(run_dir):
-        assert read_condition(run_dir, capsys) == ("running", "")
+        assert condition(run_dir) == ("running", "")
     # Its attempt has not recorded its end; soon, nobody can be starting it any more.
     for path in (run_dir / FILE_NAME, step_dir(run_dir, 300) / COMMITTED_FILE):
         os.utime(path, (700, 700))
     lost = "attempt 7.2 was killed or lost; nothing continues it"
-    assert read_condition(run_dir, capsys) == ("stalled", lost)
+    assert condition(run_dir) == ("stalled", lost)
 
 
-def test_condition_between_two_attempts(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(slurm, "call", Slurm())
+def test_condition_between_two_attempts(run_dir: Path, condition: Condition) -> None:
     end = {"link": "7.2", "step": 300, "code": 75, "goes_on": True, "reason": "stopped"}
     JobHistory(run_dir).append("end", **end)
-    assert read_condition(run_dir, capsys) == ("queued", "between two attempts")
+    assert condition(run_dir) == ("queued", "between two attempts")
     with JobHistory(run_dir).path.open("a") as stream:
         stream.write(json.dumps({"event": "end", "time": 700.0, **end}) + "\n")
     lost = "nothing continues it after attempt 7.2"
-    assert read_condition(run_dir, capsys) == ("stalled", lost)
+    assert condition(run_dir) == ("stalled", lost)
     assert gather(run_dir, ask_slurm=False).condition == "queued"
 
 
 def test_condition_of_a_run_without_progress(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run_dir: Path, queue: Slurm, condition: Condition
 ) -> None:
-    monkeypatch.setattr(slurm, "call", Slurm(squeue="RUNNING None\n"))
+    queue.answers["squeue"] = "RUNNING None\n"
     for path in (run_dir / FILE_NAME, step_dir(run_dir, 300) / COMMITTED_FILE):
         os.utime(path, (700, 700))
     waiting = RankView(0, 0, "node3", Section.STEP, 321, 900, age=5.0)
@@ -454,46 +416,43 @@ def test_condition_of_a_run_without_progress(
     store.publish(report)
     with locked_long_ago(run_dir):
         # Its supervisor knows that it progresses.
-        assert read_condition(run_dir, capsys) == ("running", "")
+        assert condition(run_dir) == ("running", "")
         store.publish(replace(report, views=(replace(waiting, age=500.0),)))
-        word, reason = read_condition(run_dir, capsys)
+        word, reason = condition(run_dir)
         assert word == "stalled"
         # The age is from the report; what the test itself takes is added to it.
         assert reason.startswith("no progress in step at step 321 for 5")
         # Without reports: after the longest time-out of any section.
         shutil.rmtree(store.folder)
-        word, reason = read_condition(run_dir, capsys)
+        word, reason = condition(run_dir)
         assert word == "stalled"
         assert reason.startswith("no new record for ")
         os.utime(run_dir / FILE_NAME)
-        assert read_condition(run_dir, capsys) == ("running", "")
+        assert condition(run_dir) == ("running", "")
 
 
-def test_condition_without_supervisor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(slurm, "call", Slurm())
+def test_condition_without_supervisor(tmp_path: Path, condition: Condition) -> None:
     (tmp_path / "config.yaml").write_text("train: {steps: 60}\n")
-    assert read_condition(tmp_path, capsys) == ("stopped", "")
+    assert condition(tmp_path) == ("stopped", "")
     with RunLock(tmp_path):
-        assert read_condition(tmp_path, capsys) == ("running", "")
-    assert read_condition(tmp_path, capsys) == ("stopped", "")
+        assert condition(tmp_path) == ("running", "")
+    assert condition(tmp_path) == ("stopped", "")
     lock = tmp_path / "lock" / "00000009.json"
     lock.write_bytes(Holder.this_process().to_json())
     os.utime(lock, (0, 0))
-    assert read_condition(tmp_path, capsys) == ("failed", "its process was killed or lost")
+    assert condition(tmp_path) == ("failed", "its process was killed or lost")
     (tmp_path / FILE_NAME).write_text('{"step": 60, "kind": "train", "loss": 2.5}\n')
-    assert read_condition(tmp_path, capsys) == ("failed", "its process was killed or lost")
+    assert condition(tmp_path) == ("failed", "its process was killed or lost")
     step_dir(tmp_path, 60).mkdir(parents=True)
     (step_dir(tmp_path, 60) / COMMITTED_FILE).touch()
-    assert read_condition(tmp_path, capsys) == ("finished", "")
+    assert condition(tmp_path) == ("finished", "")
     # Of a run that validates, the last validation is missing.
     with (tmp_path / FILE_NAME).open("a") as metrics:
         metrics.write('{"step": 0, "kind": "validation", "unigram_loss": 2.5}\n')
-    assert read_condition(tmp_path, capsys) == ("failed", "its process was killed or lost")
+    assert condition(tmp_path) == ("failed", "its process was killed or lost")
     with (tmp_path / FILE_NAME).open("a") as metrics:
         metrics.write('{"step": 60, "kind": "validation", "loss": 2.5}\n')
-    assert read_condition(tmp_path, capsys) == ("finished", "")
+    assert condition(tmp_path) == ("finished", "")
 
 
 def test_faults_are_counted(run_dir: Path) -> None:
@@ -503,16 +462,13 @@ def test_faults_are_counted(run_dir: Path) -> None:
     assert gather(run_dir, ask_slurm=False).faults == 2
 
 
-def test_control_characters_of_other_people_are_not_printed(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_control_characters_of_other_people_are_not_printed(run_dir: Path, show: Show) -> None:
     history = JobHistory(run_dir)
     history.path.unlink()
     history.append("start", link="7.0\x1b[2J", step=0, nodes="node\u202e1")
     history.append("end", link="7.0\x1b[2J", step=0, code=1, goes_on=False, reason="\x1b]0;x\x07")
     BadNodes(run_dir, 24).add("node1", "\x1b[31mhangs\ud800", certain=True)
-    assert main(["status", str(run_dir)]) == 0
-    shown = capsys.readouterr().out
+    shown = show(run_dir)
     assert "]0;x" in shown
     assert shown.replace("\n", "").isprintable()
 

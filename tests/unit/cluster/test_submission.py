@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_deberta.cli.main import main
-from megatron_deberta.cluster import preflight
+from megatron_deberta.cluster import installation
 from megatron_deberta.cluster.profile import ClusterProfile, load_profile
 from megatron_deberta.cluster.slurm import commands as slurm
+from megatron_deberta.cluster.slurm import submit
+from megatron_deberta.cluster.slurm.history import JobHistory
+from megatron_deberta.cluster.slurm.job import job_file
 from megatron_deberta.cluster.slurm.submit import (
     BATCH_SCRIPT,
     JobSpec,
@@ -22,6 +27,7 @@ from megatron_deberta.cluster.slurm.submit import (
     srun_command,
 )
 from megatron_deberta.cluster.watchdog.supervisor import node_plan
+from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import RunConfig, TrainConfig
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import FileLock
@@ -237,6 +243,13 @@ def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
         (("1.5b_dgx2.yaml", "--cluster", "dgx2", "--nodes", "15"), "global_batch_size=2048 is not"),
         (("1.5b_dgx2.yaml", "--cluster", "dgx2", "parallel.tensor_parallel_size=3"), "tensor_par"),
         (("1.5b_dgx2.yaml", "--cluster", "dgx2", "--nodes", "0"), "--nodes 0 must be at least 1"),
+        *(
+            (
+                ("1.5b_dgx2.yaml", "--cluster", "dgx2", "--nodes", "2", "--min-nodes", least),
+                f"--min-nodes {least} must be between 1 and --nodes 2",
+            )
+            for least in ("0", "3")
+        ),
         (("1.5b_dgx2.yaml", "--cluster", "dgx2", "--job-name", "a b"), "--job-name='a b'"),
         (("1.5b_dgx2.yaml", "--cluster", "dgx2", "--max-attempts", "0"), "--max-attempts: 0 must"),
     ],
@@ -372,14 +385,14 @@ def test_former_option_names_work_with_a_warning(
 def test_torch_builds(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert "(cu130) has no kernels for sm_70; install a" in preflight.torch_problem(
+    assert "(cu130) has no kernels for sm_70; install a" in installation.torch_problem(
         "sm_70", ["cu126"]
     )
     monkeypatch.setattr(torch.version, "cuda", "12.6")
-    assert preflight.torch_problem("sm_70", ["cu126"]) == ""
+    assert installation.torch_problem("sm_70", ["cu126"]) == ""
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert preflight.torch_problem("", []) == ""
-    assert "(cpu)" in preflight.torch_problem("sm_90", ["cu126"])
+    assert installation.torch_problem("", []) == ""
+    assert "(cpu)" in installation.torch_problem("sm_90", ["cu126"])
 
 
 @pytest.mark.parametrize(
@@ -401,16 +414,93 @@ def test_kernels_for_the_device(
     capability: tuple[int, int], architectures: list[str], fits: bool
 ) -> None:
     if fits:
-        preflight.check_architecture(capability, architectures)
+        installation.check_architecture(capability, architectures)
     else:
         with pytest.raises(ConfigError, match=f"no kernels for sm_{capability[0]}{capability[1]}"):
-            preflight.check_architecture(capability, architectures)
+            installation.check_architecture(capability, architectures)
 
 
 def test_supported_torch_is_declared_once() -> None:
-    assert f'"torch{preflight.SUPPORTED_TORCH}"' in (ROOT / "setup.py").read_text()
-    preflight.check_torch_version("2.13.0+cpu")
-    preflight.check_torch_version("2.6.0+cu126")
+    assert f'"torch{installation.SUPPORTED_TORCH}"' in (ROOT / "pyproject.toml").read_text()
+    installation.check_torch_version("2.13.0+cpu")
+    installation.check_torch_version("2.6.0+cu126")
     for wrong in ("2.5.1", "3.0.0"):
         with pytest.raises(ConfigError, match=f"torch {wrong} is not"):
-            preflight.check_torch_version(wrong)
+            installation.check_torch_version(wrong)
+
+
+PROFILE = ClusterProfile(ranks_per_node=8, gpus_per_node=8, memory_gib_per_node=100, exclusive=True)
+
+
+@pytest.fixture
+def configs(tmp_path: Path) -> list[RunConfig]:
+    config = load_config(None)
+    sized = replace(config, cluster=replace(config.cluster, nodes=1, ranks_per_node=2))
+    return [
+        replace(sized, train=replace(sized.train, run_dir=str(tmp_path / f"run_{number}")))
+        for number in range(3)
+    ]
+
+
+def test_runs_are_queued_once(
+    configs: list[RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Sequence[str]] = []
+    queue = ""
+
+    def call(command: Sequence[str]) -> str:
+        calls.append(command)
+        return queue if command[0] == "squeue" else "77;cluster\n"
+
+    monkeypatch.setattr(slurm, "call", call)
+    profile, nodes = submit.profile_of_ranks(PROFILE, 2)
+    assert nodes == 1
+    assert submit.submit_arrays(profile, configs, tmp_path / "out", 2) == (["77"], 0)
+    command = calls[-1]
+    assert "--array=0-2%2" in command
+    assert "--gres=gpu:2" in command
+    assert "--mem=25G" in command
+    assert "--exclusive" not in command
+    (jobs_file,) = (tmp_path / "out" / "submissions").glob("*/jobs_0.json")
+    assert command[-1] == str(jobs_file)
+    assert f"--output={jobs_file.parent}/job_%A_%a.log" in command
+    for index, config in enumerate(configs):
+        found = job_file(str(jobs_file), {"SLURM_ARRAY_TASK_ID": str(index)})
+        spec = JobSpec.read(found)
+        assert (spec.run_dir, spec.ranks_per_node) == (config.train.run_dir, 2)
+        assert load_config(spec.config).train == config.train
+        assert JobHistory(spec.run_dir).submitted_jobs() == [f"77_{index}"]
+    with pytest.raises(ConfigError, match="no job 3; submit the search again"):
+        job_file(str(jobs_file), {"SLURM_ARRAY_TASK_ID": "3"})
+    assert job_file("job.json", {"SLURM_JOB_ID": "5"}) == "job.json"
+
+    queue = "77_0\n77_2\n12\n"
+    monkeypatch.setattr(time, "strftime", lambda _: "later")
+    assert submit.submit_arrays(profile, configs, tmp_path / "out") == (["77"], 2)
+    assert "--array=0-0" in calls[-1]
+
+
+def test_a_large_search_becomes_several_arrays(
+    configs: list[RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submit, "MAX_ARRAY_SIZE", 2)
+    lines = submit.describe_arrays(PROFILE, configs, tmp_path / "out").splitlines()
+    assert [line.partition("--array=")[2].split()[0] for line in lines] == ["0-1", "0-0"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_element_is_named_by_its_array() -> None:
+    # The array's number alone would stand for all elements in scancel and scontrol.
+    assert slurm.current_job({"SLURM_JOB_ID": "77"}) == "77"
+    assert slurm.current_job({"SLURM_JOB_ID": "77", "SLURM_ARRAY_JOB_ID": "76"}) == "77"
+    empty = {"SLURM_ARRAY_JOB_ID": "76", "SLURM_ARRAY_TASK_ID": ""}
+    assert slurm.current_job({"SLURM_JOB_ID": "77", **empty}) == "77"
+    assert job_file("job.json", {"SLURM_ARRAY_TASK_ID": ""}) == "job.json"
+    element = {"SLURM_JOB_ID": "77", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "4"}
+    assert slurm.current_job(element) == "77_4"
+    assert slurm.current_job({}) == ""
+
+
+def test_runs_of_several_nodes_keep_the_profile() -> None:
+    assert submit.profile_of_ranks(PROFILE, 16) == (PROFILE, 2)
+    assert submit.profile_of_ranks(PROFILE, 8) == (PROFILE, 1)

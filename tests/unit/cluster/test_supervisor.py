@@ -16,17 +16,16 @@ from typing import Any
 
 import pytest
 
-from megatron_deberta.cluster.bad_nodes import BadNodes
-from megatron_deberta.cluster.notify import PROGRAMS
-from megatron_deberta.cluster.slurm.history import JobHistory
-from megatron_deberta.cluster.watchdog.hang import RankView, diagnose_deaths
+from megatron_deberta.cluster.slurm.history import BadNodes, JobHistory
+from megatron_deberta.cluster.watchdog.detection import RankView, diagnose_deaths
 from megatron_deberta.cluster.watchdog.heartbeat import Beat
 from megatron_deberta.cluster.watchdog.ranks import NodePlan, RankProcess
-from megatron_deberta.cluster.watchdog.report_store import NodeReport
+from megatron_deberta.cluster.watchdog.reports import NodeReport
 from megatron_deberta.cluster.watchdog.supervisor import FROZEN_SECONDS, Supervisor
 from megatron_deberta.config.schema import ClusterConfig
 from megatron_deberta.files import temporary_name
 from megatron_deberta.observe.progress import Section
+from tests.support.notify_program import NotifyProgram
 from tests.support.watched_ranks import ATTEMPT, STARTUP_EXIT_SECONDS, WatchedRanks
 
 LIMIT = 1.0
@@ -317,14 +316,18 @@ def test_hang_is_named_although_another_node_is_silent(ranks_of: Any) -> None:
     assert (diagnosis.ranks, diagnosis.hosts) == ((0,), ("node0",)), ranks.logs
 
 
+def plan_of(tmp_path: Path, *command: str, **values: Any) -> NodePlan:
+    known: dict[str, Any] = {
+        "node": 0, "num_nodes": 1, "host": "node0", "ranks_per_node": 1, "exit_wait_seconds": 1,
+        "environment": {}, "config": ClusterConfig(step_timeout_seconds=120), **values,
+    }  # fmt: skip
+    return NodePlan(run_dir=str(tmp_path), attempt=ATTEMPT, command=command, logs=tmp_path, **known)
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_signal_while_ranks_are_started_reaches_all(tmp_path: Path, count: int) -> None:
     """It comes before the process of the first or of the second rank exists."""
-    plan = NodePlan(
-        run_dir=str(tmp_path), attempt=ATTEMPT, node=0, num_nodes=1, host="node0",
-        ranks_per_node=2, command=("sleep", "8"), environment={}, logs=tmp_path,
-        exit_wait_seconds=1, config=ClusterConfig(),
-    )  # fmt: skip
+    plan = plan_of(tmp_path, "sleep", "8", ranks_per_node=2)
     supervisor, started = Supervisor(plan), itertools.count(1)
     popen = supervisor._popen
 
@@ -340,12 +343,7 @@ def test_signal_while_ranks_are_started_reaches_all(tmp_path: Path, count: int) 
 
 def own_supervisor(tmp_path: Path, nodes: int, age: float) -> Supervisor:
     """Return a supervisor of one rank in a step, which has not progressed for ``age`` seconds."""
-    plan = NodePlan(
-        run_dir=str(tmp_path), attempt=ATTEMPT, node=0, num_nodes=nodes, host="node0",
-        ranks_per_node=1, command=("true",), environment={}, logs=tmp_path,
-        exit_wait_seconds=1, config=ClusterConfig(step_timeout_seconds=120),
-    )  # fmt: skip
-    supervisor = Supervisor(plan)
+    supervisor = Supervisor(plan_of(tmp_path, "true", num_nodes=nodes))
     last = time.monotonic_ns() - int(age * 1e9)
     beat = Beat(100, Section.STEP, 9, last, pid=1, steps_timed=9)
     process = subprocess.Popen(["sleep", "60"])
@@ -437,10 +435,7 @@ def test_first_node_tells_that_the_run_will_be_late(
     ranks_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    script = tmp_path / PROGRAMS / "append"
-    script.parent.mkdir(parents=True)
-    script.write_text(f"#!/bin/sh\ncat >> {tmp_path}/told\n")
-    script.chmod(0o755)
+    program = NotifyProgram(tmp_path)
     ranks = ranks_of(nodes=2, steps=10)
     (tmp_path / "run.yaml").write_text("cluster: {notify: [append], deadline: 2020-01-01}\n")
     ranks.run_dir.mkdir()
@@ -449,4 +444,4 @@ def test_first_node_tells_that_the_run_will_be_late(
     record = {"step": 1, "kind": "train", "seconds_left": 90.0}
     (ranks.run_dir / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     assert ranks.run() == [0, 0], ranks.logs
-    assert json.loads((tmp_path / "told").read_text())["event"] == "deadline"
+    assert [message["event"] for message in program.messages()] == ["deadline"]

@@ -9,7 +9,7 @@ import pytest
 from megatron_deberta.config import load_config, validate_for_world
 from megatron_deberta.config.yaml_reader import parse_yaml
 from megatron_deberta.model.replaced_tokens import generator_config
-from megatron_deberta.model.shapes import parameter_shapes
+from megatron_deberta.model.task_models import parameter_shapes
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 MODELS = sorted(path.stem for path in (CONFIGS / "models").glob("*.yaml"))

@@ -1,4 +1,4 @@
-"""Old key names still load from files, overrides and checkpoints."""
+"""Old names and values of keys still load from files, overrides and checkpoints."""
 
 import logging
 from pathlib import Path
@@ -8,6 +8,12 @@ import pytest
 from megatron_deberta.checkpoint.resume import changes
 from megatron_deberta.config import RunConfig, config_from_dict, config_to_dict, load_config
 from megatron_deberta.config.loader import RENAMED_KEYS
+from megatron_deberta.config.schema import (
+    RENAMED_VALUES,
+    ModelConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+)
 from megatron_deberta.errors import ConfigError
 
 OLD_VALUES = {
@@ -80,3 +86,23 @@ def test_a_checkpoint_with_old_names_shows_no_change() -> None:
         section, key = old.split(".")
         saved[section][key] = saved[section].pop(new.split(".")[1])
     assert changes(config_from_dict(saved, "checkpoint"), config) == {}
+
+
+@pytest.mark.parametrize(("key", "values"), RENAMED_VALUES.items())
+def test_old_values_load_with_a_warning(
+    key: str, values: tuple[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, new = values
+    section, name = key.split(".")
+    (tmp_path / "run.yaml").write_text(f"{section}: {{{name}: {old}}}")
+    for config in (
+        load_config(tmp_path / "run.yaml"),
+        load_config(None, [f"{key}={old}"]),
+        config_from_dict({section: {name: old}}, "checkpoint"),
+    ):
+        assert value_of(config, key) == new
+    assert len(caplog.records) == 3
+    assert all(f"{key}={old}" in record.message for record in caplog.records)
+    kind = {"model": ModelConfig, "objective": ObjectiveConfig, "optimizer": OptimizerConfig}
+    with pytest.warns(DeprecationWarning, match=new):
+        assert getattr(kind[section](**{name: old}), name) == new

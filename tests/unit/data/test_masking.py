@@ -51,7 +51,7 @@ def rate_by_sixteenth(masked_rows, length=LENGTH):
     return counts.reshape(16, -1).mean(axis=1) / len(masked_rows)
 
 
-@pytest.mark.parametrize("masking", ["released", "uniform"])
+@pytest.mark.parametrize("masking", ["microsoft", "uniform"])
 def test_pure_function_of_seed_and_sample(vocabulary, masking):
     tokens = random_row(vocabulary, 0)
     before = tokens.copy()
@@ -70,7 +70,7 @@ def test_pure_function_of_seed_and_sample(vocabulary, masking):
     assert len({tuple(variant) for variant in variants}) == 4
 
 
-@pytest.mark.parametrize("masking", ["released", "uniform"])
+@pytest.mark.parametrize("masking", ["microsoft", "uniform"])
 @pytest.mark.parametrize("span", [1, 3])
 def test_mask_does_not_depend_on_other_rows(vocabulary, masking, span, monkeypatch):
     """Alone, in a batch with rows of any length and of no text, and in other groups."""
@@ -94,7 +94,7 @@ def test_mask_does_not_depend_on_other_rows(vocabulary, masking, span, monkeypat
         np.testing.assert_array_equal(together.positions, np.concatenate(places))
 
 
-@pytest.mark.parametrize("masking", ["released", "uniform"])
+@pytest.mark.parametrize("masking", ["microsoft", "uniform"])
 def test_labels_are_the_originals_and_specials_stay(vocabulary, masking):
     mask = masker(vocabulary, masking=masking)
     for index in range(50):
@@ -120,7 +120,7 @@ def test_uniform_takes_exactly_the_budget(vocabulary, length, span):
     assert masker(vocabulary, length=length).max_targets == max(1, round(0.15 * length))
 
 
-@pytest.mark.parametrize("masking", ["released", "uniform"])
+@pytest.mark.parametrize("masking", ["microsoft", "uniform"])
 def test_row_without_text_has_no_targets(vocabulary, masking):
     row = masker(vocabulary, masking=masking)(np.array([1, 2]), 0)
     assert row.positions.size == row.labels.size == 0
@@ -134,7 +134,7 @@ def test_uniform_rate_is_the_same_everywhere(vocabulary):
 
 
 def test_released_masks_fewer_tokens_at_the_end(vocabulary):
-    rates = rate_by_sixteenth(positions_of_many(vocabulary, 1500, masking="released"))
+    rates = rate_by_sixteenth(positions_of_many(vocabulary, 1500, masking="microsoft"))
     assert rates[:13].mean() == pytest.approx(0.166, abs=0.004)
     assert 0.02 < rates[14:].mean() < 0.09
     assert rates[15] < 0.05
@@ -142,7 +142,7 @@ def test_released_masks_fewer_tokens_at_the_end(vocabulary):
 
 def test_released_is_microsofts_generator(vocabulary):
     """Rates by place, targets a row and spans equal those of the loop as released."""
-    ours = positions_of_many(vocabulary, 1500, masking="released")
+    ours = positions_of_many(vocabulary, 1500, masking="microsoft")
     generator = random.Random(0)
     theirs = [released_loop(random_row(vocabulary, i), vocabulary, generator) for i in range(1500)]
     counts = np.zeros(LENGTH)
@@ -193,7 +193,7 @@ def released_loop(tokens, vocabulary, generator, max_gram=3, probability=0.15):
     return positions
 
 
-@pytest.mark.parametrize("masking", ["released", "uniform"])
+@pytest.mark.parametrize("masking", ["microsoft", "uniform"])
 def test_eighty_ten_ten(vocabulary, masking):
     rows = positions_of_many(vocabulary, masking=masking)
     now = np.concatenate([row.tokens[row.positions] for row in rows])
@@ -202,7 +202,7 @@ def test_eighty_ten_ten(vocabulary, masking):
     assert (now == before).mean() == pytest.approx(0.1, abs=0.01)
     replaced = now[(now != vocabulary.mask_id) & (now != before)]
     assert replaced.size / now.size == pytest.approx(0.1, abs=0.01)
-    assert vocabulary.is_special[replaced].any() == (masking == "released")
+    assert vocabulary.is_special[replaced].any() == (masking == "microsoft")
     assert replaced.max() < vocabulary.num_tokens < vocabulary.size
     # Every ordinary id stands in for one, more or less evenly.
     assert np.unique(replaced).size >= vocabulary.ordinary_ids.size * 0.99

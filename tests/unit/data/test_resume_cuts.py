@@ -72,7 +72,7 @@ def random_config(draw, packing, prefixes, run_dir):
             num_workers=0,
         ),
         objective=ObjectiveConfig(
-            masking=str(draw.choice(["released", "uniform"])),
+            masking=str(draw.choice(["microsoft", "uniform"])),
             static_masks=int(draw.choice([0, 0, 2])),
         ),
         train=TrainConfig(

@@ -13,6 +13,7 @@ from benchmarks.lib.measuring import peak_resident_bytes
 from megatron_deberta.config.schema import ModelConfig, ParallelConfig, RunConfig
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.parallelize.plan import VOCABULARY_MULTIPLE, shard_spec
+from megatron_deberta.distributed.tensor_parallel import row_parallel
 from megatron_deberta.distributed.topology import ProcessGroups, single_process_groups
 from megatron_deberta.errors import TopologyError
 from tests.support.ranks import run_ranks
@@ -100,3 +101,12 @@ def test_the_whole_never_exists_on_a_rank() -> None:
     held, growth = answer[0]
     whole = 4 * held
     assert growth < held + 120e6 < whole
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_row_parallel_without_a_group_is_linear(sequence: bool, with_bias: bool) -> None:
+    x, weight = torch.randn(2, 3, 4), torch.randn(5, 4)
+    bias = torch.randn(5) if with_bias else None
+    y = row_parallel(x, weight, bias, None, sequence=sequence)
+    torch.testing.assert_close(y, torch.nn.functional.linear(x, weight, bias))

@@ -19,7 +19,7 @@ from megatron_deberta.engine.optimizer import (
     set_learning_rate,
 )
 from megatron_deberta.errors import ConfigError
-from megatron_deberta.model.shapes import parameter_shapes
+from megatron_deberta.model.task_models import parameter_shapes
 
 
 def test_biases_and_norms_alone_are_exempt_from_decay() -> None:

@@ -1,13 +1,20 @@
+"""Learning rates and loss scale by step."""
+
 from __future__ import annotations
 
 import math
+import random
+import re
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_deberta.config import load_config
-from megatron_deberta.config.schema import OptimizerConfig
-from megatron_deberta.engine.schedule import learning_rate
+from megatron_deberta.config.schema import OptimizerConfig, PrecisionConfig
+from megatron_deberta.engine.deepspeed_patches import import_deepspeed
+from megatron_deberta.engine.schedule import HYSTERESIS, DynamicLossScale, learning_rate
+from megatron_deberta.errors import NumericsError
 
 PAPER = OptimizerConfig(learning_rate=2e-4, warmup_steps=10_000)
 """He et al. 2021, Table 8."""
@@ -37,53 +44,96 @@ def test_warmup_as_a_fraction_of_the_steps() -> None:
     assert load_config(None, ["train.steps=100", "optimizer.warmup_fraction=0.06"])
 
 
-def test_rate_rises_then_falls_and_never_leaves_the_peak() -> None:
-    rates = [learning_rate(step, OptimizerConfig(warmup_steps=5), 20) for step in range(21)]
-    assert rates[:5] == sorted(rates[:5])
-    assert rates[5:] == sorted(rates[5:], reverse=True)
-    assert max(rates) == OptimizerConfig().learning_rate
-    assert all(rate > 0 for rate in rates[:20])
+def rates(total_steps: int, **keys: Any) -> list[float]:
+    config = OptimizerConfig(learning_rate=1.0, **keys)
+    return [learning_rate(step, config, total_steps) for step in range(total_steps + 1)]
 
 
-def test_constant_schedule_warms_up_and_stays() -> None:
-    config = OptimizerConfig(learning_rate=1.0, warmup_steps=4, schedule="constant")
-    assert [learning_rate(step, config, 6) for step in (0, 3, 4, 5, 9)] == [0.25, 1, 1, 1, 1]
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd", "constant"])
+def test_rate_rises_then_falls_and_never_leaves_the_peak(schedule: str) -> None:
+    found = rates(20, warmup_steps=5, schedule=schedule, decay_steps=4)
+    assert found[:5] == sorted(found[:5])
+    assert found[5:] == sorted(found[5:], reverse=True)
+    assert max(found) <= 1
+    assert all(rate > 0 for rate in found[:20])
 
 
-def test_no_warmup_starts_at_the_peak() -> None:
-    config = OptimizerConfig(learning_rate=1.0, warmup_steps=0)
-    assert [learning_rate(step, config, 4) for step in range(4)] == [1.0, 0.75, 0.5, 0.25]
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"warmup_steps": 0}, [1.0, 0.75, 0.5, 0.25, 0.0]),
+        ({"warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, 0.0]),
+        ({"warmup_steps": 2, "schedule": "constant"}, [0.5, 1.0, 1.0, 1.0, 1.0]),
+        (
+            {"warmup_steps": 0, "schedule": "cosine"},
+            [(1 + math.cos(math.pi * x / 4)) / 2 for x in range(5)],
+        ),
+        (
+            {"warmup_steps": 1, "schedule": "wsd", "decay_steps": 2, "decay_shape": "linear"},
+            [1.0, 1.0, 1.0, 0.5, 0.0],
+        ),
+        (
+            {"warmup_steps": 1, "schedule": "wsd", "decay_fraction": 0.5},
+            [1.0, 1.0, 1.0, 1 - math.sqrt(0.5), 0.0],
+        ),
+    ],
+)
+def test_rates_of_four_steps(keys: dict[str, Any], expected: list[float]) -> None:
+    assert rates(4, **keys) == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_run_of_warmup_alone_never_divides_by_zero() -> None:
-    config = OptimizerConfig(learning_rate=1.0, warmup_steps=4)
-    assert learning_rate(4, config, 4) == 0.0
+FP16 = PrecisionConfig(dtype="fp16", initial_loss_scale_power=10, loss_scale_window=3)
 
 
-def rates(**keys: Any) -> list[float]:
-    config = OptimizerConfig(learning_rate=1.0, warmup_steps=2, **keys)
-    return [learning_rate(step, config, 10) for step in range(10)]
+@pytest.mark.parametrize("seed", range(5))
+def test_scale_moves_by_deepspeeds_rules(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import_deepspeed(torch.device("cpu"))
+    from deepspeed.runtime.fp16 import loss_scaler
 
-
-def test_cosine_is_half_a_period_after_the_warmup() -> None:
-    expected = [(1 + math.cos(math.pi * x / 8)) / 2 for x in range(8)]
-    assert rates(schedule="cosine") == pytest.approx([0.5, 1.0, *expected], rel=1e-12)
-
-
-def test_wsd_is_stable_until_the_decay() -> None:
-    linear = rates(schedule="wsd", decay_steps=4, decay_shape="linear")
-    assert linear == pytest.approx([0.5, *[1.0] * 5, 1.0, 0.75, 0.5, 0.25])
-    root = rates(schedule="wsd", decay_steps=4)
-    assert root[6:] == pytest.approx([1 - math.sqrt(x / 4) for x in range(4)])
-    assert rates(schedule="wsd", decay_fraction=0.4) == root
-
-
-def test_the_stable_part_of_wsd_is_the_constant_schedule() -> None:
-    assert rates(schedule="wsd", decay_steps=4)[:6] == rates(schedule="constant")[:6]
-
-
-def test_release_is_not_rescaled_after_the_warmup() -> None:
-    # microsoft/DeBERTa's warmup_linear: 1 - x with x = step / total.
-    assert rates(schedule="release") == pytest.approx(
-        [0.5, 1.0, *[1 - s / 10 for s in range(2, 10)]]
+    monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 1)
+    theirs = loss_scaler.DynamicLossScaler(
+        init_scale=2.0**10,
+        scale_window=FP16.loss_scale_window,
+        min_scale=FP16.min_loss_scale,
+        delayed_shift=HYSTERESIS,
+        consecutive_hysteresis=False,
     )
+    ours = DynamicLossScale(FP16)
+    drawn = random.Random(seed)
+    for _ in range(200):
+        overflow = drawn.random() < 0.2
+        theirs.update_scale(overflow)
+        ours.update(overflow)
+        assert ours.scale == theirs.cur_scale
+
+
+def test_overflow_at_the_smallest_scale_names_the_key() -> None:
+    scale = DynamicLossScale(
+        PrecisionConfig(dtype="fp16", initial_loss_scale_power=0, min_loss_scale=1.0)
+    )
+    scale.update(overflow=True)
+    with pytest.raises(NumericsError, match=re.escape("precision.min_loss_scale=1")):
+        scale.update(overflow=True)
+
+
+def test_continued_scale_moves_as_the_unbroken_one() -> None:
+    outcomes = [False, True, False, False, True, True, False, False, False, False, True, False]
+    unbroken = DynamicLossScale(FP16)
+    for overflow in outcomes[:5]:
+        unbroken.update(overflow)
+    continued = DynamicLossScale(FP16)
+    continued.load_state_dict(unbroken.state_dict())
+    for overflow in outcomes[5:]:
+        unbroken.update(overflow)
+        continued.update(overflow)
+        assert continued.state_dict() == unbroken.state_dict()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_other_formats_have_no_scale(dtype: str) -> None:
+    scale = DynamicLossScale(PrecisionConfig(dtype=dtype))  # type: ignore[arg-type]
+    fp16 = DynamicLossScale(FP16).state_dict()
+    for overflow in (True, True, False):
+        scale.update(overflow)
+    scale.load_state_dict(fp16)
+    assert scale.scale == 1.0

@@ -18,8 +18,9 @@ from megatron_deberta.errors import CheckpointError
 from megatron_deberta.files import sha256_file
 from megatron_deberta.hf.config import SpecialIds
 from megatron_deberta.hf.export_model import write_hf_model
-from megatron_deberta.hf.import_model import Release, open_release
 from megatron_deberta.hf.legacy_bin import convert_bin
+from megatron_deberta.hf.published import Release, open_release
+from tests.support.releases import edited_tensors
 from tests.support.tiny_models import V2, random_weights
 
 
@@ -35,21 +36,6 @@ def model(tmp_path: Path) -> Path:
 
 def read(directory: Path, **options: Any) -> Release:
     return open_release(directory, "hf", directory.parent, **options)
-
-
-def change(model: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
-    tensors = load_file(model / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, model / "model.safetensors")
-
-
-def test_reads_what_was_written(model: Path) -> None:
-    release = read(model)
-    assert release.config == V2
-    assert release.notes == ()
-    weights = random_weights(V2)
-    back = dict(release.tensors())
-    assert all(torch.equal(back[name], weights[name]) for name in weights)
 
 
 def test_next_sentence_labels_are_plain_and_old_exports_still_load(tmp_path: Path) -> None:
@@ -72,6 +58,7 @@ def test_next_sentence_labels_are_plain_and_old_exports_still_load(tmp_path: Pat
 @pytest.mark.parametrize(
     ("old", "new"),
     [
+        ("", ""),
         ("", "module."),
         ("", "_orig_mod."),
         ("", "module._orig_mod."),
@@ -81,26 +68,15 @@ def test_next_sentence_labels_are_plain_and_old_exports_still_load(tmp_path: Pat
 )
 def test_names_of_wrapped_models_are_read(model: Path, old: str, new: str) -> None:
     """Of DistributedDataParallel, torch.compile of the whole or a part, and Lightning."""
-
-    def rename(tensors: dict[str, Tensor]) -> None:
+    with edited_tensors(model) as tensors:
         for name in sorted(tensors):
             if name.startswith(old):
                 tensors[new + name.removeprefix(old)] = tensors.pop(name)
-
-    change(model, rename)
     weights = random_weights(V2)
     release = read(model)
+    assert release.config == V2
     assert release.notes == ()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in release.tensors())
-
-
-def test_several_models_in_a_file_are_refused(model: Path) -> None:
-    def double(tensors: dict[str, Tensor]) -> None:
-        tensors |= {f"teacher.{name}": tensor.clone() for name, tensor in tensors.items()}
-
-    change(model, double)
-    with pytest.raises(CheckpointError, match=r"several models, with the prefixes '', 'teacher\.'"):
-        read(model)
 
 
 def test_a_tensor_in_two_files_is_refused(model: Path) -> None:
@@ -113,45 +89,60 @@ def test_a_tensor_in_two_files_is_refused(model: Path) -> None:
         read(model)
 
 
-def test_weights_of_another_kind_name_a_tensor(model: Path) -> None:
-    def rename(tensors: dict[str, Tensor]) -> None:
-        for name in list(tensors):
-            tensors[f"{name}.lora"] = tensors.pop(name)
-
-    change(model, rename)
-    with pytest.raises(
-        CheckpointError, match=r"word_embeddings\.weight \(the first tensor is .*lora"
-    ):
-        read(model)
+BIAS = "deberta.encoder.layer.1.output.dense.bias"
 
 
-def test_missing_encoder_tensor_is_refused(model: Path) -> None:
-    name = "deberta.encoder.layer.1.output.dense.bias"
-    change(model, lambda tensors: tensors.pop(name))
-    with pytest.raises(CheckpointError, match=f"lack {name}"):
-        read(model)
-
-
-def test_unexpected_tensor_is_refused(model: Path) -> None:
-    change(model, lambda tensors: tensors.update({"deberta.encoder.layer.9.x": torch.ones(1)}))
-    with pytest.raises(CheckpointError, match=r"layer\.9\.x"):
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            lambda tensors: tensors | {f"teacher.{n}": t.clone() for n, t in tensors.items()},
+            r"several models, with the prefixes '', 'teacher\.'",
+        ),
+        (
+            lambda tensors: {f"{name}.lora": tensor for name, tensor in tensors.items()},
+            r"word_embeddings\.weight \(the first tensor is .*lora",
+        ),
+        (
+            lambda tensors: {name: tensor for name, tensor in tensors.items() if name != BIAS},
+            f"lack {BIAS}",
+        ),
+        (lambda tensors: tensors | {"deberta.encoder.layer.9.x": torch.ones(1)}, r"layer\.9\.x"),
+    ],
+)
+def test_tensors_of_other_models_are_refused(
+    model: Path, edit: Callable[[dict[str, Tensor]], dict[str, Tensor]], message: str
+) -> None:
+    save_file(edit(load_file(model / "model.safetensors")), model / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
         read(model)
 
 
 def test_untied_embeddings_are_refused(model: Path) -> None:
     name = "cls.predictions.decoder.weight"
     table = "deberta.embeddings.word_embeddings.weight"
-    change(model, lambda tensors: tensors.update({name: tensors[table].clone()}))
+    with edited_tensors(model) as tensors:
+        tensors[name] = tensors[table].clone()
     assert read(model).notes == (f"ignored, not part of the model: {name}",)
-    change(model, lambda tensors: tensors.update({name: tensors[table] + 1}))
+    with edited_tensors(model) as tensors:
+        tensors[name] += 1
     with pytest.raises(CheckpointError, match="tied"):
         read(model)
 
 
-def test_wrong_shape_is_refused(model: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"intermediate_size": 64}, r"intermediate\.dense\.weight: shape \(48, 32\)"),
+        ({"model_type": "bert"}, "'bert'"),
+    ],
+)
+def test_config_of_another_model_is_refused(
+    model: Path, change: dict[str, object], message: str
+) -> None:
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
-    with pytest.raises(CheckpointError, match=r"intermediate\.dense\.weight: shape \(48, 32\)"):
+    (model / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(CheckpointError, match=message):
         read(model)
 
 
@@ -159,13 +150,6 @@ def test_wrong_shape_is_refused(model: Path) -> None:
 def test_damaged_config_is_refused(model: Path, content: str) -> None:
     (model / "config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"config\.json.*download it again"):
-        read(model)
-
-
-def test_other_model_types_are_refused(model: Path) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
-    with pytest.raises(CheckpointError, match="'bert'"):
         read(model)
 
 

@@ -35,7 +35,7 @@ def test_pack_and_unpack_keep_every_bit(config: ModelConfig, model_type: ModelTy
     back = {}
     names = []
     for entry in hf_tensors(config, model_type, pad_token_id=1):
-        packed = entry.pack([weights[part] for part in entry.parts])
+        packed = entry.pack([weights[name] for name in entry.canonical_names])
         assert tuple(packed.shape) == entry.shape
         names.append(entry.name)
         back.update(entry.unpack(packed))

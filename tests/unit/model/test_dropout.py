@@ -27,7 +27,7 @@ from megatron_deberta.model.dropout import (
 from megatron_deberta.model.embeddings import Perturbation
 from megatron_deberta.model.fused import PendingResidual
 from megatron_deberta.objectives.sift import Sift
-from megatron_deberta.ops import kernel_support
+from megatron_deberta.ops import triton as triton_kernels
 from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale, mix_seed
 from tests.support.compiler import needs_compiler
 
@@ -169,13 +169,13 @@ def test_the_passes_of_sift_have_dropout_bits_of_their_own() -> None:
     """The clean pass, that of the random perturbation, and that of the final one."""
     used: list[DropoutSeeds] = []
     hidden = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
-    layout: Any = SimpleNamespace(positions=torch.arange(3).expand(2, 3))
+    tokens: Any = SimpleNamespace(positions=torch.arange(3).expand(2, 3))
 
     def logits_of(seeds: DropoutSeeds | None, perturbation: Perturbation | None) -> Tensor:
         assert seeds is not None
         assert perturbation is not None
         used.append(seeds)
-        return perturbation(hidden, layout).sum(1)
+        return perturbation(hidden, tokens).sum(1)
 
     sift = Sift(0.1, 0.1, "kl", clean_gradient=False)
     scored = torch.ones(2, dtype=torch.bool)
@@ -252,10 +252,10 @@ def test_fusion_on_its_own_needs_a_gpu_that_triton_supports(
     device: str, capability: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(kernel_support, "find_spec", lambda _: object())
+    monkeypatch.setattr(triton_kernels, "TRITON_INSTALLED", True)
     config = RunConfig()
     assert uses_fusion(config, torch.device(device)) == expected
-    monkeypatch.setattr(kernel_support, "find_spec", lambda _: None)
+    monkeypatch.setattr(triton_kernels, "TRITON_INSTALLED", False)
     assert not uses_fusion(config, torch.device(device))
     for fuse in (True, False):
         chosen = replace(config, parallel=replace(config.parallel, fuse=fuse))

@@ -16,7 +16,6 @@ from megatron_deberta import DebertaConfig, DebertaForMaskedLM, DebertaModel
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.errors import ConfigError, MegatronDebertaError
 from megatron_deberta.hf import modeling_megatron_deberta as exported
-from megatron_deberta.hf import modeling_megatron_deberta_heads as exported_heads
 from megatron_deberta.model import RuntimeOptions, task_model
 from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.objectives import MaskedLanguageModel
@@ -240,8 +239,8 @@ def test_inputs_of_exported_models_are_checked(inputs: dict[str, torch.Tensor], 
     for model in (
         exported.MegatronDebertaModel(config),
         exported.MegatronDebertaForMaskedLM(config),
-        exported_heads.MegatronDebertaForTokenClassification(config),
-        exported_heads.MegatronDebertaForCausalLM(config),
+        exported.MegatronDebertaForTokenClassification(config),
+        exported.MegatronDebertaForCausalLM(config),
     ):
         with pytest.raises(ValueError, match=said):
             model.eval()(**{"input_ids": IDS, **inputs})

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_deberta.model.projections import InputExchange, project_together
+from megatron_deberta.model.parallel_layers import InputExchange, project_together
 from megatron_deberta.ops import RelativePositions, disentangled_attention
 from tests.support.compiler import needs_compiler
 from tests.support.tolerances import FP64

@@ -1,16 +1,26 @@
 """The live view on a terminal, and the plain lines where there is none."""
 
 import io
+import logging
 import math
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from megatron_deberta.observe.console import LiveConsole, StepRecord, format_duration
+from megatron_deberta.observe.console import (
+    HANDLER_NAME,
+    LiveConsole,
+    StepRecord,
+    format_duration,
+    setup_logging,
+)
 
+LOG = logging.getLogger("megatron_deberta.test")
 RECORD = StepRecord(
     step=120,
     loss=6.81234,
@@ -45,6 +55,8 @@ def test_lines_say_what_applies() -> None:
     assert "loss scale 65536" in out.getvalue()
     assert "with recomputation" not in out.getvalue()
     assert "MFU" not in out.getvalue()
+    view.update(replace(RECORD, hardware_utilization=0.549))
+    assert "MFU 41.2% of 1.25 TFLOP/s | with recomputation 54.9%" in out.getvalue()
 
 
 def test_on_a_terminal_a_panel_is_drawn_and_left_behind() -> None:
@@ -75,15 +87,59 @@ def test_durations(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 
 
-def test_recomputation_is_told_apart_from_useful_work() -> None:
-    out = io.StringIO()
-    LiveConsole(600, console=Console(file=out)).update(replace(RECORD, hardware_utilization=0.549))
-    assert "MFU 41.2% of 1.25 TFLOP/s | with recomputation 54.9%" in out.getvalue()
-
-
 def test_a_full_disk_loses_lines_and_does_not_end_the_run() -> None:
     full = Path("/dev/full").open("w")
     LiveConsole(10, console=Console(file=full)).note("a line")
     # The line is still in the buffer of this file.
     with suppress(OSError):
         full.close()
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """Leave the loggers as they were found."""
+    names = ("megatron_deberta", "DeepSpeed")
+    levels = {name: logging.getLogger(name).level for name in names}
+    yield
+    root = logging.getLogger()
+    for handler in [item for item in root.handlers if item.get_name() == HANDLER_NAME]:
+        root.removeHandler(handler)
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+@pytest.mark.parametrize(
+    ("options", "logger", "ends"),
+    [
+        ({}, LOG, ["INFO message", "WARNING message"]),
+        ({"rank": 3, "world_size": 4}, LOG, ["[rank 3] WARNING message"]),
+        ({}, logging.getLogger("elsewhere"), ["WARNING message"]),
+    ],
+    ids=["rank 0", "another rank", "another package"],
+)
+def test_level_and_prefix_of_log_lines(
+    capsys: pytest.CaptureFixture[str], options: Any, logger: logging.Logger, ends: list[str]
+) -> None:
+    setup_logging(**options)
+    for level in (logging.DEBUG, logging.INFO, logging.WARNING):
+        logger.log(level, "message")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(maxsplit=2)[2] for line in lines] == ends
+
+
+def test_the_last_call_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("debug")
+    setup_logging("warning")
+    LOG.info("hidden")
+    LOG.warning("once")
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_on_a_terminal_messages_go_through_the_live_view(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = io.StringIO()
+    setup_logging(console=Console(file=out, force_terminal=True, width=80))
+    LOG.info("above the bar")
+    assert "above the bar" in out.getvalue()
+    assert capsys.readouterr().err == ""

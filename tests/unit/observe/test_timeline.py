@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_deberta.observe.json_lines import JsonLines
+from megatron_deberta.observe.metrics import JsonLines
 from megatron_deberta.observe.progress import ProgressObserver, Section
 from megatron_deberta.observe.timeline import SectionTimer, Timeline
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,63 +18,28 @@ from megatron_deberta.ops import (
     disentangled_attention,
     position_terms,
 )
-from tests.support.attention import assert_later_tokens_do_not_matter
+from tests.support import attention
+from tests.support.attention import (
+    GATHERED,
+    LENGTH,
+    MASKS,
+    Inputs,
+    assert_later_tokens_do_not_matter,
+    random_inputs,
+    run_attention,
+)
 from tests.support.memory import LargestTensor
 from tests.support.tolerances import OPERATOR
 
 LINEAR, BUCKETS = RelativePositions(16, 0), RelativePositions(16, 8)
 BATCH, HEADS, SIZE = 2, 3, 8
+run = run_attention
+relative_error = partial(attention.relative_error, least=1e-6)
 
 
-def tensors(
-    length: int,
-    positions: RelativePositions,
-    *,
-    tables: str = "both",
-    gathered: int | None = None,
-    seed: int = 0,
-) -> list[Tensor | None]:
+def tensors(length: int, positions: RelativePositions, **options: Any) -> Inputs:
     """Return float64 q, k, v, pos_key and pos_query."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    q = normal(BATCH, HEADS, length if gathered is None else gathered, SIZE)
-    k, v = normal(BATCH, HEADS, length, SIZE), normal(BATCH, HEADS, length, SIZE)
-    pos_key, pos_query = (normal(HEADS, 2 * positions.span, SIZE) for _ in range(2))
-    return [
-        q,
-        k,
-        v,
-        pos_key if tables in ("both", "c2p") else None,
-        pos_query if tables in ("both", "p2c") else None,
-    ]
-
-
-def run(
-    inputs: list[Tensor | None], dtype: torch.dtype, positions: RelativePositions, **options: Any
-) -> list[Tensor]:
-    """Return output, log-sum-exp and the gradients of a fixed projection of the output."""
-    leaves = [None if x is None else x.to(dtype).requires_grad_() for x in inputs]
-    q, k, v, pos_key, pos_query = leaves
-    assert q is not None
-    output, lse = disentangled_attention(
-        q, k, v, pos_key, pos_query, positions, return_lse=True, **options
-    )
-    assert output.dtype == dtype
-    assert lse.dtype == torch.float32
-    assert not lse.requires_grad
-    generator = torch.Generator().manual_seed(9)
-    d_output = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(dtype)
-    gradients = torch.autograd.grad(output, [x for x in leaves if x is not None], d_output)
-    return [x.detach().double() for x in (output, lse, *gradients)]
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    assert torch.equal(torch.isinf(actual), torch.isinf(expected))
-    actual, expected = (x.nan_to_num(posinf=0.0, neginf=0.0) for x in (actual, expected))
-    return float((actual - expected).norm() / expected.norm().clamp(min=1e-6))
+    return random_inputs((BATCH, HEADS, length, SIZE), positions, **options)
 
 
 def assert_chunked_matches(
@@ -104,33 +70,14 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(position_terms, "_KEY_STRIP", 11)
 
 
-MASKS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "padding": {"attention_mask": torch.arange(37) < torch.tensor([[37], [20]])},
-    "padding before": {"attention_mask": torch.arange(37) >= torch.tensor([[3], [0]])},
-    "nothing real": {"attention_mask": torch.arange(37) < torch.tensor([[37], [0]])},
-    "documents": {"document_ids": torch.stack([torch.arange(37) // 13, torch.arange(37) // 5])},
-    "causal": {"causal": True},
-    "everything": {
-        "causal": True,
-        "document_ids": (torch.arange(37) // 9).expand(2, -1),
-        "attention_mask": torch.arange(37) < torch.tensor([[30], [1]]),
-    },
-}
-GATHERED = {
-    "consecutive": None,
-    "gathered": torch.tensor([[0, 36, 7, 7, 7, 20], [5, -1, 3, 36, -1, -1]]),
-}
-
-
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("positions", [LINEAR, BUCKETS], ids=["linear", "buckets"])
-@pytest.mark.parametrize("p2c_index", ["released", "paper"])
+@pytest.mark.parametrize("p2c_index", ["microsoft", "paper"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("queries", GATHERED)
 def test_every_mask(positions: RelativePositions, p2c_index: str, mask: str, queries: str) -> None:
     q_positions = GATHERED[queries]
-    inputs = tensors(37, positions, gathered=None if q_positions is None else 6)
+    inputs = tensors(LENGTH, positions, gathered=None if q_positions is None else 7)
     options = {**MASKS[mask], "q_positions": q_positions, "p2c_index": p2c_index}
     assert_chunked_matches(inputs, positions, dropout_p=0.2, seed=3, head_offset=4, **options)
 
@@ -140,8 +87,8 @@ def test_every_mask(positions: RelativePositions, p2c_index: str, mask: str, que
 @pytest.mark.parametrize("queries", GATHERED)
 def test_every_ablation(tables: str, queries: str) -> None:
     q_positions = GATHERED[queries]
-    gathered = None if q_positions is None else 6
-    inputs = tensors(37, BUCKETS, tables=tables, gathered=gathered)
+    gathered = None if q_positions is None else 7
+    inputs = tensors(LENGTH, BUCKETS, tables=tables, gathered=gathered)
     assert_chunked_matches(inputs, BUCKETS, q_positions=q_positions)
 
 
@@ -163,24 +110,10 @@ def test_zero_gathered_queries() -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
-def test_gathered_queries_equal_the_full_ones_selected(backend: str) -> None:
-    at = torch.tensor([[3, 30, 12], [0, 36, 36]])
-    inputs = tensors(37, LINEAR)
-    q = inputs[0]
-    assert q is not None
-    picked = q.gather(2, at[:, None, :, None].expand(-1, HEADS, -1, SIZE))
-    options: dict[str, Any] = {"dropout_p": 0.3, "seed": 8, "causal": True, "backend": backend}
-    full = run(inputs, torch.float64, LINEAR, **options)[0]
-    some = run([picked, *inputs[1:]], torch.float64, LINEAR, q_positions=at, **options)[0]
-    expected = full.gather(2, at[:, None, :, None].expand(-1, HEADS, -1, SIZE))
-    assert relative_error(some, expected) < OPERATOR[torch.float64]
-
-
-@pytest.mark.parametrize("backend", ["reference", "chunked"])
 @pytest.mark.parametrize("queries", GATHERED)
 def test_causal_outputs_do_not_depend_on_later_tokens(backend: str, queries: str) -> None:
     q_positions = GATHERED[queries]
-    inputs = tensors(37, BUCKETS, gathered=None if q_positions is None else 6)
+    inputs = tensors(LENGTH, BUCKETS, gathered=None if q_positions is None else 7)
     assert_later_tokens_do_not_matter(inputs, BUCKETS, q_positions, torch.float64, backend=backend)
 
 
@@ -205,33 +138,6 @@ def test_queries_that_see_nothing_give_zeros_and_no_gradient(backend: str) -> No
     assert torch.isfinite(lse[0, :, 1]).all()
     assert all(torch.isfinite(x).all() for x in gradients)
     assert not gradients[0][1].any()  # keys of the row that nothing sees
-
-
-@pytest.mark.parametrize("backend", ["reference", "chunked"])
-def test_packed_documents_equal_separate_ones(backend: str) -> None:
-    inputs = tensors(30, LINEAR)
-    cut = 11
-    packed = run(
-        inputs,
-        torch.float64,
-        LINEAR,
-        document_ids=(torch.arange(30) >= cut).long().expand(2, -1),
-        backend=backend,
-    )[0]
-    for part in (slice(0, cut), slice(cut, 30)):
-        alone: list[Tensor | None] = [x if x is None else x[:, :, part] for x in inputs[:3]]
-        separate = run([*alone, *inputs[3:]], torch.float64, LINEAR, backend=backend)[0]
-        assert relative_error(packed[:, :, part], separate) < OPERATOR[torch.float64]
-
-
-@pytest.mark.parametrize("backend", ["reference", "chunked"])
-def test_tensor_parallel_heads_drop_the_same_elements(backend: str) -> None:
-    inputs = tensors(20, BUCKETS)
-    options: dict[str, Any] = {"dropout_p": 0.5, "seed": 2, "backend": backend}
-    whole = run(inputs, torch.float64, BUCKETS, **options)[0]
-    local = [None if x is None else x[:, 1:] if x.dim() == 4 else x[1:] for x in inputs]
-    part = run(local, torch.float64, BUCKETS, head_offset=1, **options)[0]
-    assert relative_error(part, whole[:, 1:]) < OPERATOR[torch.float64]
 
 
 def test_an_int_seed_is_that_seed_plus_the_rows_index() -> None:
@@ -301,34 +207,22 @@ def test_half_types_are_near_float64_and_never_worse_than_eager(dtype: torch.dty
         assert relative_error(a, e) <= relative_error(eager, e)
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunked"])
-def test_float16_survives_scores_of_60000(backend: str) -> None:
-    q, k, v, pos_key, pos_query = tensors(33, BUCKETS)
+@pytest.mark.parametrize(
+    ("backend", "mask"), [("reference", "none"), *(("chunked", mask) for mask in MASKS)]
+)
+def test_float16_survives_scores_of_60000(backend: str, mask: str) -> None:
+    q, k, v, *tables = tensors(LENGTH, BUCKETS)
     assert q is not None
     assert k is not None
     q, k = q.sign() * 87, k.sign() * 87  # 8 products of 87 * 87 are 60,552
     k[:, :, ::2] *= -1
-    options: dict[str, Any] = {"scale": 1.0, "backend": backend}
-    inputs = [q, k, v, pos_key, pos_query]
-    expected = run(inputs, torch.float64, BUCKETS, scale=1.0, backend="reference")
-    actual = run(inputs, torch.float16, BUCKETS, **options)
-    assert all(torch.isfinite(x).all() for x in actual)
-    assert relative_error(actual[1], expected[1]) < OPERATOR[torch.float16]
-
-
-@pytest.mark.parametrize("mask", [mask for mask in MASKS if mask != "none"])
-def test_float16_survives_scores_of_60000_under_every_mask(mask: str) -> None:
-    q, k, v, pos_key, pos_query = tensors(37, BUCKETS)
-    assert q is not None
-    assert k is not None
-    inputs = [q.sign() * 87, k.sign() * 87, v, pos_key, pos_query]
-    inputs = [None if x is None else x.half().double() for x in inputs]
+    inputs = [q, k, v, *tables]
     options: dict[str, Any] = {**MASKS[mask], "scale": 1.0, "dropout_p": 0.2, "seed": 3}
     expected = run(inputs, torch.float64, BUCKETS, backend="reference", **options)
-    actual = run(inputs, torch.float16, BUCKETS, backend="chunked", **options)
+    actual = run(inputs, torch.float16, BUCKETS, backend=backend, **options)
     for a, e in zip(actual[:2], expected[:2], strict=True):
         assert relative_error(a, e) < OPERATOR[torch.float16]
-    assert all(torch.isfinite(x).all() for x in actual[2:])
+    assert all(torch.isfinite(x).all() for x in (actual[0], *actual[2:]))
 
 
 def test_results_repeat_bit_for_bit_and_under_recomputation() -> None:

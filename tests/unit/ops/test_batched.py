@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_deberta.hf import packed_attention as packed_attention_module
+from megatron_deberta.hf.packed_attention import PackedRows, packed_attention
 from megatron_deberta.ops import RelativePositions, batched, chunked, disentangled_attention
-from megatron_deberta.ops import packed_rows as packed_rows_module
-from megatron_deberta.ops.packed_rows import PackedRows, packed_attention
 from tests.support.tolerances import OPERATOR
 
 POSITIONS = RelativePositions(16, 8)
@@ -34,7 +34,7 @@ class Operators(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (chunked, packed_rows_module):
+    for module in (chunked, packed_attention_module):
         monkeypatch.setattr(module, "is_batched", lambda device: True)
 
 

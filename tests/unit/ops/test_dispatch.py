@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_deberta.ops import RelativePositions, disentangled_attention, dispatch
+from megatron_deberta.ops import triton as triton_kernels
 from megatron_deberta.ops.dispatch import choose_backend, why_not_native
 
 POSITIONS = RelativePositions(8, 0)
@@ -65,7 +66,7 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_invalid_arguments_raise(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "TRITON_INSTALLED", True)
+    monkeypatch.setattr(triton_kernels, "TRITON_INSTALLED", True)
     with pytest.raises(ValueError, match=f"^{message}.*expected"):
         disentangled_attention(**arguments(**BAD[message]))
 
@@ -138,13 +139,13 @@ def test_ampere_and_newer_gpus_use_the_fused_kernels(
     capability: tuple[int, int], q: Any, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MEGATRON_DEBERTA_ATTENTION", raising=False)
-    monkeypatch.setattr(dispatch, "TRITON_INSTALLED", True)
+    monkeypatch.setattr(triton_kernels, "TRITON_INSTALLED", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     assert choose_backend(None, q) == chosen
     if chosen == "triton":
         assert choose_backend("triton", q) == "triton"
         assert choose_backend("chunked", q) == "chunked"
-        monkeypatch.setattr(dispatch, "TRITON_INSTALLED", False)
+        monkeypatch.setattr(triton_kernels, "TRITON_INSTALLED", False)
         assert choose_backend(None, q) == "chunked"
         return
     reason = "this GPU is sm_7" if capability[0] < 8 else "heads have 80"
@@ -163,7 +164,7 @@ def test_ampere_and_newer_gpus_use_the_fused_kernels(
 def test_requesting_a_backend_that_cannot_run_gives_the_reason(
     triton: bool, interpret: str, dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "TRITON_INSTALLED", triton)
+    monkeypatch.setattr(triton_kernels, "TRITON_INSTALLED", triton)
     monkeypatch.setenv("TRITON_INTERPRET", interpret)
     monkeypatch.setenv("MEGATRON_DEBERTA_ATTENTION", "triton")
     with pytest.raises(

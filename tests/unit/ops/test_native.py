@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_deberta.hf.packed_attention import PackedRows, packed_attention
 from megatron_deberta.ops import RelativePositions, disentangled_attention
 from megatron_deberta.ops.dispatch import choose_backend
 from megatron_deberta.ops.dropout_bits import keep_mask, keep_scale
-from megatron_deberta.ops.native import backend, dropout
-from megatron_deberta.ops.packed_rows import PackedRows, packed_attention
+from megatron_deberta.ops.native import backend
 from tests.support.attention import (
+    GATHERED,
+    LENGTH,
+    MASKS,
     assert_later_tokens_do_not_matter,
     random_inputs,
     relative_error,
@@ -24,25 +27,6 @@ from tests.support.tolerances import OPERATOR
 
 pytestmark = needs_compiler
 LINEAR, BUCKETS = RelativePositions(16, 0), RelativePositions(16, 8)
-LENGTH = 37
-MASKS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "padding": {"attention_mask": torch.arange(LENGTH) < torch.tensor([[LENGTH], [20]])},
-    "padding before": {"attention_mask": torch.arange(LENGTH) >= torch.tensor([[3], [0]])},
-    "nothing real": {"attention_mask": torch.arange(LENGTH) < torch.tensor([[LENGTH], [0]])},
-    "documents": {"document_ids": torch.stack([torch.arange(LENGTH) // x for x in (13, 5)])},
-    "causal": {"causal": True},
-    "everything": {
-        "causal": True,
-        "document_ids": (torch.arange(LENGTH) // 9).expand(2, -1),
-        "attention_mask": torch.arange(LENGTH) < torch.tensor([[30], [1]]),
-    },
-}
-
-GATHERED = {
-    "consecutive": None,
-    "gathered": torch.tensor([[0, 36, 7, 7, 7, 20], [5, -1, 3, 36, -1, -1]]),
-}
 
 
 def assert_matches(
@@ -64,7 +48,7 @@ def assert_matches(
 
 
 @pytest.mark.parametrize("positions", [LINEAR, BUCKETS], ids=["linear", "buckets"])
-@pytest.mark.parametrize("p2c_index", ["released", "paper"])
+@pytest.mark.parametrize("p2c_index", ["microsoft", "paper"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("queries", GATHERED)
 def test_every_mask(positions: RelativePositions, p2c_index: str, mask: str, queries: str) -> None:
@@ -118,7 +102,7 @@ def test_long_rows_of_documents() -> None:
 @pytest.mark.parametrize("queries", GATHERED)
 def test_later_tokens_do_not_matter(queries: str) -> None:
     at = GATHERED[queries]
-    inputs = random_inputs((2, 3, LENGTH, 16), BUCKETS, gathered=None if at is None else 6)
+    inputs = random_inputs((2, 3, LENGTH, 16), BUCKETS, gathered=None if at is None else 7)
     assert_later_tokens_do_not_matter(inputs, BUCKETS, at, torch.float32, backend="native")
 
 
@@ -172,7 +156,7 @@ def test_packed_rows(lengths: tuple[int, ...], dropout_p: float) -> None:
 def test_torchs_default_dtype_and_device_do_not_matter(default: torch.dtype, queries: str) -> None:
     """The kernels write float32 to memory of the CPU, whatever new tensors are by default."""
     at, options = GATHERED[queries], {**MASKS["everything"], "dropout_p": 0.1, "seed": 2}
-    inputs = random_inputs((2, 3, LENGTH, 16), BUCKETS, gathered=None if at is None else 6)
+    inputs = random_inputs((2, 3, LENGTH, 16), BUCKETS, gathered=None if at is None else 7)
     expected = run_attention(
         inputs, torch.float32, BUCKETS, backend="native", q_positions=at, **options
     )
@@ -221,8 +205,8 @@ def test_dropout_equals_the_definition(shape: tuple[int, ...]) -> None:
     positions = torch.arange(shape[-2]).expand(shape[:-1])
     keep = keep_mask(seed, positions, shape[-1], 0.1).view(shape)
     expected: Tensor = x * keep * keep_scale(0.1)
-    assert dropout.can_drop(x)
-    assert torch.equal(dropout.drop(x, None, seed, positions, 0.1), expected)
-    actual = dropout.drop(x, residual, seed, positions, 0.1)
+    assert backend.can_drop(x)
+    assert torch.equal(backend.drop(x, None, seed, positions, 0.1), expected)
+    actual = backend.drop(x, residual, seed, positions, 0.1)
     torch.testing.assert_close(actual, residual + expected, rtol=1e-6, atol=1e-6)
-    assert not dropout.can_drop(x.bfloat16())
+    assert not backend.can_drop(x.bfloat16())

@@ -14,6 +14,7 @@ from benchmarks.planning.compare import CASES, ENGINES
 
 ROOT = Path(__file__).parents[3]
 MEMORY_TOLERANCE = 0.1
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +35,16 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES["tiny"])
 def test_ranks_are_what_was_planned(result: dict[str, Any], case: str) -> None:
-    check_case(result, case)
+    ranks = [row for row in result["ranks"] if row["case"] == case]
+    assert [row["rank"] for row in ranks] == [0, 255]
+    for row in ranks:
+        assert row["found"] == row["planned"]
+    (memory,) = [row for row in result["memory"] if row["case"] == case]
+    assert memory["planned"] == pytest.approx(memory["found"], rel=MEMORY_TOLERANCE)
 
 
-@pytest.mark.nightly
 def test_the_last_rank_of_a_layer_has_fewer_tokens(result: dict[str, Any]) -> None:
     rows = {(row["case"], row["rank"]): row["vocabulary_rows"] for row in result["ranks"]}
     assert rows["tensor parallel", 0] == 256
@@ -48,37 +52,10 @@ def test_the_last_rank_of_a_layer_has_fewer_tokens(result: dict[str, Any]) -> No
     assert rows["no vocabulary left", 255] == 0
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("case", ENGINES)
 def test_deepspeed_sends_what_was_planned(result: dict[str, Any], case: str) -> None:
     (row,) = [row for row in result["engines"] if row["case"] == case]
     assert num_bytes(row["found"]) == num_bytes(row["planned"])
-
-
-@pytest.mark.parametrize("case", CASES["1.5b"])
-def test_the_committed_result_of_the_1_5b_model(case: str) -> None:
-    path = ROOT / "benchmarks/results/offline/plan.json"
-    check_case(json.loads(path.read_text()), case)
-
-
-@pytest.mark.parametrize("case", CASES["1.5b_finetuning"])
-def test_the_committed_result_of_fine_tuning_the_1_5b_model(case: str) -> None:
-    """Memory is compared at small sizes only, here and in ``test_memory.py``."""
-    path = ROOT / "benchmarks/results/offline/plan_finetuning.json"
-    check_counts(json.loads(path.read_text()), case)
-
-
-def check_counts(result: dict[str, Any], case: str) -> None:
-    ranks = [row for row in result["ranks"] if row["case"] == case]
-    assert [row["rank"] for row in ranks] == [0, 255]
-    for row in ranks:
-        assert row["found"] == row["planned"]
-
-
-def check_case(result: dict[str, Any], case: str) -> None:
-    check_counts(result, case)
-    (memory,) = [row for row in result["memory"] if row["case"] == case]
-    assert memory["planned"] == pytest.approx(memory["found"], rel=MEMORY_TOLERANCE)
 
 
 def num_bytes(collectives: dict[str, dict[str, int]]) -> dict[str, int]:

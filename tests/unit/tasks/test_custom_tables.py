@@ -64,13 +64,52 @@ def read(folder: Path, head: str, *overrides: str) -> list[Example]:
     return read_examples(load_task(f"custom_{head}", overrides), folder, "train")
 
 
-@pytest.mark.parametrize("form", ["csv", "jsonl", "parquet", "datasets"])
-def test_classes(form: str, tmp_path: Path) -> None:
-    write(tmp_path, form, CLASSES)
-    assert read(tmp_path, "classification") == [
-        Example(id="0", text='A "good" film, mostly', label=1),
-        Example(id="1", text="Bad.\nVery bad.", label=0),
-    ]
+SPANS: Rows = [
+    {"question": "Who?", "context": "Bob ran. Bob sat.", "answer": "Bob", "answer_start": 9},
+    {"question": "What?", "context": "It rains.", "answer": "rains", "answer_start": 3},
+]
+NESTED: Rows = [
+    {"question": "Who?", "context": "Bob ran. Bob sat.",
+     "answers": {"text": ["Bob"], "answer_start": [9]}},
+] * 2  # fmt: skip
+CHOICES: Rows = [
+    {"passage": "It rains.", "question": "It is", "choices": ["wet", "dry", "red"], "label": 2},
+    {"passage": "Sun.", "question": "It is", "choices": ["warm", "cold"], "label": 0},
+]
+TEXTS = "question: question, context: context"
+CASES: list[tuple[str, str, Rows, dict[str, Any], list[str]]] = [
+    # A line break inside a field is an error in TSV.
+    ("classification", "", CLASSES, {"id": ["0", "1"], "label": [1, 0],
+     "text": [row["text"] for row in CLASSES]}, [form for form in FORMS if form != "tsv"]),
+    ("regression", "", [{"text": "a", "score": 0.5}, {"text": "b", "score": -2.0}],
+     {"label": [0.5, -2.0]}, FORMS),
+    ("tokens", "", [{"tokens": ["Bob", "ran"], "tags": ["B-PER", "O"]},
+                    {"tokens": ["Hi"], "tags": ["O"]}],
+     {"words": [("Bob", "ran"), ("Hi",)], "tags": [(1, 0), (0,)]}, FORMS),
+    ("spans", "", SPANS, {"answers": [(Answer("Bob", 9),), (Answer("rains", 3),)]}, FORMS),
+    # Without the column, the first occurrence is the answer.
+    ("spans", f"columns={{{TEXTS}, answer_text: answer}}", SPANS,
+     {"answers": [(Answer("Bob", 0),), (Answer("rains", 3),)]}, FORMS),
+    ("spans", f"columns={{{TEXTS}, answers: answers}}", NESTED,
+     {"answers": [(Answer("Bob", 9),)] * 2}, FORMS[2:]),
+    ("choices", "", CHOICES, {"label": [2, 0], "choices": [
+        ("It is wet", "It is dry", "It is red"), ("It is warm", "It is cold")]}, FORMS[2:]),
+    ("choices", "columns={text: passage, choices: [a, b], label: label}",
+     [{"passage": "Sun.", "a": "warm sun", "b": "cold", "label": 1}] * 2,
+     {"choices": [("warm sun", "cold")] * 2}, FORMS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("head", "columns", "rows", "expected", "form"),
+    [(*case, form) for *case, forms in CASES for form in forms],
+)
+def test_every_format_gives_the_same_examples(
+    head: str, columns: str, rows: Rows, expected: dict[str, Any], form: str, tmp_path: Path
+) -> None:
+    write(tmp_path, form, rows)
+    examples = read(tmp_path, head, *filter(None, [columns]))
+    assert {name: [getattr(e, name) for e in examples] for name in expected} == expected
 
 
 def test_other_labels_than_those_of_the_packaged_task_say_where_they_belong(tmp_path: Path) -> None:
@@ -83,68 +122,6 @@ def test_other_labels_than_those_of_the_packaged_task_say_where_they_belong(tmp_
         "name: own\nbase: configs/tasks/custom_classification.yaml\nlabels: [poor, fine]\n"
     )
     assert read_examples(load_task(str(task)), tmp_path, "train")[0].label == 0
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_scores(form: str, tmp_path: Path) -> None:
-    write(tmp_path, form, [{"text": "a", "score": 0.5}, {"text": "b", "score": -2.0}])
-    assert [example.label for example in read(tmp_path, "regression")] == [0.5, -2.0]
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_words(form: str, tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        form,
-        [{"tokens": ["Bob", "ran"], "tags": ["B-PER", "O"]}, {"tokens": ["Hi"], "tags": ["O"]}],
-    )
-    first, second = read(tmp_path, "tokens")
-    assert (first.words, first.tags) == (("Bob", "ran"), (1, 0))
-    assert (second.words, second.tags) == (("Hi",), (0,))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_spans(form: str, tmp_path: Path) -> None:
-    rows = [
-        {"question": "Who?", "context": "Bob ran. Bob sat.", "answer": "Bob", "answer_start": 9},
-        {"question": "What?", "context": "It rains.", "answer": "rains", "answer_start": 3},
-    ]
-    write(tmp_path, form, rows)
-    assert [e.answers for e in read(tmp_path, "spans")] == [
-        (Answer("Bob", 9),),
-        (Answer("rains", 3),),
-    ]
-    # Without the column, the first occurrence is the answer.
-    columns = "columns={question: question, context: context, answer_text: answer}"
-    assert read(tmp_path, "spans", columns)[0].answers == (Answer("Bob", 0),)
-
-
-@pytest.mark.parametrize("form", ["jsonl", "parquet", "datasets"])
-def test_nested_answers(form: str, tmp_path: Path) -> None:
-    answers = {"text": ["Bob"], "answer_start": [9]}
-    row = {"question": "Who?", "context": "Bob ran. Bob sat.", "answers": answers}
-    write(tmp_path, form, [row, row])
-    columns = "columns={question: question, context: context, answers: answers}"
-    assert read(tmp_path, "spans", columns)[0].answers == (Answer("Bob", 9),)
-
-
-@pytest.mark.parametrize("form", ["jsonl", "parquet", "datasets"])
-def test_choices_in_a_list(form: str, tmp_path: Path) -> None:
-    rows: Rows = [
-        {"passage": "It rains.", "question": "It is", "choices": ["wet", "dry", "red"], "label": 2},
-        {"passage": "Sun.", "question": "It is", "choices": ["warm", "cold"], "label": 0},
-    ]
-    write(tmp_path, form, rows)
-    first, second = read(tmp_path, "choices")
-    assert (first.choices, first.label) == (("It is wet", "It is dry", "It is red"), 2)
-    assert (second.choices, second.label) == (("It is warm", "It is cold"), 0)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_choices_in_columns(form: str, tmp_path: Path) -> None:
-    write(tmp_path, form, [{"passage": "Sun.", "a": "warm sun", "b": "cold", "label": 1}] * 2)
-    columns = "columns={text: passage, choices: [a, b], label: label}"
-    assert read(tmp_path, "choices", columns)[0].choices == ("warm sun", "cold")
 
 
 def test_class_ids_of_datasets_become_names(tmp_path: Path) -> None:

@@ -5,39 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_deberta.errors import DataError
 from megatron_deberta.tasks import EncodedDataset, Example, encode
-from megatron_deberta.tasks.rows import first_and_second_lengths
-from megatron_deberta.tasks.task import TaskConfig, task_from_dict
+from megatron_deberta.tasks.encoding import first_and_second_lengths
 from megatron_deberta.tokenizer import Tokenizer
-
-
-def make_task(head: str, **changes: Any) -> TaskConfig:
-    columns = {
-        "tokens": {"words": "w"},
-        "choices": {"choices": "c"},
-        "spans": {"question": "q", "context": "c"},
-    }
-    metrics = {"regression": "pearson", "tokens": "f1", "spans": "f1"}
-    return task_from_dict(
-        {
-            "name": head,
-            "head": head,
-            "reader": "jsonl",
-            "splits": {"train": "train.jsonl"},
-            "columns": columns.get(head, {"text": "t"}),
-            "labels": ["O", "B-X", "I-X"] if head in ("classification", "tokens") else [],
-            "metrics": [metrics.get(head, "accuracy")],
-            "max_length": 32,
-            **changes,
-        },
-        "test",
-    )
+from tests.support.task_files import make_task
 
 
 def rows_of(encoded: EncodedDataset) -> list[list[int]]:
@@ -176,17 +152,6 @@ def test_the_cache_depends_on_everything(tokenizer: Tokenizer, tmp_path: Path) -
     encode(make_task("classification", truncate="first"), examples, tokenizer, cache=tmp_path)
     encode(task, [Example(id="0", text="the fox", label=1)], tokenizer, cache=tmp_path)
     assert len(list(tmp_path.iterdir())) == 4
-
-
-def test_a_damaged_cache_is_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    task = make_task("classification")
-    examples = [Example(id="0", text="the fox", label=1)]
-    encode(task, examples, tokenizer, cache=tmp_path)
-    (folder,) = tmp_path.iterdir()
-    ids = folder / "input_ids.npy"
-    ids.write_bytes(ids.read_bytes()[:-2])
-    with pytest.raises(DataError, match="damaged .* remove this folder"):
-        encode(task, examples, tokenizer, cache=tmp_path)
 
 
 CLASSES = make_task("classification")

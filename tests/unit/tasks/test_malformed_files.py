@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import os
+import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -91,6 +93,8 @@ def emptied(content: bytes) -> tuple[bytes, int]:
 
 
 UNREADABLE = [("not UTF-8", not_text(b"\xff")), ("NUL", not_text(b"\0")), ("empty", emptied)]
+
+
 TSV = [
     ("columns instead of", in_last_line(rb"\t[^\t]*$", b"")),
     ("is not one of", in_last_line(rb"\t[^\t]*$", b"\tmaybe")),
@@ -98,16 +102,22 @@ TSV = [
     ("no column", in_first_line(rb"[^\t]+$", b"renamed", line=2)),
     *UNREADABLE,
 ]
+
+
 JSONL = [
     ("not valid JSON", in_last_line(rb": ", b" ")),
     ("expected a JSON object", in_last_line(rb".*", b"[1]")),
     *UNREADABLE,
 ]
+
+
 CONLL = [
     ("columns instead of", in_last_line(rb"[\t ][^\t ]*$", b"")),
     ("columns instead of", in_last_line(rb"([\t ])", rb"\1X\1")),
     *UNREADABLE,
 ]
+
+
 SQUAD = [
     ("not valid JSON", replaced(b'"answer_start": ', b'"answer_start" ')),
     ("is not at character", replaced(b'"answer_start": ', b'"answer_start": 1')),
@@ -117,6 +127,8 @@ SQUAD = [
     ("lone surrogate", replaced(b'"question": "', b'"question": "\\udc00')),
     *UNREADABLE,
 ]
+
+
 CASES: dict[str, list[tuple[str, Damage]]] = {
     # GLUE's other tables.
     "mnli/dev_matched.tsv": [
@@ -208,7 +220,11 @@ CASES: dict[str, list[tuple[str, Damage]]] = {
         *UNREADABLE,
     ],
 }  # fmt: skip
+
+
 PARAMETERS = [(name, message, damage) for name, cases in CASES.items() for message, damage in cases]
+
+
 REAL = {
     ("cola", "dev", "tasks/glue/CoLA/dev.tsv"): [TSV[0], *UNREADABLE,
         ("is not one of", replaced(b"\t1\t", b"\t7\t"))],
@@ -358,3 +374,69 @@ def test_missing_files_and_folders(tmp_path: Path) -> None:
     (tmp_path / "dev").mkdir()
     with pytest.raises(DataError, match=r"dev: no .txt files"):
         read_examples(load_task("race"), tmp_path, "dev")
+
+
+COPA_XML = (
+    '<copa-corpus><item id="1" asks-for="cause" most-plausible-alternative="1"><p>It rained.</p>'
+    "<a1>Clouds.</a1><a2>Sun.</a2></item></copa-corpus>"
+)
+
+
+QUAIL_XML = (
+    '<data><text id="f1"><text_body>It rained.</text_body><questions><q id="0">What?'
+    '<a id="0" correct="True">rain</a><a id="1" correct="False">sun</a></q></questions>'
+    "</text></data>"
+)
+
+
+FILES = {
+    **PUBLISHED,
+    "balanced_copa/balanced_copa.xml": COPA_XML,
+    "quail/quail_dev.xml": QUAIL_XML,
+}
+
+
+MUTATIONS = int(os.environ.get("MEGATRON_DEBERTA_MUTATIONS", "40"))
+
+
+VALUES = (
+    "null", "[]", "{}", "-1", "1e999", "NaN", "true", '""', "9" * 5000, '"\\ud800"', "[" * 2000,
+    "\x00", "\ufeff", "\t", "\n\n", "\r", '"', "<", "&", "<!DOCTYPE x>", "\U0010ffff", "\x85",
+)  # fmt: skip
+
+
+def mutated(content: bytes, rng: random.Random) -> bytes:
+    for _ in range(rng.randint(1, 3)):
+        start = rng.randrange(len(content) + 1)
+        end = min(len(content), start + rng.choice([0, 0, 1, 2, 8, 40]))
+        kind = rng.randrange(4)
+        if kind == 0:
+            middle = rng.choice(VALUES).encode()
+        elif kind == 1:
+            middle = rng.randbytes(rng.randint(1, 4))
+        elif kind == 2:
+            at = rng.randrange(len(content) + 1)
+            middle = content[at : at + rng.randint(1, 60)]
+        else:
+            middle = b""
+        content = content[:start] + middle + content[end:]
+    return content
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_random_damage(name: str, tmp_path: Path) -> None:
+    task_name, file = name.split("/", 1)
+    task = load_task(task_name)
+    split = next(s for s, value in task.splits.items() if file.startswith(value.files[0]))
+    path = tmp_path / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(name)
+    messages = []
+    for _ in range(MUTATIONS):
+        path.write_bytes(mutated(FILES[name].encode(), rng))
+        try:
+            read_examples(task, tmp_path, split)
+        except DataError as error:
+            messages.append(str(error))
+    assert messages
+    assert [text for text in messages if "\n" in text or not text.startswith(str(tmp_path))] == []

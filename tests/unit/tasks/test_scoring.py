@@ -9,26 +9,8 @@ import pytest
 
 from megatron_deberta.errors import DataError
 from megatron_deberta.tasks import EncodedDataset, Example, TaskConfig, encode, predict, score
-from megatron_deberta.tasks.task import task_from_dict
 from megatron_deberta.tokenizer import Tokenizer
-
-COLUMNS = {"tokens": {"words": "w"}, "choices": {"choices": "c"}}
-
-
-def make_task(head: str, *metrics: str, **changes: Any) -> TaskConfig:
-    return task_from_dict(
-        {
-            "name": head,
-            "head": head,
-            "reader": "jsonl",
-            "splits": {"dev": "dev.jsonl"},
-            "columns": COLUMNS.get(head, {"text": "t"}),
-            "metrics": list(metrics),
-            "max_length": 32,
-            **changes,
-        },
-        "test",
-    )
+from tests.support.task_files import make_task
 
 
 def logits_of(classes: list[int], width: int) -> Any:

@@ -22,17 +22,11 @@ from megatron_deberta.tasks import (
     read_examples,
     score,
 )
-from megatron_deberta.tasks.span_windows import windows
-from megatron_deberta.tasks.spans import (
-    best_threshold,
-    exact_match,
-    normalize_answer,
-    pieces_of,
-    token_f1,
-)
-from megatron_deberta.tasks.task import task_from_dict
+from megatron_deberta.tasks.encoding import pieces_of, windows
+from megatron_deberta.tasks.metrics import best_threshold, exact_match, normalize_answer, token_f1
 from megatron_deberta.tokenizer import Tokenizer
 from megatron_deberta.tokenizer.loading import load_tokenizer
+from tests.support import task_files
 from tests.support.corpus import corpus_path
 from tests.support.machine_text import HOSTILE_PIECES
 
@@ -40,20 +34,8 @@ PASSAGE = "The quick fox ran. It met a dog near the river."
 
 
 def make_task(**changes: Any) -> TaskConfig:
-    return task_from_dict(
-        {
-            "name": "spans",
-            "head": "spans",
-            "reader": "squad",
-            "splits": {"dev": "dev.json"},
-            "columns": {"question": "question", "context": "context", "answers": "answers"},
-            "metrics": ["f1", "exact"],
-            "max_length": 48,
-            "stride": 12,
-            **changes,
-        },
-        "test",
-    )
+    metrics = changes.pop("metrics", ["f1", "exact"])
+    return task_files.make_task("spans", *metrics, **{"max_length": 48, "stride": 12, **changes})
 
 
 def question(text: str, *answers: Answer, context: str = PASSAGE) -> Example:

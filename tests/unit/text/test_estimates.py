@@ -9,12 +9,6 @@ from pathlib import Path
 import pytest
 
 from megatron_deberta.cli.main import main
-from megatron_deberta.planning.text_jobs import (
-    Sample,
-    merge_needs,
-    split_needs,
-    tokenizer_needs,
-)
 from megatron_deberta.tokenizer.training import train_sentencepiece
 from tests.support.machine_text import documents
 
@@ -67,31 +61,6 @@ def test_train_tokenizer(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFix
     # A small sample needs less of everything.
     assert gigabytes("disk +N", part) < gigabytes("disk +N", whole)
     assert gigabytes("memory +N", part) < gigabytes("memory +N", whole)
-
-
-def test_the_constants_are_what_was_measured() -> None:
-    path = Path(__file__).parents[3] / "benchmarks" / "results" / "cpu" / "text_commands.json"
-    measured = json.loads(path.read_text())
-    cases = measured["cases"]
-    size = measured["text_bytes"]
-    # Starting a command takes about half a second.
-    found = split_needs(Sample(size, 72_000, [], 0), workers=1)
-    assert found.processor_seconds + 0.5 == pytest.approx(
-        cases["split"]["processor_seconds"], rel=0.2
-    )
-    assert found.memory_bytes / 2**20 == pytest.approx(cases["split"]["peak_MiB"], rel=0.2)
-    corpus_bytes = 77_139_753
-    for case in [name for name in cases if name.startswith("train-tokenizer")]:
-        sample_bytes = int(float(case.split()[1]) * 1e6)
-        found = tokenizer_needs(Sample(corpus_bytes, 4_000, [], 0), sample_bytes, workers=1)
-        seconds = cases[case]["seconds"]
-        assert found.processor_seconds + 0.5 == pytest.approx(seconds, rel=0.25)
-        assert found.memory_bytes / 2**20 == pytest.approx(cases[case]["peak_MiB"], rel=0.2)
-    found = merge_needs(measured["shard_bytes"], workers=1)
-    assert found.processor_seconds + 0.5 == pytest.approx(
-        cases["merge"]["processor_seconds"], rel=0.25
-    )
-    assert found.memory_bytes / 2**20 == pytest.approx(cases["merge"]["peak_MiB"], rel=0.2)
 
 
 def test_merge(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,18 @@
-"""``split``, ``train-tokenizer`` and ``index`` on engines that their other tests do not use."""
+"""Every command for text writes the bytes of a single process on every engine."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from distributed import LocalCluster
 
 from megatron_deberta.cli.main import main
 from tests.support.duplicates import write_jsonl
@@ -21,25 +26,23 @@ MPIRUN = [
 @pytest.fixture(scope="module")
 def scheduler() -> Iterator[str]:
     """Return the address of a Dask scheduler with two workers."""
-    from distributed import LocalCluster
-
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+    with LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=None) as cluster:
         yield cluster.scheduler_address
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> list[str]:
-    """Return several files, each of which is a unit."""
-    return [
-        write_jsonl(
-            tmp_path / f"{first}.jsonl",
-            [
-                {"text": f"document {n} of words {n * n} and {n**3}"}
-                for n in range(first, first + 600)
-            ],
-        )
-        for first in range(0, 3000, 600)
-    ]
+@pytest.fixture(scope="module")
+def folder(tokenizer_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with several files and two shards."""
+    folder = tmp_path_factory.mktemp("text")
+    for first in range(0, 3000, 600):
+        rows = range(first, first + 600)
+        texts = [{"text": f"document {n} of words {n * n} and {n**3}"} for n in rows]
+        write_jsonl(folder / f"{first}.jsonl", texts)
+    for name, sources in (("a", ["0", "600"]), ("b", ["1200"])):
+        make = ["preprocess", "--tokenizer", tokenizer_dir, "--workers", "0", "--input"]
+        make += [str(folder / f"{source}.jsonl") for source in sources]
+        assert main([*make, "--output", str(folder / name)]) == 0
+    return folder
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -55,44 +58,66 @@ def on_mpi(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
-def test_split(text: list[str], scheduler: str, tmp_path: Path) -> None:
-    call = ["split", "--input", *text, "--output"]
-    for name, options in (("local", ["--workers", "2"]), ("dask", ["--dask", scheduler])):
-        assert main([*call, str(tmp_path / name), *options]) == 0
-    on_mpi([*call, str(tmp_path / "mpi")])
-    array = [*call, str(tmp_path / "array"), "--workers", "0"]
-    # The last one publishes.
-    for task in range(2):
-        assert main([*array, "--array-task", f"{task}/2"]) == 0
+@pytest.mark.parametrize(
+    "command",
+    [
+        "preprocess",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("deduplicate", "split", "train-tokenizer", "merge")
+        ),
+    ],
+)
+def test_engines_change_nothing(
+    command: str, folder: Path, tokenizer_dir: str, scheduler: str, tmp_path: Path
+) -> None:
+    call = [command, "--input", *(str(path) for path in sorted(folder.glob("*.jsonl")))]
+    options = {
+        "preprocess": ["--tokenizer", tokenizer_dir, "--unit-mb", "0.02"],
+        "train-tokenizer": ["--vocab-size", "300"],
+    }
+    call += options.get(command, [])
+    if command == "merge":
+        call = [command, *(str(folder / f"{name}_text_document") for name in "ab")]
+    for engine, chosen in (("local", ["--workers", "0"]), ("dask", ["--dask", scheduler])):
+        assert main([*call, "--output", str(tmp_path / engine / "out"), *chosen]) == 0
+    on_mpi([*call, "--output", str(tmp_path / "mpi" / "out")])
     expected = files(tmp_path / "local")
     assert len(expected) > 2
-    for name in ("dask", "mpi", "array"):
-        assert files(tmp_path / name) == expected, name
+    for engine in ("dask", "mpi"):
+        assert files(tmp_path / engine) == expected, engine
 
 
-def test_train_tokenizer_on_dask(text: list[str], scheduler: str, tmp_path: Path) -> None:
-    call = ["train-tokenizer", "--input", *text, "--vocab-size", "300", "--output"]
-    assert main([*call, str(tmp_path / "local"), "--workers", "0"]) == 0
-    assert main([*call, str(tmp_path / "dask"), "--dask", scheduler]) == 0
-    assert files(tmp_path / "dask").keys() == files(tmp_path / "local").keys()
-    for name, content in files(tmp_path / "dask").items():
-        if name.endswith(".model"):
-            assert content == files(tmp_path / "local")[name]
+def test_dask_goes_on_without_a_killed_worker(
+    folder: Path, tokenizer_dir: str, tmp_path: Path
+) -> None:
+    call = ["preprocess", "--input", str(folder / "0.jsonl"), "--unit-mb", "0.002"]
+    call += ["--tokenizer", tokenizer_dir, "--output"]
+    assert main([*call, str(tmp_path / "whole" / "c"), "--workers", "0"]) == 0
+
+    def kill(victim: int) -> None:
+        while not list(tmp_path.glob("out/c.unfinished/*/done/0*")):
+            time.sleep(0.001)
+        os.kill(victim, signal.SIGKILL)
+
+    with LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=None) as cluster:
+        victim = next(iter(cluster.workers.values())).pid
+        thread = threading.Thread(target=kill, args=(victim,), daemon=True)
+        thread.start()
+        assert main([*call, str(tmp_path / "out" / "c"), "--dask", cluster.scheduler_address]) == 0
+        thread.join(60)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
 @pytest.mark.slow
-def test_index(text: list[str], scheduler: str, tmp_path: Path) -> None:
+def test_index(tokenizer_dir: str, scheduler: str, tmp_path: Path) -> None:
     """Indices of a million documents, as those of fewer are computed in memory."""
-    source, tokenizer, shard = (tmp_path / name for name in ("many.jsonl", "tokenizer", "shard"))
+    source, tokenizer, shard = tmp_path / "many.jsonl", tokenizer_dir, tmp_path / "shard"
     with source.open("w") as file:
         for number in range((1 << 20) + 10):
             file.write(f'{{"text": "document {number % 10}"}}\n')
     assert main([
-        "train-tokenizer", "--input", *text, "--vocab-size", "300", "--output", str(tokenizer),
-    ]) == 0  # fmt: skip
-    assert main([
-        "preprocess", "--input", str(source), "--tokenizer", str(tokenizer), "--output", str(shard),
+        "preprocess", "--input", str(source), "--tokenizer", tokenizer, "--output", str(shard),
     ]) == 0  # fmt: skip
     path = tmp_path / "run.yaml"
     path.write_text("train: {steps: 3000, global_batch_size: 64, micro_batch_size: 8}\n")

@@ -2,11 +2,6 @@
 
 import json
 import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +12,10 @@ from megatron_deberta.cli.main import main
 from megatron_deberta.data.shards import merge as merge_module
 from megatron_deberta.data.shards import writer as writer_module
 from megatron_deberta.data.shards.manifest import read_manifest, verify_hashes
-from megatron_deberta.data.shards.reader import IndexedDataset
-from megatron_deberta.data.shards.writer import PartSize, ShardLayout, write_shard
+from megatron_deberta.data.shards.writer import write_shard
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.text.jobs.executors import RunOptions
-from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.merge import merge_shards
-
-KILLS = int(os.environ.get("MEGATRON_DEBERTA_MERGE_KILLS", "4"))
-
 
 MANIFEST = {"tokenizer_fingerprint": "tiny", "tokenizer_path": "tokenizer", "vocab_size": 190}
 
@@ -89,42 +79,6 @@ def test_merging_is_writing_all_documents_at_once(parts, tmp_path, workers, monk
     megatron = MegatronDataset(merged)
     assert megatron.document_indices[-1] == len(megatron) == sum(map(len, documents))
     assert megatron[len(documents[0])].tolist() == documents[1][0].tolist()
-
-
-@pytest.mark.slow
-def test_ranks_of_mpirun_and_dask_workers_copy_shards(parts, tmp_path):
-    from distributed import LocalCluster
-
-    prefixes, _ = parts
-    whole = str(tmp_path / "whole")
-    merge_shards(prefixes, whole)
-    call = ["merge", *(f"{prefix}.idx" for prefix in prefixes), "--output"]
-    mpirun = str(Path(sys.executable).with_name("mpirun"))
-    ranks = [mpirun, "-n", "3", "--allow-run-as-root", "--oversubscribe", sys.executable]
-    done = subprocess.run(
-        [*ranks, "-m", "megatron_deberta", *call, str(tmp_path / "mpi")],
-        capture_output=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    assert b"merge: merge 100%" in done.stderr
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
-        assert main([*call, str(tmp_path / "dask"), "--dask", cluster.scheduler_address]) == 0
-    assert contents(str(tmp_path / "mpi")) == contents(whole)
-    assert contents(str(tmp_path / "dask")) == contents(whole)
-
-
-def test_scan_is_exclusive(parts):
-    shards = [IndexedDataset(prefix) for prefix in parts[0]]
-    sizes = [PartSize(each.num_tokens, each.num_sequences, each.num_documents) for each in shards]
-    layout = ShardLayout(np.uint16, sizes)
-    offset = 0
-    for part, shard in enumerate(shards):
-        assert layout.token_range(part) == (offset, offset + 2 * shard.num_tokens)
-        offset += 2 * shard.num_tokens
-    assert layout.bin_bytes == offset
-    assert layout.total.sequences == sum(shard.num_sequences for shard in shards)
-    assert layout.total.documents == sum(shard.num_documents for shard in shards)
 
 
 def test_command(parts, tmp_path, capsys):
@@ -230,15 +184,6 @@ def test_full_disk_leaves_no_shard(parts, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*.unfinished"))
 
 
-@pytest.mark.slow
-def test_concurrent_merges_to_one_name(parts, tmp_path):
-    output = str(tmp_path / "merged")
-    with JobFolder(output).locked(), pytest.raises(DataError, match="another process works there"):
-        merge_shards(parts[0], output)
-    merge_shards(parts[0], output)
-    assert not list(tmp_path.glob("*.unfinished"))
-
-
 def test_refuses_to_merge_into_an_input(parts):
     with pytest.raises(ConfigError, match="is one of the inputs"):
         merge_shards(parts[0], parts[0][0], run=RunOptions(force=True))
@@ -271,72 +216,6 @@ def test_an_interrupted_merge_copies_only_what_is_left(parts, tmp_path, monkeypa
     assert [part.name for (part,) in copied] == prefixes[3:]
     assert contents(output) == contents(reference)
     assert not list(tmp_path.glob("*.unfinished"))
-
-
-def test_restart_discards_another_merge(parts, tmp_path):
-    prefixes, _ = parts
-    output = str(tmp_path / "merged")
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        merge_shards(prefixes, output, run=RunOptions(advance=stop))
-    call = ["merge", *prefixes[:2], "--output", output, "--workers", "0"]
-    assert main(call) == 2
-    assert main([*call, "--restart"]) == 0
-    assert not list(tmp_path.glob("*.unfinished"))
-
-
-CHILD = """
-import os, sys, time
-import megatron_deberta.data.shards.merge as parts
-import megatron_deberta.data.shards.writer as writer
-from megatron_deberta.text.jobs.executors import RunOptions
-from megatron_deberta.text.merge import merge_shards
-write = writer._write_at
-def slow(*args):
-    time.sleep(0.002)
-    write(*args)
-writer._write_at = slow
-parts._CHUNK_BYTES, parts._COPY_BYTES = 500, 1
-writer._CHUNK_BYTES, writer._CHUNK_ROWS = 500, 50
-replace = os.replace
-def wait(*names):
-    time.sleep(0.02)
-    replace(*names)
-os.replace = wait
-print("go", flush=True)
-merge_shards(sys.argv[2:], sys.argv[1])
-"""
-
-
-def test_killed_merge_leaves_no_shard_and_the_next_one_goes_on(parts, tmp_path):
-    prefixes, _ = parts
-    reference = str(tmp_path / "reference")
-    merge_shards(prefixes, reference)
-    output = str(tmp_path / "merged")
-    draw = random.Random(5)
-    killed = 0
-    for _ in range(KILLS):
-        child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, output, *prefixes], stdout=subprocess.PIPE
-        )
-        assert child.stdout is not None
-        assert child.stdout.readline() == b"go\n"
-        time.sleep(draw.uniform(0, 0.8))
-        child.send_signal(signal.SIGKILL)
-        killed += child.wait() == -signal.SIGKILL
-        child.stdout.close()
-        if os.path.exists(f"{output}.idx"):
-            assert contents(output) == contents(reference)
-        if os.path.exists(f"{output}.unfinished") or not os.path.exists(f"{output}.idx"):
-            merge_shards(prefixes, output)
-        assert contents(output) == contents(reference)
-        assert not list(tmp_path.glob("*.unfinished"))
-        for end in (".idx", ".bin", ".manifest.json"):
-            os.unlink(output + end)
-    assert killed
 
 
 def test_counts_of_the_input_add_up(parts, tmp_path):

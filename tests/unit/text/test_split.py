@@ -8,8 +8,8 @@ import pytest
 
 from megatron_deberta.cli.main import main
 from megatron_deberta.errors import ConfigError, DataError
-from megatron_deberta.text.deduplicate.settings import Settings
 from megatron_deberta.text.deduplicate.shingles import digest_of
+from megatron_deberta.text.deduplicate.sign import Settings
 from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.readers.checks import SIDES
 from megatron_deberta.text.readers.records import ReadOptions
@@ -52,20 +52,22 @@ def test_five_percent_on_average(many, tmp_path):
     assert train == sorted(train)
 
 
-@pytest.mark.parametrize("command", ["split", "deduplicate"])
+@pytest.mark.parametrize("command", ["split", "deduplicate", "preprocess"])
 def test_array_task_that_is_not_the_last_says_that_nothing_is_published(
-    command, many, tmp_path, capsys
+    command, many, tokenizer_dir, tmp_path, capsys
 ):
     output = tmp_path / "out"
     arguments = [command, "--input", *many, "--output", str(output), "--workers", "0"]
+    arguments += ["--tokenizer", tokenizer_dir] if command == "preprocess" else []
     with JobFolder(output).locked(shared=True):
         assert main([*arguments, "--array-task", "0/2"]) == 0
         said = f"{output}: this task is done, but nothing is published yet"
         assert said in capsys.readouterr().out
-        assert not output.exists()
+        assert [path.name for path in tmp_path.glob("out*")] == ["out.unfinished"]
     assert main([*arguments, "--array-task", "1/2"]) == 0
-    assert f"{output}: 4,000 documents" in capsys.readouterr().out
-    assert (output / "summary.json").exists()
+    assert ": 4,000 documents" in capsys.readouterr().out
+    assert not (tmp_path / "out.unfinished").exists()
+    assert list(tmp_path.glob("out*"))
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone"])

@@ -20,10 +20,10 @@ from tokenizers import models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from megatron_deberta.data.shards.format import dtype_for_vocab
+from megatron_deberta.text.preprocess.encoding import fast_bpe_encoder, sentencepiece_encoder
 from megatron_deberta.text.preprocess.pipeline import preprocess
 from megatron_deberta.text.readers.sources import find_sources
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer, loading
-from megatron_deberta.tokenizer.batch_encoders import fast_bpe_encoder, sentencepiece_encoder
 from megatron_deberta.tokenizer.loading import sentencepiece_tokenizer
 from megatron_deberta.tokenizer.training import train_sentencepiece
 from tests.support.tiny_models import sentencepiece_model

@@ -23,8 +23,8 @@ from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine.base import Engine
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import ConfigError
+from megatron_deberta.evaluate.validation import evaluate
 from megatron_deberta.objectives import build_objective
-from megatron_deberta.train.evaluate import evaluate
 from megatron_deberta.train.step import TrainStep
 from tests.support.autoregressive import as_causal
 from tests.unit.train.test_step import CONFIG, part, rows

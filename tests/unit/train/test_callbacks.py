@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from megatron_deberta.checkpoint.background import Saved
+from megatron_deberta.checkpoint.saver import Saved
 from megatron_deberta.config.schema import (
     CheckpointConfig,
     GuardConfig,
@@ -21,12 +21,12 @@ from megatron_deberta.config.schema import (
 )
 from megatron_deberta.engine.base import StepOutcome
 from megatron_deberta.errors import CheckpointError, ReplicaError
+from megatron_deberta.evaluate.selection import SCORE, Selection
+from megatron_deberta.evaluate.validation import Evaluation
 from megatron_deberta.observe.metrics import RecordKind
 from megatron_deberta.observe.throughput import StepWork
 from megatron_deberta.train import trainer as trainer_module
 from megatron_deberta.train.callbacks import LogMetrics, PeriodicEvaluation, SaveCheckpoints
-from megatron_deberta.train.evaluate import Evaluation
-from megatron_deberta.train.selection import SCORE, Selection
 from megatron_deberta.train.stability.guard import Guard
 from megatron_deberta.train.start import Identity
 from megatron_deberta.train.state import Ending, StepResult, TrainState

@@ -30,10 +30,10 @@ from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.parallelize.build import uses_fusion
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine.factory import build_engine
+from megatron_deberta.evaluate.validation import evaluate
 from megatron_deberta.model import DropoutSeeds, fused
 from megatron_deberta.objectives import build_objective
-from megatron_deberta.ops import kernel_support
-from megatron_deberta.train.evaluate import evaluate
+from megatron_deberta.ops import triton as triton_kernels
 from megatron_deberta.train.step import TrainStep
 from tests.support.labelled import labelled_rows, labelled_run
 
@@ -179,7 +179,7 @@ def reduced(config: RunConfig) -> RunConfig:
 def test_fine_tuning_compiles_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rows have hundreds of lengths, so ``parallel.fuse: auto`` is off even on a GPU."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(kernel_support, "find_spec", lambda _: object())
+    monkeypatch.setattr(triton_kernels, "TRITON_INSTALLED", True)
     gpu, run = torch.device("cuda"), RunConfig()
     assert uses_fusion(run, gpu)
     assert not uses_fusion(replace(run, finetune=replace(run.finetune, task=str(path))), gpu)

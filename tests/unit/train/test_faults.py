@@ -11,23 +11,22 @@ import pytest
 import torch
 from rich.console import Console
 
-from megatron_deberta.cluster.bad_nodes import BadNodes
 from megatron_deberta.cluster.run_lock import RunLock
-from megatron_deberta.cluster.slurm.history import FILE_NAME, JobHistory
+from megatron_deberta.cluster.slurm.history import FILE_NAME, BadNodes, JobHistory
 from megatron_deberta.config.schema import CheckpointConfig, RunConfig, TrainConfig
-from megatron_deberta.distributed.parallelize.spec import ParameterSpec
+from megatron_deberta.distributed.parallelize.plan import ParameterSpec
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.observe.metrics import read_metrics
 from megatron_deberta.train.records import RunRecords
 from megatron_deberta.train.setup import choose_background_saves
-from megatron_deberta.train.stability.faults import FaultReports
+from megatron_deberta.train.stability.rerun import FaultReports
 from megatron_deberta.train.stability.verdict import Kind, Place, Verdict
 
 GROUPS = single_process_groups(torch.device("cpu"))
 PLACE = Place(3, "node7", "cuda:1")
 
 
-@pytest.mark.parametrize(("kind", "excluded"), [("lasting", ["node7"]), ("passing", [])])
+@pytest.mark.parametrize(("kind", "excluded"), [("persistent", ["node7"]), ("transient", [])])
 def test_verdict_is_recorded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Kind, excluded: list[str]
 ) -> None:

@@ -25,7 +25,7 @@ from megatron_deberta.config.schema import (
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
-from megatron_deberta.engine import deepspeed_step
+from megatron_deberta.engine import deepspeed_patches
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.train.setup import DTYPES
@@ -108,7 +108,7 @@ def test_steps_dispatch_the_same(
     engine_name: Any, dtype: Any, stage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While learning rate, loss scale and norm change; with the clipping of GPUs, if there is."""
-    monkeypatch.setattr(deepspeed_step, "can_fold", lambda *_: True)
+    monkeypatch.setattr(deepspeed_patches, "can_fold", lambda *_: True)
     # Stage 0 and the plain engine, which train on no GPU in 16 bits, clip by a number of the host.
     clip = 1e-3 if stage else 0.0
     config = RunConfig(

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron_deberta.checkpoint import store
 from megatron_deberta.checkpoint.layout import CheckpointMetadata
-from megatron_deberta.checkpoint.parts import open_part
 from megatron_deberta.checkpoint.reader import CheckpointReader, Slice
+from megatron_deberta.checkpoint.views import open_part
 from megatron_deberta.config import config_to_dict, validate
 from megatron_deberta.config.schema import (
     DataConfig,
@@ -29,12 +29,14 @@ from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine.base import Engine
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.evaluate.validation import evaluate
 from megatron_deberta.model import DropoutSeeds, RuntimeOptions
 from megatron_deberta.model.replaced_tokens import DELTA, DISCRIMINATOR, GENERATOR, TOKENS
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.objectives.rtd import ReplacedTokenModel, fill
-from megatron_deberta.train.evaluate import evaluate
 from megatron_deberta.train.step import TrainStep
+from tests.support.checkpoints import save_state
+from tests.support.toy_engine import states
 from tests.unit.train.test_step import CONFIG, part, rows
 
 GROUPS = single_process_groups(torch.device("cpu"))
@@ -133,7 +135,7 @@ def saved(run_dir: Path, model: ShardedModel, engine: Engine) -> Path:
         tokenizer_fingerprint="",
         tokenizer_path="",
     )
-    return store.save(run_dir, engine, model.specs, GROUPS, metadata)
+    return save_state(run_dir, engine, model.specs, GROUPS, metadata)
 
 
 @MODES
@@ -146,14 +148,14 @@ def test_resumed_run_is_bit_identical(tmp_path: Path, config: RunConfig) -> None
     again = start(config)
     store.load(CheckpointReader(path), again[1], again[0].specs)
     assert first + losses(again[2], range(3, 5)) == expected
-    pairs = zip(whole[1].gather_states(), again[1].gather_states(), strict=True)
+    pairs = zip(states(whole[1]).items(), states(again[1]).items(), strict=True)
     for (name, theirs), (_, ours) in pairs:
         assert torch.equal(theirs.weight, ours.weight), name
         assert torch.equal(theirs.exp_avg_sq, ours.exp_avg_sq), name
 
 
 def weights_of(engine: Engine) -> dict[str, Tensor]:
-    return {name: state.weight.clone() for name, state in engine.gather_states()}
+    return {name: state.weight.clone() for name, state in states(engine).items()}
 
 
 @MODES
@@ -222,7 +224,7 @@ def test_checkpoint_holds_both_models(tmp_path: Path) -> None:
     model, engine, take_step = start()
     losses(take_step, range(2))
     reader = CheckpointReader(saved(tmp_path, model, engine))
-    weights = {name: state.weight for name, state in engine.gather_states()}
+    weights = {name: state.weight for name, state in states(engine).items()}
     delta = weights[DISCRIMINATOR + DELTA]
     assert delta.any()
     config, generator = open_part(reader, RTD.model, "generator")

@@ -118,7 +118,7 @@ def test_weights_that_are_missing_damaged_or_of_another_model(tmp_path: Path) ->
         start_of(run_config(tmp_path / "run", load_from=str(tmp_path / "nowhere")))
     path = imported(tmp_path / "release")
     config = run_config(tmp_path / "run", load_from=str(path))
-    with pytest.raises(CheckpointError, match=r"model\.p2c_index='paper' .* has 'released'"):
+    with pytest.raises(CheckpointError, match=r"model\.p2c_index='paper' .* has 'microsoft'"):
         start_of(replace(config, model=ModelConfig(p2c_index="paper")))
     next(path.glob("*.safetensors")).write_bytes(b"")
     with pytest.raises(CheckpointError, match="damaged"):

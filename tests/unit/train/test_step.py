@@ -24,13 +24,14 @@ from megatron_deberta.distributed.topology import ProcessGroups, single_process_
 from megatron_deberta.engine.base import Engine, ReadNorm, StepOutcome
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import NumericsError
+from megatron_deberta.evaluate.validation import evaluate
 from megatron_deberta.model import DropoutSeeds
 from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.objectives import LossSums, ModelLosses, build_objective
-from megatron_deberta.train.evaluate import evaluate
 from megatron_deberta.train.step import TrainStep
 from tests.support.tiny_models import V2
 from tests.support.tolerances import FP32_MODULE
+from tests.support.toy_engine import states
 
 GROUPS = single_process_groups(torch.device("cpu"))
 CONFIG = RunConfig(
@@ -80,7 +81,7 @@ def trained(split: Sequence[tuple[int, int]]) -> tuple[list[float], dict[str, Te
     for number in range(3):
         batch = rows(4 * number)
         losses.append(step(number, [part(batch, *bounds) for bounds in split]).loss)
-    return losses, {name: state.weight for name, state in engine.gather_states()}
+    return losses, {name: state.weight for name, state in states(engine).items()}
 
 
 @pytest.mark.parametrize("split", [[(0, 2), (2, 4)], [(0, 1), (1, 4)], [(3, 4), (0, 3)]])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_deberta.checkpoint.background import Saved
+from megatron_deberta.checkpoint.saver import Saved
 from megatron_deberta.config.schema import CheckpointConfig, RunConfig, TrainConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.errors import CheckpointError

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 
 from megatron_deberta.errors import ConfigError
-from megatron_deberta.text.deduplicate.candidates import (
+from megatron_deberta.text.deduplicate.pairs import (
     WINDOW,
     crowded_buckets,
+    jaccard_of,
     num_parts,
     pair_up,
     sort_buckets,
 )
-from megatron_deberta.text.deduplicate.compare import jaccard_of
-from megatron_deberta.text.deduplicate.settings import PERMUTATIONS, Settings, recall
+from megatron_deberta.text.deduplicate.sign import PERMUTATIONS, Settings, recall
 
 
 def pairs_of(keys, documents):

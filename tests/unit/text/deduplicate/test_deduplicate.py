@@ -18,11 +18,11 @@ import zstandard
 from megatron_deberta.cli.main import main
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.planning.text_jobs import Sample, describe_needs, needs, sample
-from megatron_deberta.text.deduplicate import compare, sign, work
-from megatron_deberta.text.deduplicate.settings import Settings
-from megatron_deberta.text.deduplicate.units import plan_units
+from megatron_deberta.text.deduplicate import pairs, sign
+from megatron_deberta.text.deduplicate.sign import Settings
+from megatron_deberta.text.jobs import stages
 from megatron_deberta.text.jobs.folder import JobFolder
-from megatron_deberta.text.preprocess.units import UNIT_BYTES
+from megatron_deberta.text.jobs.units import UNIT_BYTES, plan_units
 from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import find_sources
 from tests.support.duplicates import (
@@ -86,11 +86,11 @@ def test_nothing_depends_on_workers_units_or_runs(corpus, tmp_path, monkeypatch)
     run(corpus, tmp_path / "two", workers=2)
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
     monkeypatch.setattr(sign, "_RUN_DOCUMENTS", 7)
-    monkeypatch.setattr(compare, "_PAIRS_AT_ONCE", 5)
-    monkeypatch.setattr(compare, "_PAIRS_WAITING", 5)
+    monkeypatch.setattr(pairs, "_PAIRS_AT_ONCE", 5)
+    monkeypatch.setattr(pairs, "_PAIRS_WAITING", 5)
     run(corpus, tmp_path / "runs")
     assert contents(tmp_path / "one") == contents(tmp_path / "runs")
-    monkeypatch.setattr("megatron_deberta.text.deduplicate.candidates.PART_DOCUMENTS", 130)
+    monkeypatch.setattr("megatron_deberta.text.deduplicate.pairs.PART_DOCUMENTS", 130)
     run(corpus, tmp_path / "units", unit_bytes=40_000)
     for name in ("removed.jsonl", "clusters.npy"):
         assert contents(tmp_path / "one")[name] == contents(tmp_path / "units")[name]
@@ -264,7 +264,7 @@ def test_another_plan_does_not_take_over_unfinished_work(corpus, tmp_path, monke
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("megatron_deberta.text.deduplicate.pipeline.gather_output", stop)
+    monkeypatch.setattr("megatron_deberta.text.deduplicate.pipeline._gather", stop)
     with pytest.raises(KeyboardInterrupt):
         run(corpus, tmp_path / "out")
     assert unfinished_folder(tmp_path / "out").exists()
@@ -349,23 +349,11 @@ def test_nothing_to_read(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def exit_hard(*_: object) -> None:
-    os._exit(9)
-
-
-def test_dead_worker_is_an_error_not_a_hang(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_deberta.text.deduplicate.pipeline.sign_unit", exit_hard)
-    with pytest.raises(DataError, match="worker process died"):
-        run(corpus, tmp_path / "out", workers=1)
-    monkeypatch.undo()
-    assert run(corpus, tmp_path / "out")["kept"] == 160
-
-
 def test_full_disk_is_one_line(corpus, tmp_path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(work, "fsync_path", full)
+    monkeypatch.setattr(stages, "fsync_path", full)
     with pytest.raises(DataError, match="No space left on device; is the disk full"):
         run(corpus, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -374,9 +362,9 @@ def test_full_disk_is_one_line(corpus, tmp_path, monkeypatch):
 def test_units_cover_the_files_once(corpus):
     sources = find_sources(corpus)
     assert len(plan_units(sources, UNIT_BYTES)) == 1
-    pieces = [piece for unit in plan_units(sources, 5_000) for piece in unit]
+    ranges = [each for unit in plan_units(sources, 5_000) for each in unit.ranges]
     for number in range(3):
-        mine = [piece for piece in pieces if piece.source == number]
+        mine = [each for each in ranges if each.source == number]
         assert mine[0].begin == 0
         assert all(a.end == b.begin for a, b in zip(mine, mine[1:], strict=False))
         assert mine[-1].end > sources[number].size_bytes
@@ -404,19 +392,6 @@ def test_the_time_is_divided_by_nodes_and_workers(corpus, tmp_path, capsys):
         parallel = needed.processor_seconds - needed.serial_seconds
         minutes = (parallel / (64 * nodes) + needed.serial_seconds) / 60
         assert f"; {minutes:,.1f} minutes with" in described
-
-
-def test_the_formula_gives_what_was_measured():
-    path = Path(__file__).parents[4] / "benchmarks" / "results" / "cpu" / "deduplicate.json"
-    measured = json.loads(path.read_text())
-    documents = measured["summary"]["documents"]
-    found = needs(measured["input_bytes"], documents, Settings(), measured["workers"])
-    assert found.processor_seconds == pytest.approx(measured["processor_seconds"], rel=0.2)
-    work_bytes = measured["peak_disk_bytes"] - measured["output_bytes"]
-    # The formula has more near pairs than were planted.
-    assert work_bytes < found.work_bytes < 1.4 * work_bytes
-    assert measured["peak_memory_bytes"] < found.memory_bytes < 1.3 * measured["peak_memory_bytes"]
-    assert measured["peak_memory_bytes"] < 2 << 30
 
 
 def test_the_last_line_of_a_stage_says_that_it_is_done(corpus, tmp_path, capsys):
@@ -454,7 +429,7 @@ def test_standard_input(corpus, tmp_path, capsys, monkeypatch, command):
     assert parts[0] == parts[1]
     assert read_summary(tmp_path / "out")["sources"] == ["standard input"]
     # It goes on with what a killed run has kept.
-    monkeypatch.setattr("megatron_deberta.text.deduplicate.pipeline._publish", interrupt)
+    monkeypatch.setattr("megatron_deberta.text.jobs.stages._publish", interrupt)
     assert call("--force", "--compress", "gz") == 130
     assert list(unfinished_folder(tmp_path / "out").glob("standard-input-*"))
     monkeypatch.undo()

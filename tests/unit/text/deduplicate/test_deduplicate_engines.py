@@ -13,7 +13,7 @@ import pytest
 
 from megatron_deberta.cli.main import main
 from megatron_deberta.errors import DataError
-from megatron_deberta.text.deduplicate import output
+from megatron_deberta.text.deduplicate import pipeline
 from megatron_deberta.text.jobs.executors import Engine, Share, order_tasks
 from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.jobs.progress import Counts
@@ -25,40 +25,6 @@ def test_processes_change_nothing(corpus: list[str], tmp_path: Path, workers: in
     for count in (0, workers):
         run(corpus, tmp_path / str(count), workers=count, unit_bytes=20_000)
     assert contents(tmp_path / "0") == contents(tmp_path / str(workers))
-
-
-@pytest.mark.slow
-def test_ranks_of_mpirun_change_nothing(corpus: list[str], tmp_path: Path) -> None:
-    call = ["deduplicate", "--input", *corpus, "--output"]
-    assert main([*call, str(tmp_path / "whole"), "--workers", "0"]) == 0
-    mpirun = Path(sys.executable).with_name("mpirun")
-    done = subprocess.run(
-        [
-            str(mpirun), "-n", "4", "--allow-run-as-root", "--oversubscribe",
-            sys.executable, "-m", "megatron_deberta", *call, str(tmp_path / "out"),
-        ],
-        capture_output=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr.decode()
-    assert done.stdout.count(b"240 documents = 160 kept") == 1
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_dask_workers_change_nothing(corpus: list[str], tmp_path: Path) -> None:
-    from distributed import LocalCluster
-
-    call = ["deduplicate", "--input", *corpus, "--output"]
-    assert main([*call, str(tmp_path / "whole"), "--workers", "0"]) == 0
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
-        address = cluster.scheduler_address
-        assert main([*call, str(tmp_path / "out"), "--dask", address]) == 0
-        # Workers that outlive a run do another one.
-        again = [*call, str(tmp_path / "exact"), "--exact-only"]
-        assert main([*again, "--dask", address]) == 0
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    assert main([*again, "--workers", "0", "--force"]) == 0
 
 
 @pytest.mark.parametrize("name", ["sign/000000/digest.raw", "write/000000/kept.jsonl"])
@@ -76,7 +42,7 @@ def test_a_flipped_bit_is_found_before_publishing(
     with monkeypatch.context() as patch:
         if when != "before the check":
             place = "take_parts" if when == "after it" else "concatenate"
-            patch.setattr(output, place, interrupt)
+            patch.setattr(pipeline, place, interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(corpus, tmp_path / "out", advance=stop)
     (path,) = JobFolder(tmp_path / "out").path.glob(f"*/{name}")

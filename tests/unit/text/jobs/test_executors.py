@@ -13,7 +13,7 @@ import pytest
 
 from megatron_deberta.cli.main import main
 from megatron_deberta.errors import DataError
-from megatron_deberta.text.jobs import dask, executors
+from megatron_deberta.text.jobs import executors
 from megatron_deberta.text.jobs.executors import Call, Engine, local_engine, run_calls
 
 
@@ -56,7 +56,7 @@ def test_a_lost_scheduler_is_one_line() -> None:
             raise OSError("Timed out trying to connect")
 
     with pytest.raises(DataError, match="--dask tcp://a:1: the scheduler died"):
-        dask._WorkerCount(Client(), "tcp://a:1")()
+        executors._WorkerCount(Client(), "tcp://a:1")()
 
 
 def test_nothing_waits_for_ever_without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,10 +65,10 @@ def test_nothing_waits_for_ever_without_workers(monkeypatch: pytest.MonkeyPatch)
             return {}
 
     clock = [0.0]
-    monkeypatch.setattr(dask.time, "monotonic", lambda: clock[0])
-    count = dask._WorkerCount(Client(), "tcp://a:1")
+    monkeypatch.setattr(executors.time, "monotonic", lambda: clock[0])
+    count = executors._WorkerCount(Client(), "tcp://a:1")
     assert count() == 0
-    clock[0] = dask._WORKERLESS_SECONDS + 1.0
+    clock[0] = executors._WORKERLESS_SECONDS + 1.0
     with pytest.raises(DataError, match="no worker for 300 s"):
         count()
 
@@ -100,7 +100,7 @@ def test_executors_that_cannot_be_used(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dask, "_CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(executors, "_CONNECT_SECONDS", 0.5)
     assert main(["preprocess", "--input", "a", "--tokenizer", "b", "--output", "c", *options]) == 2
     assert message in capsys.readouterr().err
 

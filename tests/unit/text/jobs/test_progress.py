@@ -17,7 +17,6 @@ from megatron_deberta.text.jobs.executors import RunOptions
 from megatron_deberta.text.jobs.progress import Counts, ProgressDisplay
 from megatron_deberta.text.preprocess.pipeline import preprocess
 from megatron_deberta.text.readers.sources import find_sources
-from megatron_deberta.tokenizer.training import train_sentencepiece
 from tests.support.machine_text import documents
 
 COUNTS = {"text_bytes": 8_000_000, "tokens": 4_000, "quarantined": 2}
@@ -51,13 +50,6 @@ def test_bar_on_a_terminal() -> None:
     assert "deduplicate: sign" in text
     assert "MB/s" in text
     assert text.rindex("100%") > text.rindex(" 0%")
-
-
-@pytest.fixture(scope="module")
-def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = str(tmp_path_factory.mktemp("tokenizer") / "t")
-    train_sentencepiece(documents()[:40], folder, vocab_size=500)
-    return folder
 
 
 @pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.gz"])

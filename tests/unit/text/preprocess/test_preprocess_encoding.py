@@ -12,7 +12,7 @@ from megatron_deberta.text.preprocess import encoding
 from megatron_deberta.text.preprocess.pipeline import preprocess
 from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import find_sources
-from megatron_deberta.tokenizer import batch_encoders, load_tokenizer
+from megatron_deberta.tokenizer import load_tokenizer
 from tests.support import machine_text
 from tests.support.machine_text import documents
 from tests.support.tiny_models import sentencepiece_model
@@ -44,14 +44,14 @@ def test_fast_bpe_gives_the_tokenizers_ids(
 ) -> None:
     path = request.getfixturevalue(kind)
     tokenizer = load_tokenizer(path)
-    fast = batch_encoders.fast_bpe_encoder(tokenizer)
+    fast = encoding.fast_bpe_encoder(tokenizer)
     reference = tokenizer.encode_texts
     assert fast is not None
     hostile = [text for text in machine_text.hostile_lines(2000) if "\0" not in text]
     ends = ["", "a ", "", " ", "  ", "a\u00a0\n", "a \u0301", "a\u2581", "a\u2581 ", "\u2581", ""]
     for text in [*hostile, *ends]:
-        assert batch_encoders.agrees(fast, reference, [text]), ascii(text)
-    assert batch_encoders.agrees(fast, reference, [*documents(), *hostile, *ends, *documents()[:3]])
+        assert encoding.agrees(fast, reference, [text]), ascii(text)
+    assert encoding.agrees(fast, reference, [*documents(), *hostile, *ends, *documents()[:3]])
     sources = find_sources([corpus])
     assert encoding.choose_encoder(tokenizer, sources, ReadOptions()) != reference
     preprocess(sources, path, str(tmp_path / "fast"))
@@ -65,13 +65,13 @@ def test_fast_bpe_gives_the_tokenizers_ids(
 def _grown_mib(fast: encoding.BatchEncoder, batches: int) -> list[int]:
     """Encode words that never come again; by how much the process has grown after each batch."""
     draw = np.random.default_rng(0)
-    begin = batch_encoders._resident_bytes()
+    begin = encoding._resident_bytes()
     grown = []
     for _ in range(batches):
         letters = draw.integers(ord("a"), ord("z") + 1, 2 << 20, dtype=np.uint8)
         letters[::9] = ord(" ")
         fast([letters.tobytes().decode()])
-        grown.append((batch_encoders._resident_bytes() - begin) >> 20)
+        grown.append((encoding._resident_bytes() - begin) >> 20)
     return grown
 
 
@@ -80,19 +80,19 @@ def test_words_without_end_take_bounded_memory(
     gpt2_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = load_tokenizer(gpt2_dir)
-    fast = batch_encoders.fast_bpe_encoder(tokenizer)
+    fast = encoding.fast_bpe_encoder(tokenizer)
     assert fast is not None
     # The library's tables double as they grow, and loading takes some memory for a moment.
-    monkeypatch.setattr(batch_encoders, "CACHE_BYTES", 64 << 20)
+    monkeypatch.setattr(encoding, "CACHE_BYTES", 64 << 20)
     assert max(_grown_mib(fast, 24)) < 220
-    assert batch_encoders.agrees(fast, tokenizer.encode_texts, documents())
+    assert encoding.agrees(fast, tokenizer.encode_texts, documents())
     # Without the bound it grows past that, so the test can fail.
-    monkeypatch.setattr(batch_encoders, "CACHE_BYTES", 1 << 40)
+    monkeypatch.setattr(encoding, "CACHE_BYTES", 1 << 40)
     assert max(_grown_mib(fast, 24)) > 280
 
 
 def test_unigram_vocabularies_go_to_the_tokenizer(tokenizer_dir: str) -> None:
-    assert batch_encoders.fast_bpe_encoder(load_tokenizer(tokenizer_dir)) is None
+    assert encoding.fast_bpe_encoder(load_tokenizer(tokenizer_dir)) is None
 
 
 def test_a_fast_library_that_differs_is_left(

@@ -27,7 +27,6 @@ from megatron_deberta.data.shards.manifest import ShardManifest, read_manifest, 
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.text.jobs import executors
 from megatron_deberta.text.jobs.executors import RunOptions
-from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.preprocess import encoding
 from megatron_deberta.text.preprocess.pipeline import preprocess
 from megatron_deberta.text.readers import reading
@@ -457,6 +456,11 @@ def test_options_that_cannot_be(
         (["--max-document-mb", "inf"], "--max-document-mb: inf must be at least 1e-06"),
         (["--sentences", "english"], "must be a code as en or de"),
         (["--output", f"{tmp_path}/"], "ends without a name"),
+        (["--workers", "-1"], "--workers: -1 must be at least 0"),
+        (
+            ["--max-bad-fraction", "1", "--keys", "a/b"],
+            "--keys 'a/b': cannot be part of a file name",
+        ),
     ):
         assert main([*make, "--output", str(tmp_path / "c"), *change]) == 2
         assert message in capsys.readouterr().err
@@ -501,25 +505,6 @@ def test_array_tasks_share_the_work(corpus: str, tokenizer_dir: str, tmp_path: P
     assert run_cli(*common[3:], "--array-task", "2/2")[0] == 2
 
 
-def test_array_task_that_is_not_the_last_says_that_nothing_is_published(
-    corpus: str, tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "out" / "c"
-    command = [
-        "preprocess", "--input", corpus, "--tokenizer", tokenizer_dir, "--workers", "0",
-        "--output", str(output), "--array-task",
-    ]  # fmt: skip
-    with JobFolder(output).locked(shared=True):
-        assert main([*command, "0/2"]) == 0
-        assert f"{output}: this task is done, but nothing is published yet" in (
-            capsys.readouterr().out
-        )
-        assert not list(output.parent.glob("c_*"))
-    assert main([*command, "1/2"]) == 0
-    assert "documents" in capsys.readouterr().out
-    assert list(output.parent.glob("c_*"))
-
-
 def test_standard_input_and_two_keys(corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:
     build(corpus, tokenizer_dir, tmp_path / "file")
     code, out, err = run_cli(
@@ -533,26 +518,6 @@ def test_standard_input_and_two_keys(corpus: str, tokenizer_dir: str, tmp_path: 
     for end in ("bin", "idx"):
         name = f"c_text_document.{end}"
         assert shards(tmp_path / "stdin")[name] == shards(tmp_path / "file")[name]
-
-
-def test_commands_train_and_preprocess(
-    corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tokenizer, output = str(tmp_path / "tokenizer"), str(tmp_path / "shard" / "c")
-    train = ["train-tokenizer", "--input", corpus, "--output", tokenizer, "--vocab-size"]
-    assert main([*train, "100000"]) == 2
-    assert "at most" in capsys.readouterr().err
-    assert not Path(tokenizer).exists()
-    assert main([*train, "400"]) == 0
-    assert "model.vocab_size=500" in capsys.readouterr().out
-    assert main([*train, "400"]) == 2
-    make = ["preprocess", "--input", corpus, "--tokenizer", tokenizer, "--output", output]
-    assert main([*make, "--workers", "0"]) == 0
-    assert main([*make, "--workers", "0", "--force"]) == 0
-    assert main([*make, "--workers", "-1"]) == 2
-    capsys.readouterr()
-    assert main([*make, "--force", "--max-bad-fraction", "1", "--keys", "a/b"]) == 2
-    assert "--keys 'a/b': cannot be part of a file name" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["train-tokenizer", "deduplicate", "split", "preprocess"])
@@ -574,16 +539,6 @@ def test_a_key_that_no_record_has_is_refused_at_once(
     assert list(tmp_path.iterdir()) == [Path(corpus)]
     assert main([*call, "--keys", "text,,title"]) == 2
     assert "a key is empty" in capsys.readouterr().err
-
-
-def test_keys_are_separated_by_commas_too(
-    corpus: str, tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make = ["preprocess", "--input", corpus, "--tokenizer", tokenizer_dir, "--workers", "0"]
-    assert main([*make, "--output", str(tmp_path / "c"), "--keys", "text,title"]) == 0
-    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == [
-        str(tmp_path / f"c_{key}_document") for key in ("text", "title")
-    ]
 
 
 def test_leave_given_afterwards_says_that_nothing_was_left(

@@ -12,9 +12,9 @@ import pytest
 from megatron_deberta.cli.main import main
 from megatron_deberta.data.shards.manifest import read_manifest
 from megatron_deberta.text.jobs.executors import RunOptions
+from megatron_deberta.text.jobs.units import plan_units, usual_unit_bytes
 from megatron_deberta.text.preprocess import encoding, worker
 from megatron_deberta.text.preprocess.pipeline import preprocess
-from megatron_deberta.text.preprocess.units import plan_segments, usual_unit_bytes
 from megatron_deberta.text.readers.sources import find_sources
 
 
@@ -50,7 +50,7 @@ def test_workers_load_nothing_again(
 def test_units_by_the_size_of_the_input(megabytes: int, unit: int, units: int, corpus: str) -> None:
     source = replace(find_sources([corpus])[0], size_bytes=megabytes << 20)
     assert usual_unit_bytes([source]) == unit << 20
-    assert len(plan_segments([source], unit << 20)) == units
+    assert len(plan_units([source], unit << 20)) == units
 
 
 def test_estimate_is_of_the_tokens_and_the_nodes(

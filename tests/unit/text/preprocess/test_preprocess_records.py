@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_deberta.text.readers import cutting
-from megatron_deberta.text.readers.cutting import RecordReader
-from megatron_deberta.text.readers.reading import DocumentReader
+from megatron_deberta.text.readers import reading
+from megatron_deberta.text.readers.reading import DocumentReader, RecordReader
 from megatron_deberta.text.readers.records import Defect, Document, ReadOptions, parse_records
 from megatron_deberta.text.readers.sources import Source, find_sources
 
@@ -167,7 +166,7 @@ def test_ranges_hold_every_record_once(
     text_mode: str, compressed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_deberta.text.readers.compression.READ_BYTES", 7)
-    monkeypatch.setattr(cutting, "_SKIPPED_BYTES", 16)
+    monkeypatch.setattr(reading, "_SKIPPED_BYTES", 16)
     options = ReadOptions(longest_bytes=30)
     for seed in range(150):
         content = hostile_text(seed)
@@ -213,7 +212,7 @@ def test_what_is_too_long_does_not_depend_on_how_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("megatron_deberta.text.readers.compression.READ_BYTES", read_bytes)
-    monkeypatch.setattr(cutting, "_SKIPPED_BYTES", 7)
+    monkeypatch.setattr(reading, "_SKIPPED_BYTES", 7)
     pieces = [b"x" * size for size in (29, 30, 28, 31, 29, 200)] + [b" " * 31, b"y" * 30]
     for first in range(len(pieces)):
         path = tmp_path / f"{first}.txt"

@@ -21,7 +21,7 @@ import pytest
 import zstandard
 
 from megatron_deberta.errors import ConfigError, DataError
-from megatron_deberta.text.preprocess.units import Piece, plan_segments
+from megatron_deberta.text.jobs.units import FileRange, plan_units
 from megatron_deberta.text.readers.checks import check_input
 from megatron_deberta.text.readers.reading import DocumentReader, read_documents
 from megatron_deberta.text.readers.records import DAMAGED, Defect, Document, ReadOptions
@@ -191,12 +191,12 @@ def test_small_row_groups_are_read_together(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(table(), path, row_group_size=10)
     sources = find_sources([str(path)])
-    (whole,) = plan_segments(sources, 1 << 30)
-    assert whole.pieces == (Piece(0, 0, 100),)
-    pieces = [piece for each in plan_segments(sources, 20_000) for piece in each.pieces]
-    assert 5 < len(pieces) < 100
-    assert [piece.begin for piece in pieces[1:]] == [piece.end for piece in pieces[:-1]]
-    assert (pieces[0].begin, pieces[-1].end) == (0, 100)
+    (whole,) = plan_units(sources, 1 << 30)
+    assert whole.ranges == (FileRange(0, 0, 100),)
+    ranges = [each for unit in plan_units(sources, 20_000) for each in unit.ranges]
+    assert 5 < len(ranges) < 100
+    assert [each.begin for each in ranges[1:]] == [each.end for each in ranges[:-1]]
+    assert (ranges[0].begin, ranges[-1].end) == (0, 100)
 
 
 def test_every_kind_of_text_column_is_text(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Evaluation of models: validation, likelihoods, predictions, selection and comparison."""

@@ -1,1 +1,0 @@
-"""Comparison of two models: significance over examples and over seeds."""

@@ -1,1 +1,0 @@
-"""Hyper-parameter searches: cells of a grid, each a fine-tuning run per seed."""

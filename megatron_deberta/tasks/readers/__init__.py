@@ -1,1 +1,0 @@
-"""Readers of labelled files, and the examples built from their records."""

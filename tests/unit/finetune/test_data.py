@@ -1,0 +1,189 @@
+"""Settings of fine-tuning runs, also for small data of one's own, and the order of examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_deberta.cli.pretrain import describe_run
+from megatron_deberta.config.schema import (
+    FinetuneConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+)
+from megatron_deberta.data import Integers
+from megatron_deberta.errors import ConfigError
+from megatron_deberta.evaluate.models import open_source_model
+from megatron_deberta.finetune.data import EpochOrder, check_warmup
+from megatron_deberta.finetune.settings import (
+    choose_settings,
+    describe_settings,
+    finetune_config,
+    settings_name,
+)
+from megatron_deberta.tasks import load_task
+from megatron_deberta.tasks.task import absolute_task_name
+from tests.support.tiny_task import MODEL, write_task
+
+
+@pytest.mark.parametrize("head", ["classification", "regression", "spans", "tokens", "choices"])
+def test_custom_tasks_use_the_usual_settings_and_not_a_search_space(head: str) -> None:
+    task = load_task(f"custom_{head}")
+    chosen = choose_settings(task, ModelConfig())
+    assert chosen == task.settings["default"]
+    assert chosen["optimizer.warmup_fraction"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("task", "hidden_size", "name"),
+    [
+        ("wnut17", 768, "default"),
+        ("policyqa", 768, "default"),
+        ("policyqa", 1024, "default"),
+        ("wnut17", 1536, "default"),
+        ("mrpc", 768, "release_base"),
+        ("mrpc", 1024, "release_large"),
+        # The release's for another size are worse than the paper's for this one.
+        ("mrpc", 1536, "paper_1.5b"),
+    ],
+)
+def test_the_settings_of_a_run_are_those_that_the_task_names(
+    task: str, hidden_size: int, name: str
+) -> None:
+    model = ModelConfig(hidden_size=hidden_size)
+    assert settings_name(load_task(task), model) == name
+
+
+def test_the_settings_and_their_values_are_named() -> None:
+    task, model = load_task("wnut17"), ModelConfig()
+    config = RunConfig(
+        model=ModelConfig(head_dropout=0.1),
+        train=TrainConfig(global_batch_size=32),
+        optimizer=OptimizerConfig(learning_rate=3e-5, warmup_fraction=0.1, warmup_steps=0),
+        finetune=FinetuneConfig(epochs=10),
+    )
+    assert describe_settings(task, model, "", config) == (
+        "settings of task wnut17: default: optimizer.learning_rate=3e-05, "
+        "optimizer.warmup_fraction=0.1, train.global_batch_size=32 (replaces 16), "
+        "finetune.epochs=10, model.head_dropout=0.1"
+    )
+    line = describe_settings(task, model, "paper_base", config)
+    assert line.startswith("settings of task wnut17: paper_base: ")
+    assert "optimizer.learning_rate=3e-05 (replaces 1.5e-05)" in line
+    assert "train.global_batch_size=32 (replaces 16)" in line
+    assert describe_settings(task, model, "none", config) == "settings of task wnut17: none"
+
+
+def test_paths_of_a_run_are_absolute_but_packaged_names_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert absolute_task_name("sst2") == "sst2"
+    assert absolute_task_name("configs/tasks/sst2.yaml") == "configs/tasks/sst2.yaml"
+    assert absolute_task_name("own.yaml") == str(tmp_path / "own.yaml")
+
+
+def test_a_warm_up_longer_than_the_epochs_names_the_remedy() -> None:
+    config = RunConfig(train=TrainConfig(steps=12), optimizer=OptimizerConfig(warmup_steps=500))
+    message = (
+        r"warmup_steps=500 exceeds the 12 steps of finetune\.epochs=6 of 64 examples; published "
+        r"settings .* add optimizer\.warmup_fraction=0\.1"
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_warmup(config, "finetune.epochs=6 of 64 examples")
+    share = replace(config.optimizer, warmup_fraction=0.1)
+    check_warmup(replace(config, optimizer=share), "")
+
+
+SETTINGS = """
+default_settings: published
+settings: {published: {optimizer.warmup_steps: 500, finetune.epochs: 5,
+  train.global_batch_size: 4}}
+"""
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Callable[..., RunConfig]:
+    """Return the config of a run of 37 examples whose published warm-up is 500 steps."""
+    data = write_task(tmp_path / "data")
+    task = data / "task.yaml"
+    task.write_text(task.read_text() + SETTINGS)
+    model = open_source_model(MODEL)
+    return lambda *overrides: finetune_config(str(task), model, str(data), overrides)
+
+
+def test_published_warmup_shrinks_with_the_run(
+    published: Callable[..., RunConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert published("train.steps=60").optimizer.warmup_steps == 6
+    assert "warmup_steps=6 instead of the published 500, since the run has 60" in caplog.text
+    # 5 epochs of 10 steps
+    assert published().optimizer.warmup_steps == 5
+    assert published("finetune.epochs=50").optimizer.warmup_steps == 500
+    assert published("train.steps=500").optimizer.warmup_steps == 500
+    assert (
+        published("train.steps=60", "optimizer.warmup_fraction=0.2").optimizer.warmup_steps == 500
+    )
+    with pytest.raises(ConfigError, match=r"optimizer\.warmup_steps=70 exceeds train\.steps=60"):
+        published("train.steps=60", "optimizer.warmup_steps=70")
+
+
+def test_dry_run_has_the_steps_of_the_epochs(
+    published: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its run folder is relative.
+    monkeypatch.chdir(tmp_path)
+    config = published("train.device=cpu")
+    assert config.train.steps == RunConfig().train.steps
+    text = describe_run(config)
+    assert "; 50 steps = 5 epochs\n" in text
+    assert "steps: 50\n" in text
+    assert "eval_every: 10\n" in text
+    assert "100,000" not in text
+    assert not Path(config.train.run_dir).exists()
+    assert "; 7 steps\n" in describe_run(published("train.steps=7", "train.device=cpu"))
+
+
+LENGTHS: Integers = np.random.default_rng(0).integers(3, 60, 1003)
+
+
+def order(*, by_length: bool = True, seed: int = 1) -> EpochOrder:
+    return EpochOrder(LENGTHS, 8, seed, by_length=by_length)
+
+
+@pytest.mark.parametrize("by_length", [True, False])
+def test_every_example_once_per_epoch(by_length: bool) -> None:
+    examples = order(by_length=by_length)
+    assert examples.steps_per_epoch == 126
+    epochs = [examples.examples(range(e * 1008, (e + 1) * 1008)) for e in range(2)]
+    for epoch in epochs:
+        assert sorted(epoch) == [-1] * 5 + list(range(1003))
+    assert not np.array_equal(*epochs)
+    # Missing examples are in one batch.
+    assert len({i // 8 for i in np.flatnonzero(epochs[0] < 0)}) == 1
+
+
+def test_order_is_a_function_of_seed_and_index() -> None:
+    whole = order().examples(range(2016))
+    pieces = [order().examples([index])[0] for index in (2015, 3, 1500, 800)]
+    assert pieces == [whole[index] for index in (2015, 3, 1500, 800)]
+    assert not np.array_equal(order(seed=2).examples(range(64)), whole[:64])
+
+
+def test_batches_by_length_have_little_padding_and_random_order() -> None:
+    def padding(found: Integers) -> float:
+        batches = [LENGTHS[batch[batch >= 0]] for batch in found.reshape(-1, 8)]
+        return sum(len(b) * b.max() - b.sum() for b in batches) / LENGTHS.sum()
+
+    grouped = order().examples(range(1008))
+    assert padding(grouped) < 0.05 < 0.4 < padding(order(by_length=False).examples(range(1008)))
+    longest = [LENGTHS[batch].max() for batch in grouped.reshape(-1, 8)]
+    rises = sum(later > earlier for earlier, later in pairwise(longest))
+    assert 40 < rises < 86
