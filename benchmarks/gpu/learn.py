@@ -16,7 +16,7 @@ from benchmarks.lib.shards import prepare_shards
 
 SMALL_RUN = """
 base: {base}
-train: {{steps: 8, eval_every: 4, eval_steps: 2, device: {device}}}
+train: {{steps: 8, eval_every: 4, eval_batches: 2, device: {device}}}
 checkpoint: {{save_every: 4}}
 optimizer: {{warmup_steps: 1}}
 """

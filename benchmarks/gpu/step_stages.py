@@ -34,8 +34,8 @@ RESUMED = train.Size(
     60,
     (
         "model.vocab_size=8200 precision.dtype=bf16 train.global_batch_size=64 "
-        "train.micro_batch_size=64 checkpoint.save_every=20 train.eval_every=0 train.eval_steps=2 "
-        "optimizer.warmup_steps=5"
+        "train.micro_batch_size=64 checkpoint.save_every=20 train.eval_every=null "
+        "train.eval_batches=2 optimizer.warmup_steps=5"
     ),
     -0.3,  # sixty steps learn little more than frequencies
 )

@@ -70,7 +70,7 @@ SMALL = Size(
     (
         f"{SMALL_MODEL} data.sequence_length=64 optimizer.learning_rate=5.0e-3 "
         "optimizer.warmup_steps=5 train.global_batch_size=8 train.micro_batch_size=8 "
-        "checkpoint.save_every=20 train.eval_every=0 train.eval_steps=2"
+        "checkpoint.save_every=20 train.eval_every=null train.eval_batches=2"
     ),
     -0.3,  # sixty steps learn little more than frequencies
 )

@@ -46,8 +46,8 @@ STARTS = ("pretrained", "random")
 COMMON = (
     "precision.engine=plain", "precision.dtype=fp32", "precision.zero_stage=0",
     "parallel.tensor_parallel_size=1", "parallel.sequence_parallel=false",
-    "train.device=cpu", "train.eval_every=0", "finetune.validations_per_epoch=0",
-    "finetune.keep_best=false", "checkpoint.save_every=0", "checkpoint.keep_every=0",
+    "train.device=cpu", "train.eval_every=null", "finetune.validations_per_epoch=null",
+    "finetune.keep_best=false", "checkpoint.save_every=null", "checkpoint.keep_every=null",
     "optimizer.learning_rate=3e-4", "optimizer.warmup_steps=0", "optimizer.warmup_fraction=0.1",
     "model.hidden_dropout=0.1", "model.attention_dropout=0.1", "log.tensorboard=false",
 )  # fmt: skip

@@ -51,7 +51,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "rate 1e-3": ("optimizer.learning_rate=1e-3",),
     "initial range 0.04": ("model.initializer_range=0.04",),
     "no mask decoder": ("model.mask_decoder_passes=0", "model.absolute_positions=none"),
-    "no convolution": ("model.conv_kernel_size=0",),
+    "no convolution": ("model.conv_kernel_size=null",),
     "mask 30 %": ("objective.mask_probability=0.3",),
     "2 layers of 384": WIDE,
     "2 layers of 384, mask 30 %": (*WIDE, "objective.mask_probability=0.3"),

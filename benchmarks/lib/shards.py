@@ -31,7 +31,7 @@ class Shards:
             f"precision.dtype={'fp32' if device == 'cpu' else 'bf16'}",
             f"train.global_batch_size={rows}",
             *("data.validation_fraction=0", "parallel.recompute=none"),
-            *("cluster.nodes=0", "cluster.ranks_per_node=0"),
+            *("cluster.nodes=null", "cluster.ranks_per_node=null"),
         ]
 
 

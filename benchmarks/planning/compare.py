@@ -82,7 +82,7 @@ CASES: dict[str, dict[str, tuple[str, ...]]] = {
         "no vocabulary left": (*SPLIT, "model.vocab_size=130"),
         "RoBERTa, sequence parallel": (
             *SEQUENCE, "model.position_terms=none", "model.mask_decoder_passes=0",
-            "model.absolute_positions=input", "model.conv_kernel_size=0",
+            "model.absolute_positions=input", "model.conv_kernel_size=null",
         ),
         "classification": CLASSES,
         "classification, tensor parallel": (*CLASSES, *SPLIT),

@@ -36,8 +36,7 @@ from benchmarks.lib.measuring import read_json, write_json
 from benchmarks.lib.provenance import ROOT, provenance, version
 from benchmarks.lib.stock import copy_from_stock, stock_config
 from benchmarks.step.finetune_sides import CPU, STOCK, Rows, Work, collate, train_ours, train_stock
-from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.config.task_head import with_task_head
+from megatron_deberta.config.schema import ModelConfig, with_task_head
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.evaluate.splits import TaskRows, class_names

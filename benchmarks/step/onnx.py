@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.lib.provenance import provenance, version
-from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.config.task_head import with_task_head
+from megatron_deberta.config.schema import ModelConfig, with_task_head
 from megatron_deberta.evaluate.predict import compare_accuracy
 from megatron_deberta.files import write_atomically
 from megatron_deberta.hf.config import SpecialIds, choose_model_type

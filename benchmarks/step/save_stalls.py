@@ -56,7 +56,7 @@ def config_of(hidden_size: int, layers: int) -> RunConfig:
         model=ModelConfig(
             num_layers=layers, hidden_size=hidden_size, num_heads=4, vocab_size=256,
             ffn_hidden_size=4 * hidden_size, max_position_embeddings=LENGTH,
-            max_relative_positions=LENGTH, position_buckets=0, conv_kernel_size=3,
+            max_relative_positions=LENGTH, position_buckets=None, conv_kernel_size=3,
         ),
         parallel=ParallelConfig(tensor_parallel_size=TP_SIZE),
         optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=4),

@@ -53,8 +53,8 @@ SLURM_CODE = (
 LAYOUT_MOVES_CODE = (*_packages(_LAYOUTS), "tests/faults/layout_moves.py")
 TEXT_KILLS_CODE = (
     *_packages((
-        "cli/deduplicate.py", "cli/preprocess.py",
-        "cli/text_job.py", "data/arrays.py", "data/shards", "errors.py", "files.py", "hashing.py",
+        "cli/deduplicate.py", "cli/preprocess.py", "cli/text_job.py",
+        "data/__init__.py", "data/shards", "errors.py", "files.py", "hashing.py",
         "parsing.py", "processes.py", "text", "tokenizer",
     )),
     "tests/faults/injection", "tests/faults/text_kills.py",

@@ -11,8 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_deberta.checkpoint.layout import KINDS
 from megatron_deberta.config import config_from_dict, config_to_dict
-from megatron_deberta.config.phases import PHASE_KEYS, segment_at
-from megatron_deberta.config.schema import LANGUAGE_MODEL_HEADS, ClusterConfig, RunConfig
+from megatron_deberta.config.phases import segment_at
+from megatron_deberta.config.schema import (
+    LANGUAGE_MODEL_HEADS,
+    PHASE_KEYS,
+    ClusterConfig,
+    RunConfig,
+)
 from megatron_deberta.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -43,7 +48,7 @@ FREE = _keys(
     guard="max_rollbacks replica_check_every rerun",
     checkpoint="save_every keep_last keep_every asynchronous local_every local_dir on_failure "
     "resume load_from extend_positions continue_from verify",
-    train="micro_batch_size device run_dir exit_step eval_every eval_steps "
+    train="micro_batch_size device run_dir exit_step eval_every eval_batches "
     "blimp_every blimp_data blimp_pairs",
     log="every tensorboard wandb samples level",
     cluster=" ".join(field.name for field in fields(ClusterConfig)),

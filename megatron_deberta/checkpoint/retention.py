@@ -29,24 +29,24 @@ class Retention:
     """Which checkpoints are kept.
 
     Attributes:
-        keep_last: number of newest checkpoints kept; 0: all.
-        keep_every: keep checkpoints of steps divisible by this; 0: none.
+        keep_last: number of newest checkpoints kept; None: all.
+        keep_every: keep checkpoints of steps divisible by this; None: none.
         best_step: keep the checkpoint of this step, which has the best validation score.
         last_good_step: keep the newest checkpoint up to this step, as a target for rollbacks.
     """
 
-    keep_last: int = 0
-    keep_every: int = 0
+    keep_last: int | None = None
+    keep_every: int | None = None
     last_good_step: float = math.inf
     best_step: int | None = None
 
     def expired(self, steps: list[int]) -> list[int]:
         """Return the steps whose checkpoints are to be deleted, given all steps (ascending)."""
-        if not self.keep_last:
+        if self.keep_last is None:
             return []
         good = [step for step in steps if step <= self.last_good_step]
         kept = {*steps[-self.keep_last :], *good[-1:], self.best_step}
-        if self.keep_every:
+        if self.keep_every is not None:
             kept.update(step for step in steps if step % self.keep_every == 0)
         return [step for step in steps if step not in kept]
 

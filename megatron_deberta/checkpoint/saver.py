@@ -42,13 +42,13 @@ FREE_SHARE = 0.5
 _TAG = 1
 
 
-def state_bytes(ema_decay: float) -> int:
+def state_bytes(ema_decay: float | None) -> int:
     """Return the bytes per parameter of a checkpoint: fp32 weight, moments and moving average.
 
     Args:
-        ema_decay: ``optimizer.ema_decay``; 0: there is no average.
+        ema_decay: ``optimizer.ema_decay``; None: there is no average.
     """
-    return 4 * (len(KINDS) + (ema_decay > 0))
+    return 4 * (len(KINDS) + (ema_decay is not None))
 
 
 def copy_bytes(num_bytes: int, dp_size: int, zero_stage: int) -> int:

@@ -242,6 +242,6 @@ def with_current_names(arguments: Sequence[str], program: str) -> list[str]:
 def shard_names(args: argparse.Namespace, *, each_once: bool = True) -> list[str]:
     """Return the prefixes of the shards named on the command line."""
     # Imported here because it imports NumPy.
-    from megatron_deberta.data.shards.prefixes import shard_prefixes
+    from megatron_deberta.data.shards.format import shard_prefixes
 
     return shard_prefixes([*args.prefix, *args.shards], each_once=each_once)

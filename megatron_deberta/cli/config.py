@@ -21,14 +21,14 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from omegaconf import OmegaConf
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from megatron_deberta.cli.arguments import add_run_arguments, refuse_options
-from megatron_deberta.config import RunConfig, config_to_dict, load_config, schema
+from megatron_deberta.config import RunConfig, load_config, schema
+from megatron_deberta.config.loader import config_to_yaml
 from megatron_deberta.errors import ConfigError
 
 _TITLE = """\
@@ -64,11 +64,7 @@ def run(args: argparse.Namespace) -> None:
         raise ConfigError("give either RUN.yaml, to print what it resolves to, or --list [SECTION]")
     if args.config:
         refuse_options(args, ["markdown"], "is for --list")
-        config = load_config(args.config, args.overrides)
-        values = config_to_dict(config)
-        if config.model.vocab_size == schema.AUTO:
-            values["model"]["vocab_size"] = "auto"
-        print(OmegaConf.to_yaml(OmegaConf.create(values)), end="")
+        print(config_to_yaml(load_config(args.config, args.overrides)), end="")
         return
     sections = {section.name for section in fields(RunConfig)}
     if args.section not in {"all", *sections}:

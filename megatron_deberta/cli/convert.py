@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from megatron_deberta.cli.arguments import add_shared, number, prepare_output, refuse_options
-from megatron_deberta.config.objective_rules import trained_forms
+from megatron_deberta.config.rules import trained_forms
 from megatron_deberta.errors import ConfigError, MissingModelError, refusals
 from megatron_deberta.files import FileLock, write_atomically
 
@@ -337,7 +337,7 @@ def _export(args: argparse.Namespace) -> None:
         )
     elif config.head != "mlm":
         finetune = trained.run.finetune
-        split = split_to_predict(finetune.task, finetune.data) if finetune.task else ""
+        split = split_to_predict(finetune.task, finetune.data or "") if finetune.task else ""
         print(f"Or predict here: {build_objective(trained.run).commands(args.output, split)[0]}")
     else:
         print(f'Or fill masks here: megatron-deberta fill-mask {args.output} "A [MASK] text."')
@@ -400,7 +400,7 @@ def _graph_accuracy(
     from megatron_deberta.hf.loading import build_task_model
 
     run = trained.run
-    data = args.data or run.finetune.data
+    data = args.data or run.finetune.data or ""
     if not Path(data).is_dir():
         raise ConfigError(
             f"--data: {data or 'no folder'} does not exist; --dtype {args.dtype} measures accuracy "

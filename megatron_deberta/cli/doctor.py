@@ -77,7 +77,7 @@ def run_checks(args: argparse.Namespace) -> Checks:
     ]
     if args.cluster is not None:
         profile = load_profile(args.cluster, trusted=True)
-        nodes = config.cluster.nodes if args.nodes is None else args.nodes
+        nodes = (config.cluster.nodes or 0) if args.nodes is None else args.nodes
         checks += [
             ("cluster", lambda: check_cluster(config, profile, nodes)),
             ("SLURM", lambda: check_slurm(profile)),
@@ -219,14 +219,15 @@ def check_task_data(config: RunConfig) -> str:
 
     task = load_training_task(config)
     check_task(config, task)
-    load_tokenizer(config.tokenizer.path)
+    tokenizer_path = config.tokenizer.path or ""
+    load_tokenizer(tokenizer_path)
     sizes = [
-        f"{len(read_examples(task, config.finetune.data, split)):,} {split} examples"
+        f"{len(read_examples(task, config.finetune.data or '', split)):,} {split} examples"
         for split in (TRAIN, DEV)
         if split in task.splits
     ]
     if config.checkpoint.load_from:
-        open_source_model(Path(config.checkpoint.load_from), config.tokenizer.path)
+        open_source_model(Path(config.checkpoint.load_from), tokenizer_path)
     return f"task {task.name}, {', '.join(sizes)}"
 
 

@@ -97,8 +97,8 @@ def read_penalty(filler: MaskFiller, weight: float, shards: Sequence[str]) -> Te
     from megatron_deberta.data.build import parse_prefixes
     from megatron_deberta.data.dataset.corpus import check_tokenizer
     from megatron_deberta.data.dataset.unigram import shard_log_probabilities
+    from megatron_deberta.data.shards.format import shard_prefixes
     from megatron_deberta.data.shards.manifest import read_manifest
-    from megatron_deberta.data.shards.prefixes import shard_prefixes
     from megatron_deberta.data.shards.reader import IndexedDataset
 
     if not weight:

@@ -44,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Build the indices and print where they are."""
+    from megatron_deberta.data.build import build_index, list_indices
     from megatron_deberta.data.dataset.index_cache import WORTH_KEEPING
-    from megatron_deberta.data.indices import build_index, list_indices
     from megatron_deberta.train.data import open_vocabulary
 
     config = with_vocab_size(load_config(args.config, args.overrides))

@@ -32,11 +32,11 @@ from megatron_deberta.cli.arguments import add_shared, refuse_options
 from megatron_deberta.config import RunConfig, load_config
 from megatron_deberta.config.phases import segments
 from megatron_deberta.data.dataset.index_cache import IndexCache
-from megatron_deberta.data.dataset.rows import Row, RowBatch
+from megatron_deberta.data.dataset.rows import Row, RowBatch, RowSource
 from megatron_deberta.data.masking import MaskedRows
 from megatron_deberta.data.randomness import Purpose
+from megatron_deberta.data.shards.format import is_shard, shard_prefixes
 from megatron_deberta.data.shards.manifest import read_manifest
-from megatron_deberta.data.shards.prefixes import is_shard, shard_prefixes
 from megatron_deberta.data.shards.reader import IndexedDataset
 from megatron_deberta.data.shards.statistics import (
     PACKINGS,
@@ -53,9 +53,8 @@ from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     # These import torch, which --help does not need.
-    from megatron_deberta.data.build import Corpora, Phase
-    from megatron_deberta.data.collate import Targets
-    from megatron_deberta.data.forms import StepForms
+    from megatron_deberta.data.build import Corpora
+    from megatron_deberta.data.collate import StepForms, Targets
 
 Integers = npt.NDArray[np.int64]
 Generate = Callable[[Integers, Integers, int], Integers]
@@ -128,7 +127,7 @@ def _inspect_data(args: argparse.Namespace) -> None:
     generate = _open_generator(args.generator, tokenizer) if args.generator else None
     vocabulary = Vocabulary.of(tokenizer)
     # Without a run, write no index files.
-    cache = IndexCache(config.data.index_cache) if args.prefix else None
+    cache = IndexCache(config.data.index_cache or "") if args.prefix else None
     corpora = open_corpora(config, vocabulary, config.data.verify_hashes, cache)
     documents = sum(len(corpus) for corpus in corpora.train)
     tokens = sum(corpus.num_tokens for corpus in corpora.train)
@@ -141,11 +140,11 @@ def _inspect_data(args: argparse.Namespace) -> None:
         f"{held_out_documents:,} documents, {held_out_tokens:,} tokens "
         f"({held_out_tokens / max(tokens + held_out_tokens, 1):.1%})"
     )
-    phases = _phase_samples(config, vocabulary, corpora, cache)
+    segment_samples = _segment_samples(config, vocabulary, corpora, cache)
     for sample in range(first, first + max(args.num_samples, num_averaged)):
-        phase = [each for each in phases if each.source.first <= sample][-1]
-        batch = phase.source.rows.rows(np.array([sample]))
-        masked, is_causal = phase.choose(sample, batch)
+        part = [each for each in segment_samples if each.first <= sample][-1]
+        batch = part.rows.rows(np.array([sample]))
+        masked, is_causal = part.choose(sample, batch)
         if sample < first + args.num_samples:
             form = ", autoregressive" * is_causal
             print(_describe(sample, batch.row(0), masked) + form)
@@ -153,9 +152,9 @@ def _inspect_data(args: argparse.Namespace) -> None:
             if generate is not None:
                 print(_generated_text(generate, sample, masked, batch.row(0), tokenizer))
         if sample < first + num_averaged:
-            phase.statistics.add(masked, batch, vocabulary, is_causal)
-    for phase in phases:
-        found = phase.statistics
+            part.statistics.add(masked, batch, vocabulary, is_causal)
+    for part in segment_samples:
+        found = part.statistics
         # Every row has a first token.
         if found.tokens_at[0]:
             print(f"\nover {found.tokens_at[0]} samples:")
@@ -164,10 +163,11 @@ def _inspect_data(args: argparse.Namespace) -> None:
             print(f"\n{found.autoregressive} autoregressive samples")
 
 
-class _PhaseSamples(NamedTuple):
-    """Rows of a phase, the choice of their targets, and sums over them."""
+class _SegmentSamples(NamedTuple):
+    """Rows of a segment, the choice of their targets, and sums over them."""
 
-    source: Phase
+    first: int
+    rows: RowSource
     targets: list[Targets]
     forms: StepForms
     statistics: _Statistics
@@ -180,32 +180,33 @@ class _PhaseSamples(NamedTuple):
         return targets(batch.tokens, batch.sizes, mask_ids), is_causal
 
 
-def _phase_samples(
+def _segment_samples(
     config: RunConfig, vocabulary: Vocabulary, corpora: Corpora, cache: IndexCache | None
-) -> list[_PhaseSamples]:
-    """Return the phases of a run, in order."""
+) -> list[_SegmentSamples]:
+    """Return the rows of each segment of a run, in order."""
     from megatron_deberta.data.build import (
         form_targets,
         open_corpora,
         step_forms,
-        training_phases,
+        training_rows,
     )
 
-    phases = []
+    found = []
     for segment in segments(config):
         own = segment.config
         if own.data.train != config.data.train:
             corpora = open_corpora(own, vocabulary, config.data.verify_hashes, cache)
-        for phase in training_phases(own, vocabulary, corpora, segment.stage):
-            phases.append(
-                _PhaseSamples(
-                    phase._replace(first=max(phase.first, segment.first_sample)),
-                    form_targets(own, vocabulary, phase.length, Purpose.TRAINING_MASK),
-                    step_forms(own, segment.first_sample),
-                    _Statistics(phase.length),
-                )
+        length = own.data.sequence_length
+        found.append(
+            _SegmentSamples(
+                segment.first_sample,
+                training_rows(own, vocabulary, corpora, segment.stage),
+                form_targets(own, vocabulary, length, Purpose.TRAINING_MASK),
+                step_forms(own, segment.first_sample),
+                _Statistics(length),
             )
-    return phases
+        )
+    return found
 
 
 def _describe(sample: int, row: Row, masked: MaskedRows) -> str:

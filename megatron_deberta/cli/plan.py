@@ -130,7 +130,10 @@ def run(args: argparse.Namespace) -> None:
     if not 0 < failure_days < math.inf:
         raise ConfigError(f"--failure-days {failure_days:g} must be above 0, such as 60")
     num_layouts = _LAYOUTS if args.layouts is None else args.layouts
-    plan = make_plan(config, machine, world_size, search=num_layouts > 0, failure_days=failure_days)
+    plan = make_plan(
+        config, machine, world_size,
+        search=num_layouts > 0, failure_days=failure_days, row_tokens=args.row_tokens,
+    )  # fmt: skip
     if args.json:
         print(json.dumps(plan.to_dict(), indent=1))
         return
@@ -149,7 +152,7 @@ def _world_size(config: RunConfig, args: argparse.Namespace, per_node: int) -> i
         )
     if args.world_size is not None:
         return int(args.world_size)
-    world_size: int = (args.nodes or max(1, config.cluster.nodes)) * per_node
+    world_size: int = (args.nodes or config.cluster.nodes or 1) * per_node
     if args.nodes is None and not args.cluster and not args.task:
         return _usable_devices(config, world_size)
     return world_size
@@ -189,16 +192,9 @@ def _task_config(
 
     if args.examples is None:
         raise ConfigError("--task needs --examples N, the number of training examples")
-    config = planned_config(
+    return planned_config(
         run, args.task, args.examples, world_size, overrides, settings=args.settings
     )
-    if args.row_tokens is None or args.row_tokens >= config.data.sequence_length:
-        return config
-    # All steps have such rows.
-    data = replace(
-        config.data, short_steps=config.train.steps, short_sequence_length=args.row_tokens
-    )
-    return replace(config, data=data)
 
 
 def default_profile() -> ClusterProfile:

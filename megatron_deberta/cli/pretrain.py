@@ -21,13 +21,12 @@ from collections import Counter
 from contextlib import ExitStack
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from megatron_deberta.cli.arguments import add_run_arguments, add_shared
 from megatron_deberta.cluster import installation
 from megatron_deberta.cluster.run_lock import RunLock, raise_if_locked
 from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat
 from megatron_deberta.config import BatchArithmetic, load_config, validate_for_world
+from megatron_deberta.config.loader import config_to_yaml
 from megatron_deberta.config.phases import describe_phases, segments
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.environment import read_environment
@@ -150,12 +149,12 @@ def describe_run(config: RunConfig, ranks: int | None = None) -> str:
     environment = read_environment()
     world_size = environment.world_size if ranks is None else ranks
     if environment.launcher == "none" and ranks is None:
-        world_size = max(1, config.cluster.nodes * config.cluster.ranks_per_node)
+        world_size = max(1, (config.cluster.nodes or 0) * (config.cluster.ranks_per_node or 0))
     batch = validate_for_world(config, world_size)
     tp_size = config.parallel.tensor_parallel_size
     return "\n".join(
         (
-            OmegaConf.to_yaml(OmegaConf.structured(config)),
+            config_to_yaml(config),
             f"ranks: {world_size} = {batch.dp_size} data-parallel x {tp_size} tensor-parallel, "
             "rank = dp_rank * tp_size + tp_rank",
             *_batches(config, batch, epochs),
@@ -165,29 +164,24 @@ def describe_run(config: RunConfig, ranks: int | None = None) -> str:
     )
 
 
-def _batches(config: RunConfig, batch: BatchArithmetic, epochs: float) -> list[str]:
+def _batches(config: RunConfig, batch: BatchArithmetic, epochs: float | None) -> list[str]:
     """Format the batch arithmetic, or the phases."""
     if len(segments(config)) > 1:
         return [f"phase {n}: {line}" for n, line in enumerate(describe_phases(config), 1)]
-    amount = f"{_tokens(config, batch)} in {config.train.steps:,} steps"
+    steps = config.train.steps
+    amount = (
+        f"{batch.tokens_per_step:,} tokens per step, {steps * batch.tokens_per_step:,} in "
+        f"{steps:,} steps"
+    )
     if config.finetune.task:
         # Rows are as long as their examples.
         passes = f" = {epochs:g} epochs" if epochs else ""
-        amount = f"{config.train.steps:,} steps{passes}"
+        amount = f"{steps:,} steps{passes}"
     return [
         f"batch: {config.train.global_batch_size} sequences = {batch.dp_size} data-parallel x "
         f"{batch.micro_batch_size} per micro batch x {batch.accumulation_steps} accumulated; "
         f"{amount}"
     ]
-
-
-def _tokens(config: RunConfig, batch: BatchArithmetic) -> str:
-    """Format the tokens per step, short and long, and of the run."""
-    short_steps = min(config.data.short_steps, config.train.steps)
-    short = batch.short_tokens_per_step
-    total = short * short_steps + batch.tokens_per_step * (config.train.steps - short_steps)
-    first = f"{short:,} tokens per step in the first {short_steps:,}, then " if short_steps else ""
-    return f"{first}{batch.tokens_per_step:,} tokens per step, {total:,}"
 
 
 def _parameter_table(config: RunConfig, tp_size: int) -> list[str]:

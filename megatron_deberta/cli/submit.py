@@ -39,7 +39,7 @@ from megatron_deberta.cluster.slurm.submit import (
 )
 from megatron_deberta.config import load_config, save_config, validate_for_world
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.data.shards.prefixes import blend_weight
+from megatron_deberta.data.shards.format import blend_weight
 from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE, ConfigError
 from megatron_deberta.files import FileLock, write_atomically
 
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     """Check the run, write the submission's folder, and call sbatch."""
     profile = _profile(args)
     config = load_config(args.config, args.overrides)
-    nodes = config.cluster.nodes if args.nodes is None else args.nodes
+    nodes = (config.cluster.nodes or 0) if args.nodes is None else args.nodes
     config = check_fit(config, profile, nodes)
     min_nodes = nodes if args.min_nodes is None else args.min_nodes
     if not 1 <= min_nodes <= nodes:
@@ -262,17 +262,17 @@ def check_fit(config: RunConfig, profile: ClusterProfile, nodes: int) -> RunConf
         values = getattr(config, section)
         paths = {key: _absolute(getattr(values, key)) for key in keys}
         config = replace(config, **{section: replace(values, **paths)})
-    if config.finetune.task.endswith((".yaml", ".yml")):
+    task = config.finetune.task
+    if task and task.endswith((".yaml", ".yml")):
         # Not the name of a packaged task.
-        task = os.path.abspath(config.finetune.task)
-        config = replace(config, finetune=replace(config.finetune, task=task))
+        config = replace(config, finetune=replace(config.finetune, task=os.path.abspath(task)))
     return config
 
 
-def _absolute(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+def _absolute(value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
     """Return an absolute path; of shards, each, but not the weights of a blend."""
-    if isinstance(value, str):
-        return os.path.abspath(value) if value else ""
+    if value is None or isinstance(value, str):
+        return None if value is None else os.path.abspath(value)
     return tuple(os.path.abspath(text) if blend_weight(text) is None else text for text in value)
 
 

@@ -143,15 +143,15 @@ class PrometheusExporter:
 
     Args:
         run_dir: folder of the run, the label of all metrics.
-        file: file for node_exporter's textfile collector; empty: none.
-        port: port of the HTTP endpoint; 0: none.
+        file: file for node_exporter's textfile collector; None: none.
+        port: port of the HTTP endpoint; None: none.
 
     Raises:
         ConfigError: ``prometheus_client`` is not installed.
         OSError: the port is in use.
     """
 
-    def __init__(self, run_dir: str | os.PathLike[str], file: str, port: int) -> None:
+    def __init__(self, run_dir: str | os.PathLike[str], file: str | None, port: int | None) -> None:
         try:
             from prometheus_client import CollectorRegistry, start_http_server
         except ImportError:
@@ -216,7 +216,7 @@ def export_once(config: ClusterConfig, run_dir: str | os.PathLike[str]) -> None:
     """Update the file for Prometheus after the end of an attempt, when no monitor runs."""
     if config.prometheus_file:
         try:
-            with PrometheusExporter(run_dir, config.prometheus_file, port=0) as exporter:
+            with PrometheusExporter(run_dir, config.prometheus_file, port=None) as exporter:
                 exporter.update(gather(run_dir, ask_slurm=False))
         except (OSError, MegatronDebertaError) as error:
             logger.warning("no metrics for Prometheus: %s", error)

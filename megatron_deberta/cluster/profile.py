@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_deberta.cluster.slurm import commands as slurm
 from megatron_deberta.cluster.slurm.commands import checked
-from megatron_deberta.config.merge import mentions_interpolation, read_value
+from megatron_deberta.config.loader import mentions_interpolation, read_value
 from megatron_deberta.config.yaml_reader import TextLoader, read_yaml
 from megatron_deberta.errors import ConfigError
 

@@ -8,38 +8,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
-import re
-import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from megatron_deberta.config.merge import merge_layers, parse_overrides
-from megatron_deberta.config.ranges import check_ranges
-from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.config.yaml_reader import PlainScalar
+from megatron_deberta.config.schema import RunConfig, check_ranges
 from megatron_deberta.errors import ConfigError
-
-PHASES_KEY = "phases"
-"""Top-level key of a run file: a list of phases."""
-
-DURATIONS = ("steps", "tokens")
-_DURATION = re.compile(r"[1-9][0-9]*(_[0-9]+)*")
-
-PHASE_KEYS = frozenset(
-    f"{section}.{key}"
-    for section, keys in {
-        "data": "train validation sequence_length packing attend_across_documents",
-        "objective": "mask_probability mask_token_probability random_token_probability "
-        "max_span_words masking autoregressive_fraction",
-        "optimizer": "learning_rate",
-        "train": "global_batch_size micro_batch_size ramp_from ramp_increment ramp_steps "
-        "ramp_tokens",
-    }.items()
-    for key in keys.split()
-)
-"""Keys that a phase may change."""
 
 _ORDER_KEYS = ("train", "sequence_length", "packing")
 """Keys of ``data`` with which the order of rows begins anew."""
@@ -51,10 +24,12 @@ class Stage(NamedTuple):
     Attributes:
         number: from 0; extends the key of the order.
         first_sample: global index of the first sample.
+        is_short: the rows are those of ``data.short_steps``, which have an order of their own.
     """
 
     number: int = 0
     first_sample: int = 0
+    is_short: bool = False
 
 
 FIRST_STAGE = Stage()
@@ -71,8 +46,9 @@ class Segment:
         steps: number of steps.
         first_sample: samples of all earlier steps.
         stage: sequence of rows that it reads.
-        config: config of these steps, without phases; ``train.steps`` is that of the run.
-        phase_config: the same with the batch size after the phase's ramp.
+        config: config of these steps, without phases, batch ramp and ``data.short_steps``;
+            ``train.steps`` is that of the run.
+        phase_config: the same with the batch size and row length at the end of the phase.
     """
 
     phase: int
@@ -92,54 +68,16 @@ class Segment:
     def tokens(self) -> int:
         """Tokens of its steps, padding included."""
         config = self.config
-        short = min(config.data.short_steps, self.steps)
-        full_rows = (self.steps - short) * config.data.sequence_length
-        rows = full_rows + short * config.data.short_sequence_length
-        return rows * config.train.global_batch_size
+        return self.steps * config.data.sequence_length * config.train.global_batch_size
 
 
-def phase_lines(phases: Any, source: str) -> list[str]:
-    """Convert the phases of a run file to the values of ``train.phases``.
-
-    Args:
-        phases: a list of mappings, with ``steps`` or ``tokens``, and ``section.key`` to value.
-        source: the file, for messages.
-
-    Raises:
-        ConfigError: not such a list.
-    """
-    if not isinstance(phases, list) or not all(isinstance(phase, Mapping) for phase in phases):
-        raise ConfigError(
-            f"{source}: {PHASES_KEY} is not a list of mappings; write `- steps: 1000` with lines "
-            "such as `data.sequence_length: 128` below"
-        )
-    for phase in phases:
-        for key, value in phase.items():
-            if isinstance(value, Mapping):
-                raise ConfigError(
-                    f"{source}: {PHASES_KEY}: {key} is a section; write {key}.KEY: VALUE"
-                )
-    return [shlex.join(f"{k}={_text(v)}" for k, v in phase.items()) for phase in phases]
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, PlainScalar):
-        return value.text
-    return value if isinstance(value, str) else json.dumps(value, default=_plain)
-
-
-def _plain(scalar: PlainScalar) -> Any:
-    """Return the number of an item if it is written as JSON writes it, otherwise its text."""
-    is_same = isinstance(scalar.value, int | float) and json.dumps(scalar.value) == scalar.text
-    return scalar.value if is_same else scalar.text
-
-
-def resolve_durations(config: RunConfig, last_layer: tuple[str, Mapping[str, Any]]) -> RunConfig:
+def resolve_durations(config: RunConfig, steps: int | None, source: str) -> RunConfig:
     """Replace durations in tokens, and those of phases, by steps.
 
     Args:
         config: a merged config.
-        last_layer: its last source and layer; it may not set ``train.steps`` to another value.
+        steps: ``train.steps`` of its last layer, which may not differ; None: not given.
+        source: that layer, for messages.
 
     Returns:
         The config with ``train.steps``, ``optimizer.warmup_steps`` and ``optimizer.decay_steps``.
@@ -153,24 +91,21 @@ def resolve_durations(config: RunConfig, last_layer: tuple[str, Mapping[str, Any
     check_ranges(config)
     check_durations(config)
     parts = segments(config)
-    steps = parts[-1].end
-    source, layer = last_layer
-    given = (layer.get("train") or {}).get("steps", steps)
-    given = given.value if isinstance(given, PlainScalar) else given
-    if given != steps:
+    total = parts[-1].end
+    if steps not in (None, total):
         raise ConfigError(
-            f"{source}: train.steps={given}, but train.{'phases' if train.phases else 'tokens'} "
-            f"give {steps} steps; remove it, or end earlier with train.exit_step"
+            f"{source}: train.steps={steps}, but train.{'phases' if train.phases else 'tokens'} "
+            f"give {total} steps; remove it, or end earlier with train.exit_step"
         )
     warmup, decay = optimizer.warmup_steps, optimizer.decay_steps
-    if optimizer.warmup_tokens:
+    if optimizer.warmup_tokens is not None:
         warmup = steps_of_tokens(parts, optimizer.warmup_tokens)
-    if optimizer.decay_tokens:
-        total = sum(part.tokens for part in parts)
-        decay = steps - steps_of_tokens(parts, total - optimizer.decay_tokens, round_up=False)
+    if optimizer.decay_tokens is not None:
+        before = sum(part.tokens for part in parts) - optimizer.decay_tokens
+        decay = total - steps_of_tokens(parts, before, round_up=False)
     return replace(
         config,
-        train=replace(train, steps=steps),
+        train=replace(train, steps=total),
         optimizer=replace(optimizer, warmup_steps=warmup, decay_steps=decay),
     )
 
@@ -201,22 +136,28 @@ def check_durations(config: RunConfig) -> None:
         if tokens and share:
             raise ConfigError(
                 f"optimizer.{name}_tokens={tokens} and optimizer.{name}_fraction={share:g} "
-                "contradict each other; set one of them to 0"
+                "contradict each other; set one of them to null"
             )
     if train.phases and train.ramp_from:
         raise ConfigError(
             f"train.ramp_from={train.ramp_from} with phases; write the ramp into a phase"
         )
-    if train.phases and train.tokens:
+    fractions = [phase.fraction for phase in train.phases if phase.fraction is not None]
+    if fractions and (len(fractions) < len(train.phases) or abs(sum(fractions) - 1) > 1e-6):
+        raise ConfigError(
+            f"train.phases: fraction is {fractions}, with {len(train.phases)} phases; give all of "
+            "them a fraction, 1 in total, or none"
+        )
+    if train.phases and train.tokens and not fractions:
         raise ConfigError(f"train.tokens={train.tokens} with phases; give each phase its tokens")
 
 
-@functools.lru_cache(maxsize=16)
 def last_step(config: RunConfig) -> int:
     """Return the number of optimizer steps after which a run is finished."""
     return config.train.exit_step or config.train.steps
 
 
+@functools.lru_cache(maxsize=16)
 def segments(config: RunConfig) -> tuple[Segment, ...]:
     """Return the segments of a run, in order; one without phases and batch ramp.
 
@@ -267,50 +208,58 @@ def steps_of_tokens(parts: tuple[Segment, ...], tokens: int, *, round_up: bool =
 def _phases(config: RunConfig) -> list[tuple[RunConfig, int, int]]:
     """Return config, steps and tokens of each phase; one of the two is 0."""
     train = config.train
-    plain = replace(config, train=replace(train, phases=(), tokens=0))
+    plain = replace(config, train=replace(train, phases=(), tokens=None))
     if not train.phases:
-        return [(plain, 0 if train.tokens else train.steps, train.tokens)]
-    return [_phase(plain, text, number) for number, text in enumerate(train.phases)]
+        return [(plain, 0 if train.tokens else train.steps, train.tokens or 0)]
+    found, done = [], 0.0
+    for number, phase in enumerate(train.phases):
+        changed = _with_values(plain, phase.overrides, number)
+        steps, tokens = phase.steps or 0, phase.tokens or 0
+        if phase.fraction is not None:
+            whole = train.tokens or train.steps
+            begin, done = done, done + phase.fraction
+            share = round(done * whole) - round(begin * whole)
+            steps, tokens = (0, share) if train.tokens else (share, 0)
+            if share < 1:
+                raise ConfigError(
+                    f"train.phases[{number}]: fraction={phase.fraction:g} of {whole} is less than "
+                    "1; give it more"
+                )
+        found.append((changed, steps, tokens))
+    return found
 
 
-def _phase(config: RunConfig, text: str, number: int) -> tuple[RunConfig, int, int]:
-    source = f"{PHASES_KEY}[{number}]"
+def _with_values(
+    config: RunConfig, overrides: tuple[tuple[str, Any], ...], number: int
+) -> RunConfig:
+    """Return the config of a phase."""
+    for name, value in overrides:
+        section, _, key = name.partition(".")
+        values = replace(getattr(config, section), **{key: value})
+        config = replace(config, **{section: values})
     try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise ConfigError(f"{source}: {text!r}: {error}") from error
-    durations = {name: 0 for name in DURATIONS}
-    overrides = []
-    for word in words:
-        name, _, value = word.partition("=")
-        if name in DURATIONS:
-            if not _DURATION.fullmatch(value):
-                raise ConfigError(f"{source}: {word} is not a number above 0")
-            durations[name] = int(value)
-        elif name in PHASE_KEYS:
-            overrides.append(word)
-        else:
-            raise ConfigError(
-                f"{source}: {name} cannot change in a phase; these can: steps, tokens, "
-                f"{', '.join(sorted(PHASE_KEYS))}"
-            )
-    if bool(durations["steps"]) == bool(durations["tokens"]):
-        raise ConfigError(f"{source}: give either steps or tokens, as in steps: 1000")
-    phase = merge_layers([(source, parse_overrides(overrides, source))], config)
-    check_ranges(phase)
-    return phase, durations["steps"], durations["tokens"]
+        check_ranges(config)
+    except ConfigError as error:
+        raise ConfigError(f"train.phases[{number}]: {error}") from error
+    return config
 
 
 def _levels(phase: RunConfig, steps: int, tokens: int, number: int) -> list[tuple[RunConfig, int]]:
-    """Return config and steps of each level of a phase's ramp, and of the rest of the phase."""
-    train, length = phase.train, phase.data.sequence_length
+    """Return config and steps of each part of a phase: short rows or the ramp, then the rest."""
+    train, data, length = phase.train, phase.data, phase.data.sequence_length
     full = train.global_batch_size * length
-    if not train.ramp_from:
+    if data.short_steps:
+        short = replace(phase, data=replace(data, sequence_length=data.short_sequence_length))
+        if data.short_steps >= steps:
+            return [(short, steps)]
+        return [(short, data.short_steps), (phase, steps - data.short_steps)]
+    if train.ramp_from is None:
         return [(phase, steps or -(-tokens // full))]
     sizes = _ramp_sizes(phase, number)
-    if train.ramp_tokens:
+    if train.ramp_tokens is not None:
         counts = [-(-train.ramp_tokens // (len(sizes) * size * length)) for size in sizes]
     else:
+        assert train.ramp_steps is not None
         ends = [train.ramp_steps * level // len(sizes) for level in range(len(sizes) + 1)]
         counts = [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
     left = tokens - sum(size * count for size, count in zip(sizes, counts, strict=True)) * length
@@ -330,7 +279,8 @@ def _levels(phase: RunConfig, steps: int, tokens: int, number: int) -> list[tupl
 def _ramp_sizes(phase: RunConfig, number: int) -> range:
     train = phase.train
     first, increment, last = train.ramp_from, train.ramp_increment, train.global_batch_size
-    if first >= last or increment < 1 or (last - first) % increment:
+    assert first is not None
+    if first >= last or increment is None or (last - first) % increment:
         raise ConfigError(
             f"train.ramp_from={first} does not reach train.global_batch_size={last} of phase "
             f"{number} by steps of train.ramp_increment={increment}; use an increment that divides "
@@ -347,9 +297,12 @@ def _next_segment(
     parts: list[Segment], number: int, steps: int, level: RunConfig, phase: RunConfig
 ) -> Segment:
     if not parts:
-        return Segment(number, 0, steps, 0, FIRST_STAGE, level, phase)
+        stage = FIRST_STAGE._replace(is_short=bool(level.data.short_steps))
+        return Segment(number, 0, steps, 0, stage, level, phase)
     before = parts[-1]
     first = before.first_sample + before.steps * before.config.train.global_batch_size
+    if level.data.short_steps:
+        return Segment(number, before.end, steps, first, Stage(0, first), level, phase)
     same = all(getattr(before.config.data, key) == getattr(level.data, key) for key in _ORDER_KEYS)
     stage = before.stage if same else Stage(before.stage.number + 1, first)
     return Segment(number, before.end, steps, first, stage, level, phase)
@@ -358,17 +311,30 @@ def _next_segment(
 def _ending_at(config: RunConfig, total: int) -> RunConfig:
     return replace(
         config,
+        data=replace(config.data, short_steps=0),
         train=replace(
-            config.train, steps=total, ramp_from=0, ramp_increment=0, ramp_steps=0, ramp_tokens=0
+            config.train,
+            steps=total,
+            ramp_from=None,
+            ramp_increment=None,
+            ramp_steps=None,
+            ramp_tokens=None,
         ),
     )
+
+
+def phases_of(config: RunConfig) -> list[list[Segment]]:
+    """Return the segments of each phase, of steps with one row length."""
+    groups = itertools.groupby(
+        segments(config), key=lambda part: (part.phase, part.config.data.sequence_length)
+    )
+    return [list(parts) for _, parts in groups]
 
 
 def describe_phases(config: RunConfig) -> list[str]:
     """Describe each phase of a run in a line."""
     lines = []
-    for _, group in itertools.groupby(segments(config), key=lambda part: part.phase):
-        parts = list(group)
+    for parts in phases_of(config):
         last, train = parts[-1].config, parts[-1].config.train
         sizes = f"{train.global_batch_size:,}"
         if len(parts) > 1:

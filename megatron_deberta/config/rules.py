@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime
 from typing import NamedTuple
 
-from megatron_deberta.config.divisibility import check_tensor_parallel_divides
-from megatron_deberta.config.objective_rules import check_objective
 from megatron_deberta.config.phases import check_durations, segments
-from megatron_deberta.config.ranges import check_ranges
 from megatron_deberta.config.schema import (
     AUTO,
     LANGUAGE_MODEL_HEADS,
@@ -20,12 +20,15 @@ from megatron_deberta.config.schema import (
     DataConfig,
     GuardConfig,
     ModelConfig,
+    ObjectiveConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
+    RTDConfig,
     RunConfig,
+    check_ranges,
 )
-from megatron_deberta.errors import ConfigError, TopologyError
+from megatron_deberta.errors import ConfigError, MegatronDebertaError, TopologyError
 
 
 class BatchArithmetic(NamedTuple):
@@ -36,8 +39,6 @@ class BatchArithmetic(NamedTuple):
     accumulation_steps: int
     tokens_per_step: int
     """Tokens per optimizer step, padding included."""
-    short_tokens_per_step: int
-    """Tokens per step in the first ``data.short_steps`` steps."""
 
 
 def validate(config: RunConfig) -> None:
@@ -57,7 +58,7 @@ def _validate_alone(config: RunConfig) -> None:
     _check_architecture(config.model)
     _check_lengths(config.model, config.data)
     _check_pairs(config.model, config.data)
-    check_objective(config)
+    _check_objective(config)
     _check_parallel(config.model, config.data, config.parallel)
     _check_precision(config.precision)
     _check_schedule(config)
@@ -123,13 +124,7 @@ def batch_arithmetic(config: RunConfig, dp_size: int) -> BatchArithmetic:
         micro_batch_size=micro,
         accumulation_steps=total // unit,
         tokens_per_step=total * config.data.sequence_length,
-        short_tokens_per_step=total * config.data.short_sequence_length,
     )
-
-
-def short_samples(config: RunConfig) -> int:
-    """Return the number of global samples of the steps with short rows."""
-    return config.data.short_steps * config.train.global_batch_size
 
 
 def _check_phases(config: RunConfig) -> None:
@@ -140,7 +135,8 @@ def _check_phases(config: RunConfig) -> None:
         try:
             _validate_alone(part.config)
         except ConfigError as error:
-            raise ConfigError(f"phase {part.phase}: {error}") from error
+            where = "data.short_sequence_length" if part.stage.is_short else f"phase {part.phase}"
+            raise ConfigError(f"{where}: {error}") from error
         data = part.config.data
         if data.train != config.data.train and data.validation_fraction and not data.validation:
             raise ConfigError(
@@ -148,6 +144,59 @@ def _check_phases(config: RunConfig) -> None:
                 f"(data.validation_fraction={data.validation_fraction:g}), so that documents held "
                 "out in one phase could be trained on in another; set data.validation"
             )
+
+
+def check_tensor_parallel_divides(
+    tp_size: int,
+    sizes: Mapping[str, int],
+    *,
+    reason: str = "",
+    error: type[MegatronDebertaError] = ConfigError,
+) -> None:
+    """Check that the tensor-parallel size divides every one of ``sizes``.
+
+    Args:
+        tp_size: ``parallel.tensor_parallel_size``.
+        sizes: what must be divisible: the name to show in the message -> the size.
+        reason: clause appended to the message, such as "for sequence parallelism".
+        error: type of the error to raise.
+
+    Raises:
+        ConfigError: (or ``error``) a size is not divisible.
+    """
+    for name, size in sizes.items():
+        if tp_size < 1 or size % tp_size:
+            common = math.gcd(*sizes.values())
+            choices = [n for n in range(1, min(common, 64) + 1) if common % n == 0]
+            raise error(
+                f"parallel.tensor_parallel_size={tp_size} does not divide {name}={size}"
+                f"{reason and ' '}{reason}; choose one of {choices}"
+            )
+
+
+def causal_fraction(objective: ObjectiveConfig) -> float:
+    """Return the fraction of the steps whose batch is autoregressive."""
+    fractions = {"autoregressive": 1.0, "mlm+ar": objective.autoregressive_fraction}
+    return fractions.get(objective.name, 0.0)
+
+
+def trained_forms(objective: ObjectiveConfig) -> tuple[str, ...]:
+    """Return the forms that an objective trains a language model in."""
+    fraction = causal_fraction(objective)
+    return ("masked",) * (fraction < 1) + ("autoregressive",) * (fraction > 0)
+
+
+def single_forms(objective: ObjectiveConfig) -> list[tuple[float, ObjectiveConfig]]:
+    """Return the objectives whose batches an objective mixes, each with its fraction of the steps.
+
+    Returns:
+        The objective itself if all its batches have the same form.
+    """
+    if objective.name != "mlm+ar":
+        return [(1.0, objective)]
+    fraction = causal_fraction(objective)
+    masked, causal = replace(objective, name="mlm"), replace(objective, name="autoregressive")
+    return [(1 - fraction, masked), (fraction, causal)]
 
 
 def check_model(model: ModelConfig) -> None:
@@ -167,20 +216,21 @@ def _check_architecture(model: ModelConfig) -> None:
             f"model.num_heads={model.num_heads} does not divide model.hidden_size="
             f"{model.hidden_size}; use {_nearest_divisor(model.hidden_size, model.num_heads)} heads"
         )
-    if model.position_buckets and not 4 <= model.position_buckets <= model.max_relative_positions:
+    buckets, kernel = model.position_buckets, model.conv_kernel_size
+    if buckets is not None and not 4 <= buckets <= model.max_relative_positions:
         raise ConfigError(
-            f"model.position_buckets={model.position_buckets} is not between 4 and "
-            f"model.max_relative_positions={model.max_relative_positions}; 0 means no buckets"
+            f"model.position_buckets={buckets} is not between 4 and "
+            f"model.max_relative_positions={model.max_relative_positions}; null means no buckets"
         )
-    if model.position_buckets % 2:
+    if buckets is not None and buckets % 2:
         raise ConfigError(
-            f"model.position_buckets={model.position_buckets} is odd, but half of the buckets are "
-            f"exact distances; use {model.position_buckets + 1}"
+            f"model.position_buckets={buckets} is odd, but half of the buckets are "
+            f"exact distances; use {buckets + 1}"
         )
-    if model.conv_kernel_size and model.conv_kernel_size % 2 == 0:
+    if kernel is not None and kernel % 2 == 0:
         raise ConfigError(
-            f"model.conv_kernel_size={model.conv_kernel_size} is even and has no center; "
-            f"use {model.conv_kernel_size + 1}, or 0 for no convolution"
+            f"model.conv_kernel_size={kernel} is even and has no center; use {kernel + 1}, or null "
+            "for no convolution"
         )
     if model.absolute_positions == "decoder" and model.mask_decoder_passes == 0:
         raise ConfigError(
@@ -228,13 +278,117 @@ def _check_pairs(model: ModelConfig, data: DataConfig) -> None:
         )
 
 
+def _check_objective(config: RunConfig) -> None:
+    """Check objective and head, and the keys of single objectives."""
+    _check_masking(config.objective)
+    _check_head(config)
+    _check_forms(config)
+    _check_replaced_tokens(config.model, config.rtd)
+
+
+def _check_masking(objective: ObjectiveConfig) -> None:
+    if objective.mask_probability == 0:
+        raise ConfigError("objective.mask_probability=0 masks no tokens; the paper uses 0.15")
+    replaced = objective.mask_token_probability + objective.random_token_probability
+    if replaced > 1 + 1e-9:
+        raise ConfigError(
+            f"objective.mask_token_probability={objective.mask_token_probability} and "
+            f"objective.random_token_probability={objective.random_token_probability} add up to "
+            f"{replaced:g}; the sum must not exceed 1"
+        )
+
+
+def _check_head(config: RunConfig) -> None:
+    model, objective = config.model, config.objective
+    if model.head != ("mlm" if objective.name == "mlm+ar" else objective.name):
+        raise ConfigError(
+            f"objective.name={objective.name} does not fit model.head={model.head}; use the same "
+            "for both, or objective.name=mlm+ar with model.head=mlm"
+        )
+    if model.head in ("classification", "tokens") and len(model.labels) < 2:
+        raise ConfigError(
+            f"model.labels={list(model.labels)} has fewer than two classes for model.head="
+            f"{model.head}; name the classes"
+        )
+    if model.head == "discriminator":
+        raise ConfigError(
+            "objective.name=discriminator is no training task; use rtd for it and model.head"
+        )
+    is_pretraining = model.head in PRETRAINING_HEADS
+    if is_pretraining and objective.sift_weight:
+        raise ConfigError(
+            f"objective.sift_weight={objective.sift_weight:g} needs a labelled task; set it to 0"
+        )
+    if is_pretraining != (not config.finetune.task):
+        raise ConfigError(
+            f"finetune.task={config.finetune.task} does not fit model.head={model.head}; use "
+            "megatron-deberta finetune, which sets both"
+        )
+    if config.finetune.pack_rows and objective.sift_weight:
+        raise ConfigError(
+            f"finetune.pack_rows=true does not fit objective.sift_weight="
+            f"{objective.sift_weight:g}; use false, or no SiFT"
+        )
+
+
+def _check_forms(config: RunConfig) -> None:
+    objective, guard, model = config.objective, config.guard, config.model
+    if causal_fraction(objective) and model.next_sentence_head:
+        raise ConfigError(
+            f"objective.name={objective.name} has no pairs of segments; set "
+            "model.next_sentence_head=false and data.packing=full_sentences"
+        )
+    if objective.name != "mlm+ar":
+        return
+    fraction = objective.autoregressive_fraction
+    if not 0 < fraction < 1:
+        raise ConfigError(
+            f"objective.autoregressive_fraction={fraction:g} has batches of one form only; use "
+            "objective.name=mlm or =autoregressive"
+        )
+    if guard.spike_sigmas and min(fraction, 1 - fraction) < 2 / guard.spike_warmup:
+        raise ConfigError(
+            f"objective.autoregressive_fraction={fraction:g} leaves the spike guard too few "
+            f"batches of one form among guard.spike_warmup={guard.spike_warmup}; set "
+            "guard.spike_sigmas=null"
+        )
+
+
+def _check_replaced_tokens(model: ModelConfig, rtd: RTDConfig) -> None:
+    if model.head != "rtd":
+        if model.generator_layers:
+            raise ConfigError(
+                f"model.generator_layers={model.generator_layers} needs model.head=rtd; set it to "
+                "null"
+            )
+        return
+    if model.type_vocab_size or model.next_sentence_head:
+        raise ConfigError(
+            "model.head=rtd has no segments; set model.type_vocab_size=0, "
+            "model.next_sentence_head=false and data.packing=full_sentences"
+        )
+    if model.absolute_positions == "input" and model.embedding_sharing != "none":
+        raise ConfigError(
+            f"model.embedding_sharing={model.embedding_sharing} shares no absolute positions; use "
+            "model.absolute_positions=decoder, or model.embedding_sharing=none"
+        )
+    if rtd.update == "alternating" and model.embedding_sharing == "es":
+        raise ConfigError(
+            "rtd.update=alternating cannot train the one table of model.embedding_sharing=es with "
+            "two optimizers; use gdes, none or rtd.update=joint"
+        )
+    rate = rtd.discriminator_learning_rate
+    if rate and rtd.update == "joint":
+        raise ConfigError(f"rtd.discriminator_learning_rate={rate:g} needs rtd.update=alternating")
+
+
 def _check_parallel(model: ModelConfig, data: DataConfig, parallel: ParallelConfig) -> None:
     tp_size = parallel.tensor_parallel_size
     split = {
         "model.num_heads": model.num_heads,
         "model.ffn_hidden_size": model.ffn_hidden_size,
     }
-    if model.conv_kernel_size:
+    if model.conv_kernel_size is not None:
         split["model.hidden_size"] = model.hidden_size
     check_tensor_parallel_divides(tp_size, split)
     if not parallel.sequence_parallel:
@@ -244,10 +398,11 @@ def _check_parallel(model: ModelConfig, data: DataConfig, parallel: ParallelConf
             "parallel.sequence_parallel=true needs parallel.tensor_parallel_size above 1; "
             "set it to false"
         )
-    lengths = {"data.sequence_length": data.sequence_length}
-    if data.short_steps:
-        lengths["data.short_sequence_length"] = data.short_sequence_length
-    check_tensor_parallel_divides(tp_size, lengths, reason="under parallel.sequence_parallel=true")
+    check_tensor_parallel_divides(
+        tp_size,
+        {"data.sequence_length": data.sequence_length},
+        reason="under parallel.sequence_parallel=true",
+    )
 
 
 def check_stage(precision: PrecisionConfig) -> None:
@@ -286,18 +441,18 @@ def _check_schedule(config: RunConfig) -> None:
     if not config.train.run_dir:
         raise ConfigError("train.run_dir is empty; set the run folder")
     # With ``finetune.epochs``, the number of steps is known with the data only.
-    is_open = bool(config.finetune.task) and config.finetune.epochs > 0
-    if not is_open and not optimizer.warmup_fraction and optimizer.warmup_steps > steps:
+    is_open = config.finetune.task is not None and config.finetune.epochs is not None
+    if not is_open and optimizer.warmup_fraction is None and optimizer.warmup_steps > steps:
         raise ConfigError(
             f"optimizer.warmup_steps={optimizer.warmup_steps} exceeds train.steps={steps}, so the "
             f"peak learning rate is never reached; use {max(steps // 10, 1)}, or "
             "optimizer.warmup_fraction=0.1"
         )
     _check_decay(optimizer, steps)
-    if config.train.exit_step > steps:
+    if config.train.exit_step is not None and config.train.exit_step > steps:
         raise ConfigError(
             f"train.exit_step={config.train.exit_step} exceeds train.steps={steps}; "
-            "use 0 to run to the end"
+            "use null to run to the end"
         )
     if optimizer.learning_rate > 1:
         raise ConfigError(
@@ -306,16 +461,16 @@ def _check_schedule(config: RunConfig) -> None:
 
 
 def _check_decay(optimizer: OptimizerConfig, steps: int) -> None:
-    decay = round(optimizer.decay_fraction * steps) or optimizer.decay_steps
+    decay = round((optimizer.decay_fraction or 0) * steps) or optimizer.decay_steps
     if optimizer.schedule != "wsd":
         if decay:
             raise ConfigError(
                 f"optimizer.decay_steps={decay} with optimizer.schedule={optimizer.schedule}, "
-                "which has no such phase; use schedule=wsd, or 0"
+                "which has no such phase; use schedule=wsd, or null"
             )
         return
-    warmup = round(optimizer.warmup_fraction * steps) or optimizer.warmup_steps
-    if not 1 <= decay <= steps - warmup:
+    warmup = round((optimizer.warmup_fraction or 0) * steps) or optimizer.warmup_steps
+    if decay is None or not 1 <= decay <= steps - warmup:
         raise ConfigError(
             f"optimizer.decay_steps={decay} is not between 1 and the {steps - warmup} steps after "
             "the warm-up; set decay_steps, decay_tokens or decay_fraction of optimizer.schedule=wsd"
@@ -329,16 +484,16 @@ def _check_guard(guard: GuardConfig) -> None:
                 f"guard.{name}={value} exceeds guard.spike_window={guard.spike_window}, so it is "
                 f"never reached; use {guard.spike_window} or less"
             )
-    if 0 < guard.spike_sigmas < 3:
+    if guard.spike_sigmas is not None and guard.spike_sigmas < 3:
         raise ConfigError(
-            f"guard.spike_sigmas={guard.spike_sigmas:g} would skip ordinary steps; use 6, or 0 to "
-            "disable it"
+            f"guard.spike_sigmas={guard.spike_sigmas:g} would skip ordinary steps; use 6, or null "
+            "to disable it"
         )
 
 
 def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
     every, kept = checkpoint.save_every, checkpoint.keep_every
-    if every and kept % every:
+    if every is not None and kept is not None and kept % every:
         raise ConfigError(
             f"checkpoint.keep_every={kept} is not a multiple of checkpoint.save_every={every}, so "
             f"most of those steps have no checkpoint; use {kept // every * every + every}"
@@ -359,7 +514,7 @@ def _check_minimal_pairs(config: RunConfig) -> None:
     if every and config.model.head not in LANGUAGE_MODEL_HEADS:
         raise ConfigError(
             f"train.blimp_every={every} needs a language model, but model.head="
-            f"{config.model.head}; set it to 0"
+            f"{config.model.head}; set it to null"
         )
 
 
@@ -390,7 +545,7 @@ def _check_notifications(cluster: ClusterConfig) -> None:
             f"cluster.deadline={cluster.deadline!r} is no date and time; write it as "
             "2026-12-31T18:00"
         ) from None
-    if cluster.prometheus_port > 65535:
+    if cluster.prometheus_port is not None and cluster.prometheus_port > 65535:
         raise ConfigError(
             f"cluster.prometheus_port={cluster.prometheus_port} is no port; use 1024 to 65535"
         )

@@ -1,15 +1,18 @@
 """Config schema: one frozen dataclass per section, with the meaning below each key.
 
-Paths are strings, because they must survive a round trip through YAML.
+None (``null`` in YAML) means none, off or not set. Paths are strings, because they must survive a
+round trip through YAML.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+import difflib
+import math
+import warnings
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
-from megatron_deberta.config.known_settings import KnownSettings, RenamedValues
-from megatron_deberta.config.ranges import below_one, fraction, positive
+from megatron_deberta.errors import ConfigError
 
 PositionTerms = Literal["c2p+p2c", "c2p", "p2c", "none"]
 P2CIndex = Literal["microsoft", "paper"]
@@ -38,6 +41,104 @@ AUTO = 0
 """Value of ``model.vocab_size: auto`` until the tokenizer is known."""
 
 
+PHASE_KEYS = frozenset(
+    f"{section}.{key}"
+    for section, keys in {
+        "data": "train validation sequence_length packing attend_across_documents",
+        "objective": "mask_probability mask_token_probability random_token_probability "
+        "max_span_words masking autoregressive_fraction",
+        "optimizer": "learning_rate",
+        "train": "global_batch_size micro_batch_size ramp_from ramp_increment ramp_steps "
+        "ramp_tokens",
+    }.items()
+    for key in keys.split()
+)
+"""Keys that a phase may change."""
+
+_Number = TypeVar("_Number", int, float, None)
+
+
+class Range(NamedTuple):
+    """Allowed values of a number; finiteness is checked in addition."""
+
+    text: str
+    low: float
+    high: float = math.inf
+
+
+NOT_NEGATIVE = Range("0 or more", 0)
+"""Range of every number without another one."""
+
+
+def positive(default: _Number) -> _Number:
+    """Declare a config key above 0."""
+    allowed = Range("a number above 0", math.nextafter(0, 1))
+    return field(default=default, metadata={"range": allowed})
+
+
+def fraction(default: _Number) -> _Number:
+    """Declare a config key from 0 to 1."""
+    return field(default=default, metadata={"range": Range("a number from 0 to 1", 0, 1)})
+
+
+def below_one(default: _Number, limit: float = 1) -> _Number:
+    """Declare a config key from 0 to below 1, or another limit."""
+    allowed = Range(f"a number from 0 to below {limit:g}", 0, math.nextafter(limit, 0))
+    return field(default=default, metadata={"range": allowed})
+
+
+RENAMED_VALUES = {
+    "model.conv_init": ("release", "microsoft"),
+    "model.p2c_index": ("released", "microsoft"),
+    "objective.masking": ("released", "microsoft"),
+    "optimizer.schedule": ("release", "microsoft"),
+}
+"""Old and new value of a key."""
+
+
+class Section:
+    """Base class of the sections of a config."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        """Replace values that Python code may still give as they were written before.
+
+        0 and ``""`` become None where None is allowed; renamed values cause a warning.
+        """
+        for key in fields(self):  # type: ignore[arg-type]
+            if str(key.type).endswith("| None") and getattr(self, key.name) in (0, ""):
+                object.__setattr__(self, key.name, None)
+        for name, (old, new) in RENAMED_VALUES.items():
+            key_name = name.partition(".")[2]
+            if getattr(self, key_name, None) == old:
+                message = f"{name}={old} was renamed to {new}; use the new value"
+                warnings.warn(message, DeprecationWarning, stacklevel=3)
+                object.__setattr__(self, key_name, new)
+
+
+class KnownSettings(Section):
+    """Base class of the dataclass ``ModelConfig``, which users know as ``DebertaConfig``."""
+
+    __slots__ = ()
+
+    def __new__(cls, *values: Any, **settings: Any) -> KnownSettings:
+        """Check the names of the settings, before the dataclass's own ``__init__`` would.
+
+        Raises:
+            TypeError: there is no setting of a name; names a similar one.
+        """
+        if values:
+            raise TypeError("DebertaConfig takes settings by name, such as hidden_size=768")
+        known = [setting.name for setting in fields(cls)]  # type: ignore[arg-type]
+        for name in settings:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(known)}"
+                raise TypeError(f"DebertaConfig has no setting {name}; {hint}")
+        return object.__new__(cls)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig(KnownSettings):
     """Model architecture. The defaults are those of the released v2/v3 base model."""
@@ -57,8 +158,8 @@ class ModelConfig(KnownSettings):
     """Rows of the absolute-position table."""
     max_relative_positions: int = positive(512)
     """Maximum relative distance (the paper's k, or where log buckets saturate)."""
-    position_buckets: int = 256
-    """Log buckets on each side; 0 means the paper's clipped linear distances."""
+    position_buckets: int | None = positive(256)
+    """Log buckets on each side; null: the paper's clipped linear distances."""
     position_terms: PositionTerms = "c2p+p2c"
     """Position terms of the attention logits (paper, Eq. 2 to 4)."""
     p2c_index: P2CIndex = "microsoft"
@@ -71,8 +172,8 @@ class ModelConfig(KnownSettings):
     """Bias on a separate position key projection; the v1 release has none."""
     normalize_position_table: bool = True
     """LayerNorm on the relative-position table (v2 on)."""
-    conv_kernel_size: int = 0
-    """Kernel size of the convolution beside the first layer; 0: none. The 1.5B model has 3."""
+    conv_kernel_size: int | None = positive(None)
+    """Kernel size of the convolution beside the first layer; null: none. The 1.5B model has 3."""
     conv_activation: Literal["gelu", "tanh"] = "gelu"
     """Activation of the convolution branch."""
     conv_init: Literal["microsoft", "normal"] = "microsoft"
@@ -95,8 +196,8 @@ class ModelConfig(KnownSettings):
     """Head of the model: ``mlm``, ``autoregressive`` or ``rtd`` for pretraining, or that of a
     labelled task (docs/finetuning.md), which ``finetune`` sets. ``discriminator``: one of the two
     models of ``rtd``, in exports."""
-    generator_layers: int = 0
-    """``rtd``: layers of the generator, which has the discriminator's width; 0: half as many."""
+    generator_layers: int | None = positive(None)
+    """``rtd``: layers of the generator, which has the discriminator's width; null: half as many."""
     embedding_sharing: Literal["gdes", "es", "none"] = "gdes"
     """``rtd``: token embeddings of the discriminator: the generator's, without gradient, plus a
     delta (``gdes``), the generator's (``es``), or its own (``none``)."""
@@ -114,15 +215,15 @@ class ModelConfig(KnownSettings):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenizerConfig:
+class TokenizerConfig(Section):
     """Tokenizer of the run's shards."""
 
-    path: str = ""
-    """Tokenizer directory, SentencePiece model or ``tokenizer.json``; empty: the shards' own."""
+    path: str | None = None
+    """Tokenizer directory, SentencePiece model or ``tokenizer.json``; null: the shards' own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig:
+class DataConfig(Section):
     """Shards, packing and loading."""
 
     train: tuple[str, ...] = ()
@@ -144,8 +245,8 @@ class DataConfig:
     documents into a row and cuts only those that are longer than a row."""
     attend_across_documents: bool = True
     """False restricts attention, convolution and absolute positions to each packed document."""
-    index_cache: str = ""
-    """Folder of index files for large corpora; empty: ``index`` in the run folder."""
+    index_cache: str | None = None
+    """Folder of index files for large corpora; null: ``index`` in the run folder."""
     num_workers: int = 2
     """Loader processes per rank; 0 loads in the training process."""
     sample_log: bool = False
@@ -155,7 +256,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ObjectiveConfig(RenamedValues):
+class ObjectiveConfig(Section):
     """Masked language modelling with dynamic span masking, or the loss of a labelled task."""
 
     name: ObjectiveName = "mlm"
@@ -173,8 +274,8 @@ class ObjectiveConfig(RenamedValues):
     """Maximum masked span in words, drawn with p proportional to 1/n; 1 masks single tokens."""
     masking: Literal["microsoft", "uniform"] = "uniform"
     """``microsoft`` is Microsoft's left-to-right generator, which undermasks a row's end."""
-    static_masks: int = 0
-    """Number of fixed masks per row, used in turn (10 in BERT); 0: a new mask each epoch."""
+    static_masks: int | None = positive(None)
+    """Number of fixed masks per row, used in turn (10 in BERT); null: a new mask each epoch."""
     sift_weight: float = 0.0
     """Labelled tasks: weight of SiFT's loss (paper, section 4); 0: none. The release uses 5."""
     sift_noise: float = positive(0.01)
@@ -188,15 +289,15 @@ class ObjectiveConfig(RenamedValues):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RTDConfig:
+class RTDConfig(Section):
     """Replaced-token detection (DeBERTaV3), the objective ``rtd``."""
 
     update: Literal["joint", "alternating"] = "joint"
     """``joint``: one optimizer step for both models; ``alternating``: the generator's step, then
     the discriminator's with the updated embeddings, each with its own optimizer, gradient norm and
     loss scale, as in the release."""
-    discriminator_learning_rate: float = 0.0
-    """``alternating``: the discriminator's peak learning rate; 0: ``optimizer.learning_rate``."""
+    discriminator_learning_rate: float | None = positive(None)
+    """``alternating``: the discriminator's peak learning rate; null: that of ``optimizer``."""
     discriminator_weight: float = positive(50.0)
     """Weight of the discriminator's loss beside the generator's; the released code uses 10. With
     ``alternating`` it changes little but the clipping."""
@@ -208,7 +309,7 @@ class RTDConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelConfig:
+class ParallelConfig(Section):
     """Parallelism, recomputation and kernels."""
 
     tensor_parallel_size: int = positive(1)
@@ -225,28 +326,27 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerConfig(RenamedValues):
+class OptimizerConfig(Section):
     """AdamW as in Table 8 of the paper."""
 
     learning_rate: float = positive(2e-4)
     """Peak learning rate."""
     warmup_steps: int = 10000
     """Steps of linear warm-up from 0."""
-    warmup_fraction: float = fraction(0.0)
-    """Warm-up as a fraction of ``train.steps``, used instead of ``warmup_steps`` if above 0."""
-    warmup_tokens: int = 0
-    """Warm-up in tokens, padding included, which determines ``warmup_steps``; 0: ``warmup_steps``.
-    """
+    warmup_fraction: float | None = fraction(None)
+    """Warm-up as a fraction of ``train.steps``, used instead of ``warmup_steps``."""
+    warmup_tokens: int | None = positive(None)
+    """Warm-up in tokens, padding included, which determines ``warmup_steps``; null: in steps."""
     schedule: Literal["linear", "cosine", "wsd", "constant", "microsoft"] = "linear"
     """Decay after warm-up: to 0 at ``train.steps``, linearly or as a half cosine; ``wsd``: in the
     last steps only; ``constant``: none; ``microsoft``: 1 - step / ``train.steps``, which
     drops below the peak when the warm-up ends."""
-    decay_steps: int = 0
+    decay_steps: int | None = positive(None)
     """``wsd``: number of last steps with a decaying rate."""
-    decay_fraction: float = fraction(0.0)
-    """``wsd``: the same as a fraction of ``train.steps``, used instead if above 0."""
-    decay_tokens: int = 0
-    """``wsd``: the same in tokens, which determines ``decay_steps``; 0: ``decay_steps``."""
+    decay_fraction: float | None = fraction(None)
+    """``wsd``: the same as a fraction of ``train.steps``, used instead."""
+    decay_tokens: int | None = positive(None)
+    """``wsd``: the same in tokens, which determines ``decay_steps``; null: ``decay_steps``."""
     decay_shape: Literal["1-sqrt", "linear"] = "1-sqrt"
     """``wsd``: decay to 0 as 1 - sqrt(x) or 1 - x, with x from 0 to 1."""
     weight_decay: float = 0.01
@@ -267,15 +367,15 @@ class OptimizerConfig(RenamedValues):
     and the mask decoder have the full rate, the embeddings the lowest one."""
     freeze: tuple[str, ...] = ()
     """Parameters that are not updated, by name or its beginning, as in ``embeddings``."""
-    clip_grad_norm: float = 1.0
-    """Maximum global gradient norm; 0: no clipping."""
-    ema_decay: float = below_one(0.0)
+    clip_grad_norm: float | None = positive(1.0)
+    """Maximum global gradient norm; null: no clipping."""
+    ema_decay: float | None = below_one(None)
     """Decay per update of a moving average of the weights, which checkpoints contain and ``convert
-    --moving-average`` exports; 0: none."""
+    --moving-average`` exports; null: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PrecisionConfig:
+class PrecisionConfig(Section):
     """Number formats, engine and ZeRO stage."""
 
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -295,13 +395,13 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GuardConfig:
+class GuardConfig(Section):
     """Skipping of harmful updates, rollbacks and replica checks."""
 
     non_finite: Literal["skip", "stop"] = "skip"
     """Nonfinite loss or gradient: ``skip`` the update or ``stop`` the run."""
-    spike_sigmas: float = 6.0
-    """Skip updates whose loss or log gradient norm is this many sigmas above the mean; 0: never."""
+    spike_sigmas: float | None = positive(6.0)
+    """Skip updates whose loss or log gradient norm is so many sigmas above the mean; null: off."""
     spike_window: int = positive(128)
     """Number of last updates in that mean."""
     spike_warmup: int = positive(64)
@@ -310,8 +410,8 @@ class GuardConfig:
     """Skips within ``spike_window`` steps that cause a rollback; the data since then is skipped."""
     max_rollbacks: int = 3
     """Maximum consecutive rollbacks without progress; then the run ends. 0: no rollbacks."""
-    replica_check_every: int = 100
-    """Steps between comparisons of replicated weights, also before each save; 0: none."""
+    replica_check_every: int | None = positive(100)
+    """Steps between comparisons of replicated weights, also before each save; null: none."""
     rerun: bool = False
     """Run a step with a nonfinite loss or gradient, or before differing replicas, again on the same
     and on another rank: a transient fault is repaired, a persistent one ends the run, and rank,
@@ -319,34 +419,34 @@ class GuardConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointConfig:
+class CheckpointConfig(Section):
     """Schedule and retention of checkpoints."""
 
-    save_every: int = 1000
-    """Steps between checkpoints; 0 saves at the end only."""
-    keep_last: int = 3
-    """Number of newest checkpoints to keep; 0: all."""
-    keep_every: int = 0
-    """Keep checkpoints of every multiple of this step permanently; 0: none."""
+    save_every: int | None = positive(1000)
+    """Steps between checkpoints; null: at the end only."""
+    keep_last: int | None = positive(3)
+    """Number of newest checkpoints to keep; null: all."""
+    keep_every: int | None = positive(None)
+    """Keep checkpoints of every multiple of this step permanently; null: none."""
     asynchronous: Literal["auto", True, False] = "auto"
     """Write scheduled checkpoints in the background; training waits for the copy to host memory.
     ``auto``: if the copies fit in half of each node's free memory."""
-    local_every: int = 0
+    local_every: int | None = positive(None)
     """Most steps that a failure loses with saves to the nodes' own disks, each part also to the
-    next node (docs/local-checkpoints.md); 0: no such saves."""
-    local_dir: str = ""
+    next node (docs/local-checkpoints.md); null: no such saves."""
+    local_dir: str | None = None
     """Folder of those saves on every node's own disk or memory, such as ``/dev/shm/megatron``."""
     on_failure: Literal["stop", "continue"] = "stop"
     """If a scheduled checkpoint cannot be written: end the run, or continue without it."""
     resume: Literal["auto", "never", "must"] = "auto"
     """``auto``: from the newest checkpoint, if any; ``never``: the folder must have no checkpoint;
     ``must``: it must have one."""
-    load_from: str = ""
+    load_from: str | None = None
     """Checkpoint with the initial weights of a new run, such as an imported release."""
     extend_positions: Literal["none", "repeat", "interpolate"] = "none"
     """How ``load_from`` fills a larger ``model.max_position_embeddings``: the learned positions
     repeat, or are interpolated; ``none``: refuse."""
-    continue_from: str = ""
+    continue_from: str | None = None
     """Checkpoint at whose step a new run continues, with its optimizer state and data position; the
     schedule and the phases after it may differ, as for a decay from a constant rate."""
     verify: bool = True
@@ -354,84 +454,101 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainConfig:
+class Phase:
+    """Part of a run with values of its own for some keys.
+
+    Attributes:
+        steps: number of optimizer steps.
+        tokens: tokens, padding included.
+        fraction: fraction of ``train.tokens``, or else of ``train.steps``.
+        overrides: ``section.key`` and value, of ``PHASE_KEYS``.
+    """
+
+    steps: int | None = None
+    tokens: int | None = None
+    fraction: float | None = None
+    overrides: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig(Section):
     """Run folder, length, batch size, seed and validation."""
 
     run_dir: str = "runs/default"
     """Run folder: checkpoints, logs, metrics, resolved config."""
     steps: int = positive(100000)
     """Number of optimizer steps."""
-    tokens: int = 0
-    """Length of the run in tokens, padding included, which determines ``steps``; 0: ``steps``."""
-    phases: tuple[str, ...] = ()
-    """Phases of the run, written as ``phases:`` in a run file (docs/recipes.md): duration and
-    overrides of each, as in ``tokens=1000000 data.sequence_length=128``; they determine ``steps``.
-    """
-    exit_step: int = 0
-    """Exit with a checkpoint after this step; the schedule is unchanged. 0: ``steps``."""
+    tokens: int | None = positive(None)
+    """Length of the run in tokens, padding included, which determines ``steps``; null: in steps."""
+    phases: tuple[Phase, ...] = ()
+    """Phases of the run, in order, each with a duration and values of keys: ``steps``, ``tokens``
+    or ``fraction``, and keys such as ``data.sequence_length: 128`` (docs/recipes.md); they
+    determine ``steps``."""
+    exit_step: int | None = positive(None)
+    """Exit with a checkpoint after this step; the schedule is unchanged. null: ``steps``."""
     global_batch_size: int = positive(256)
     """Sequences per optimizer step."""
-    ramp_from: int = 0
-    """Batch ramp: sequences per step at its start; 0: no ramp."""
-    ramp_increment: int = 0
+    ramp_from: int | None = positive(None)
+    """Batch ramp: sequences per step at its start; null: no ramp."""
+    ramp_increment: int | None = positive(None)
     """Batch ramp: sequences added per level, up to ``global_batch_size``."""
-    ramp_steps: int = 0
+    ramp_steps: int | None = positive(None)
     """Batch ramp: number of steps below ``global_batch_size``, equally many per level."""
-    ramp_tokens: int = 0
-    """The same in tokens, equally many per level; 0: ``ramp_steps``."""
+    ramp_tokens: int | None = positive(None)
+    """The same in tokens, equally many per level; null: ``ramp_steps``."""
     micro_batch_size: int = positive(8)
     """Sequences per rank and forward pass."""
     seed: int = 1234
     """Seed of initial weights, sample order, masks and dropout."""
-    eval_every: int = 1000
-    """Steps between validations; 0: at the end only."""
-    eval_steps: int = positive(20)
+    eval_every: int | None = positive(1000)
+    """Steps between validations; null: at the end only."""
+    eval_batches: int = positive(20)
     """Global batches per validation."""
-    blimp_every: int = 0
-    """Steps between evaluations of minimal pairs, also at the end of the run; 0: none."""
-    blimp_data: str = ""
+    blimp_every: int | None = positive(None)
+    """Steps between evaluations of minimal pairs, also at the end of the run; null: none."""
+    blimp_data: str | None = None
     """Folder with BLiMP's JSON Lines, or other minimal pairs in that format."""
-    blimp_pairs: int = 50
-    """First pairs of each paradigm to evaluate; 0: all."""
+    blimp_pairs: int | None = positive(50)
+    """First pairs of each paradigm to evaluate; null: all."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; ``auto``: CUDA if available."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FinetuneConfig:
+class FinetuneConfig(Section):
     """Fine-tuning on a labelled task; ``megatron-deberta finetune`` sets these keys."""
 
-    task: str = ""
-    """Task file, or the name of a packaged task such as ``sst2``; empty: pretraining."""
-    data: str = ""
+    task: str | None = None
+    """Task file, or the name of a packaged task such as ``sst2``; null: pretraining."""
+    data: str | None = None
     """Folder with the task's files."""
-    epochs: float = 0.0
-    """Passes over the training examples, which determine ``train.steps``; 0: ``train.steps``."""
-    validations_per_epoch: float = 0.0
-    """Validations per pass, which determine ``train.eval_every``; 0: ``train.eval_every``."""
+    epochs: float | None = positive(None)
+    """Passes over the training examples, which determine ``train.steps``; null: ``train.steps``."""
+    validations_per_epoch: float | None = positive(None)
+    """Validations per pass, which determine ``train.eval_every``; null: ``train.eval_every``."""
     batch_by_length: bool = True
     """Batches of rows of similar length, in random order; False: random rows."""
     pack_rows: bool = False
     """Rows of a micro batch side by side, attention inside each: nearly no padding. Without SiFT;
     dropout has other bits than with padding."""
-    patience: int = 0
-    """Validations without a better score after which the run ends; 0: never."""
+    patience: int | None = positive(None)
+    """Validations without a better score after which the run ends; null: never."""
     keep_best: bool = True
     """Save a checkpoint at each better score, and keep the best one."""
-    cache: str = ""
-    """Folder of encoded examples; empty: ``encoded`` in the run folder."""
+    cache: str | None = None
+    """Folder of encoded examples; null: ``encoded`` in the run folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LogConfig:
+class LogConfig(Section):
     """Console output and metrics."""
 
     every: int = positive(10)
     """Steps between console lines and metric records."""
     tensorboard: bool = True
     """Write TensorBoard events to ``tensorboard/`` in the run folder."""
-    wandb: str = ""
-    """Project of Weights & Biases that gets the metrics, too (package wandb); empty: none."""
+    wandb: str | None = None
+    """Project of Weights & Biases that gets the metrics, too (package wandb); null: none."""
     samples: int = 2
     """Validation rows whose masks and predictions go to ``samples.jsonl``; 0: none."""
     level: Literal["debug", "info", "warning"] = "info"
@@ -439,13 +556,13 @@ class LogConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ClusterConfig:
+class ClusterConfig(Section):
     """Intended size of the job, time-outs and supervision. All keys are optional."""
 
-    nodes: int = 0
-    """Nodes the run is sized for; 0: not specified. Other numbers work if the batch divides."""
-    ranks_per_node: int = 0
-    """Ranks (GPUs) per node; tensor parallelism stays within a node. 0: not specified."""
+    nodes: int | None = positive(None)
+    """Nodes the run is sized for; null: not specified. Other numbers work if the batch divides."""
+    ranks_per_node: int | None = positive(None)
+    """Ranks (GPUs) per node; tensor parallelism stays within a node. null: not specified."""
     collective_timeout_minutes: float = positive(30.0)
     """Time-out of collectives."""
     startup_timeout_seconds: float = positive(1800.0)
@@ -472,12 +589,12 @@ class ClusterConfig:
     notify_events: tuple[str, ...] = NOTIFY_EVENTS
     """Events to tell about: the run ends, makes no progress, rolls back, loses a node, or its ETA
     passes ``cluster.deadline``."""
-    deadline: str = ""
+    deadline: str | None = None
     """Local date and time at which the run should be finished, as in 2026-12-31T18:00."""
-    prometheus_file: str = ""
+    prometheus_file: str | None = None
     """Write metrics of the run for node_exporter's textfile collector to this file (.prom)."""
-    prometheus_port: int = 0
-    """Serve metrics of the run to Prometheus on this port of localhost of the first node; 0: do
+    prometheus_port: int | None = positive(None)
+    """Serve metrics of the run to Prometheus on this port of localhost of the first node; null: do
     not."""
 
 
@@ -499,3 +616,50 @@ class RunConfig:
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     log: LogConfig = field(default_factory=LogConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+
+def check_ranges(config: RunConfig) -> None:
+    """Check that every number of a run's config is in its range.
+
+    Raises:
+        ConfigError: names the key, its value and the range.
+    """
+    for section in fields(config):
+        values = getattr(config, section.name)
+        for key in fields(values):
+            value, allowed = getattr(values, key.name), key.metadata.get("range", NOT_NEGATIVE)
+            # Comparisons are exact, also where an integer has no floating-point number.
+            largest = (1 << 63) - 1 if isinstance(value, int) else 1e300
+            if isinstance(value, int | float) and not (
+                -largest <= value <= largest and allowed.low <= value <= allowed.high
+            ):
+                or_null = " or null" if str(key.type).endswith("| None") else ""
+                raise ConfigError(
+                    f"{section.name}.{key.name}={value} is out of range; write {allowed.text}"
+                    f"{or_null}"
+                )
+
+
+def with_task_head(
+    model: ModelConfig, head: Head, labels: tuple[str, ...] = (), head_dropout: float = 0.1
+) -> ModelConfig:
+    """Return the encoder's architecture with another head, and without the mask decoder.
+
+    Args:
+        model: architecture of a pretrained or fine-tuned model.
+        head: head of a labelled task.
+        labels: names of the classes.
+        head_dropout: dropout before the last projection.
+    """
+    at_input = model.absolute_positions == "input"
+    return replace(
+        model,
+        head=head,
+        labels=labels,
+        head_dropout=head_dropout,
+        next_sentence_head=False,
+        mask_decoder_passes=0,
+        absolute_positions="input" if at_input else "none",
+        generator_layers=None,
+        embedding_sharing="gdes",
+    )

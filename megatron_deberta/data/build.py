@@ -1,8 +1,10 @@
-"""Construction of corpora and loaders from a run configuration."""
+"""Construction of corpora, loaders and indices from a run configuration."""
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -10,23 +12,28 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from megatron_deberta.config.objective_rules import causal_fraction
-from megatron_deberta.config.phases import FIRST_STAGE, Stage
-from megatron_deberta.config.rules import short_samples
+from megatron_deberta.config.phases import FIRST_STAGE, Segment, Stage, segments
+from megatron_deberta.config.rules import causal_fraction
 from megatron_deberta.config.schema import DataConfig, RunConfig
 from megatron_deberta.data.batch import Batch
-from megatron_deberta.data.collate import BatchBuilder, Builder, PhasedBuilder, Targets
+from megatron_deberta.data.collate import (
+    BatchBuilder,
+    Builder,
+    NextTokens,
+    StepForms,
+    Targets,
+    TwoFormBuilder,
+)
 from megatron_deberta.data.dataset.blend import BlendedRows
 from megatron_deberta.data.dataset.corpus import Corpus, open_shard, split_validation
-from megatron_deberta.data.dataset.index_cache import IndexCache
+from megatron_deberta.data.dataset.index_cache import WORTH_KEEPING, IndexCache
 from megatron_deberta.data.dataset.packing import PackedRows
 from megatron_deberta.data.dataset.rows import RowSource, ShiftedRows
-from megatron_deberta.data.forms import NextTokens, StepForms, TwoFormBuilder
 from megatron_deberta.data.loader import StepSampler, TrainLoader, ValidationLoader
 from megatron_deberta.data.masking import Masker
 from megatron_deberta.data.randomness import Purpose, mix64
+from megatron_deberta.data.shards.format import blend_weight, refuse_duplicates, shard_prefixes
 from megatron_deberta.data.shards.manifest import read_manifest
-from megatron_deberta.data.shards.prefixes import blend_weight, refuse_duplicates, shard_prefixes
 from megatron_deberta.data.shards.reader import IndexedDataset
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import ConfigError
@@ -50,20 +57,6 @@ class Corpora:
     weights: tuple[float, ...]
     validation: Corpus | None
     cache: IndexCache
-
-
-class Phase(NamedTuple):
-    """Part of a training run with one row length.
-
-    Attributes:
-        first: index of the first sample.
-        rows: rows by global sample index, from ``first`` on.
-        length: maximum tokens per row.
-    """
-
-    first: int
-    rows: RowSource
-    length: int
 
 
 def parse_prefixes(values: tuple[str, ...], key: str) -> tuple[list[list[str]], list[float]]:
@@ -250,7 +243,7 @@ def validation_loader(
     builder, *others = _builders(config, vocabulary, rows, length, Purpose.VALIDATION_MASK)
     return ValidationLoader(
         builder,
-        min(config.train.eval_steps * config.train.global_batch_size, rows.rows_per_epoch),
+        min(config.train.eval_batches * config.train.global_batch_size, rows.rows_per_epoch),
         config.train.micro_batch_size,
         dp_rank,
         dp_size,
@@ -281,33 +274,34 @@ def validation_rows(
     )
 
 
-def training_phases(
+def training_rows(
     config: RunConfig, vocabulary: Vocabulary, corpora: Corpora, stage: Stage = FIRST_STAGE
-) -> list[Phase]:
-    """Return unmasked training rows: one phase, or short rows followed by full ones.
+) -> RowSource:
+    """Return the unmasked training rows of a segment, by global sample index.
 
     Args:
-        config: the run, or a segment of it.
+        config: the segment.
         vocabulary: of the run's tokenizer.
         corpora: from ``open_corpora``.
         stage: sequence of rows of the segment; the first one is that of a run without phases.
     """
-    data = config.data
-    if stage.number:
-        key = (int(Purpose.PHASE_ROWS), stage.number)
-        rows = _training_rows(config, vocabulary, corpora, data.sequence_length, *key)
-        shifted = ShiftedRows(rows, stage.first_sample)
-        return [Phase(stage.first_sample, shifted, data.sequence_length)]
-    rows = _training_rows(config, vocabulary, corpora, data.sequence_length)
-    first_long = short_samples(config)
-    if first_long == 0:
-        return [Phase(0, rows, data.sequence_length)]
-    short = data.short_sequence_length
-    shorter = _training_rows(config, vocabulary, corpora, short, int(Purpose.SHORT_ROWS))
-    return [
-        Phase(0, shorter, short),
-        Phase(first_long, ShiftedRows(rows, first_long), data.sequence_length),
+    key: tuple[int, ...] = (Purpose.PHASE_ROWS, stage.number) if stage.number else ()
+    if stage.is_short:
+        key = (Purpose.SHORT_ROWS,)
+    sources = [
+        PackedRows(
+            corpus,
+            vocabulary,
+            config.data.sequence_length,
+            config.data.packing,
+            mix64(config.train.seed, component, *key),
+            config.objective.static_masks or 0,
+            corpora.cache,
+        )
+        for component, corpus in enumerate(corpora.train)
     ]
+    rows = sources[0] if len(sources) == 1 else BlendedRows(sources, corpora.weights)
+    return ShiftedRows(rows, stage.first_sample) if stage.first_sample else rows
 
 
 def _check_memory(config: RunConfig) -> None:
@@ -322,25 +316,6 @@ def _check_memory(config: RunConfig) -> None:
         )
 
 
-def _training_rows(
-    config: RunConfig, vocabulary: Vocabulary, corpora: Corpora, length: int, *key: int
-) -> RowSource:
-    """Return unmasked training rows of at most ``length`` tokens; ``key`` extends their seeds."""
-    sources = [
-        PackedRows(
-            corpus,
-            vocabulary,
-            length,
-            config.data.packing,
-            mix64(config.train.seed, component, *key),
-            config.objective.static_masks,
-            corpora.cache,
-        )
-        for component, corpus in enumerate(corpora.train)
-    ]
-    return sources[0] if len(sources) == 1 else BlendedRows(sources, corpora.weights)
-
-
 def _training_builder(
     config: RunConfig,
     vocabulary: Vocabulary,
@@ -348,17 +323,10 @@ def _training_builder(
     stage: Stage,
     consumed_samples: int,
 ) -> Builder[Batch]:
-    phases = training_phases(config, vocabulary, corpora, stage)
+    rows = training_rows(config, vocabulary, corpora, stage)
+    first, *others = _builders(config, vocabulary, rows, config.data.sequence_length)
     forms = step_forms(config, consumed_samples)
-    builders: list[Builder[Batch]] = []
-    for phase in phases:
-        first, *others = _builders(config, vocabulary, phase.rows, phase.length)
-        builders.append(TwoFormBuilder(first, others[0], forms) if others else first)
-    return (
-        builders[0]
-        if len(builders) == 1
-        else PhasedBuilder(builders[0], builders[1], phases[1].first)
-    )
+    return TwoFormBuilder(first, others[0], forms) if others else first
 
 
 def _builders(
@@ -422,3 +390,91 @@ def _concatenate(corpora: tuple[Corpus, ...], cache: IndexCache) -> Corpus:
     shards = [shard for corpus in corpora for shard in corpus.shards]
     splits = [split for corpus in corpora for split in corpus.splits or ()]
     return Corpus(shards, splits, cache)
+
+
+class Index(NamedTuple):
+    """Index of one epoch of packed rows.
+
+    Attributes:
+        rows: the rows.
+        epoch: epoch of ``rows``.
+    """
+
+    rows: PackedRows
+    epoch: int
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the index is large enough to be kept on disk."""
+        return self.rows.index_entries >= WORTH_KEEPING
+
+
+def list_indices(config: RunConfig, vocabulary: Vocabulary) -> list[Index]:
+    """List the indices that a run reads, each once, in the order in which it does.
+
+    Opens the shards and, by that, builds the indices that do not depend on the epoch.
+
+    Args:
+        config: the run.
+        vocabulary: of its tokenizer.
+
+    Raises:
+        ConfigError: ``data.train`` or ``data.validation`` is malformed.
+        DataError: a shard or an index is damaged, or the index cannot be written.
+    """
+    opened: dict[tuple[tuple[str, ...], tuple[str, ...]], Corpora] = {}
+    found: dict[tuple[str, int], Index] = {}
+    for part in segments(config):
+        data = part.config.data
+        corpora = opened.get((data.train, data.validation))
+        if corpora is None:
+            corpora = open_corpora(part.config, vocabulary, hashes=False)
+            opened[data.train, data.validation] = corpora
+        for index in _of_segment(part, vocabulary, corpora):
+            found.setdefault((index.rows.identity, index.epoch), index)
+    return list(found.values())
+
+
+def build_index(config: RunConfig, vocabulary: Vocabulary, number: int) -> int:
+    """Build one of the indices of a run, unless it is there.
+
+    Args:
+        config: the run.
+        vocabulary: of its tokenizer.
+        number: place of the index in ``list_indices``.
+
+    Returns:
+        ``number``.
+    """
+    index = _opened(config, vocabulary)[number]
+    index.rows.build_index(index.epoch)
+    return number
+
+
+# A worker opens the shards once, not for every index.
+_opened = functools.lru_cache(maxsize=1)(list_indices)
+
+
+def _of_segment(part: Segment, vocabulary: Vocabulary, corpora: Corpora) -> Iterator[Index]:
+    validation = validation_rows(part.config, vocabulary, corpora)
+    if validation is not None:
+        yield from _of_rows(validation, 0, 1)
+    end = part.first_sample + part.steps * part.config.train.global_batch_size
+    rows = training_rows(part.config, vocabulary, corpora, part.stage)
+    yield from _of_rows(rows, part.first_sample, end)
+
+
+def _of_rows(rows: RowSource, begin: int, end: int) -> Iterator[Index]:
+    """Yield the indices of the rows ``begin`` to ``end``."""
+    if begin >= end:
+        return
+    if isinstance(rows, ShiftedRows):
+        yield from _of_rows(rows.source, begin - rows.first, end - rows.first)
+    elif isinstance(rows, BlendedRows):
+        for source, first, last in rows.parts(begin, end):
+            yield from _of_rows(source, first, last)
+    else:
+        assert isinstance(rows, PackedRows)
+        epochs = range(begin // rows.rows_per_epoch, (end - 1) // rows.rows_per_epoch + 1)
+        for epoch in {rows.index_epoch(epoch): None for epoch in epochs}:
+            yield Index(rows, epoch)

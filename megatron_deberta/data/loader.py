@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron_deberta.data.batch import MicroBatch
 from megatron_deberta.data.collate import FILLER, Builder
-from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.errors import DataError
 from megatron_deberta.processes import die_with_parent
 
 # Micro batches in flight, over all workers. Each tensor of one is shared memory, which takes a file
@@ -45,25 +45,13 @@ class StepSampler:
         global_batch_size: G, samples per step over all ranks.
         micro_batch_size: samples per forward pass.
         dp_rank: data-parallel rank; its tensor-parallel ranks read the same samples.
-        dp_size: data-parallel ranks.
-
-    Raises:
-        ConfigError: the sizes do not divide.
+        dp_size: data-parallel ranks. ``batch_arithmetic`` checks that the sizes divide.
     """
 
     global_batch_size: int
     micro_batch_size: int
     dp_rank: int
     dp_size: int
-
-    def __post_init__(self) -> None:
-        """Check that the sizes divide."""
-        if self.global_batch_size % (self.micro_batch_size * self.dp_size):
-            raise ConfigError(
-                f"train.global_batch_size {self.global_batch_size} is not a multiple of "
-                f"train.micro_batch_size {self.micro_batch_size} x {self.dp_size} data-parallel "
-                "ranks; change one of them"
-            )
 
     @property
     def num_micro_batches(self) -> int:

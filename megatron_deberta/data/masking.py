@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_deberta.config.schema import ObjectiveConfig
-from megatron_deberta.data.arrays import Bits, Booleans, Integers
+from megatron_deberta.data import Bits, Booleans, Integers
 from megatron_deberta.data.randomness import Purpose, draws, hash_values, mix64
 from megatron_deberta.data.vocabulary import Vocabulary
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_deberta.data.arrays import Bits, Integers
+from megatron_deberta.data import Bits, Integers
 from megatron_deberta.hashing import (
     GOLDEN_GAMMA,
     MASK64,

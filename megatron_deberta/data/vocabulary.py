@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_deberta.data.arrays import Booleans, Integers
+from megatron_deberta.data import Booleans, Integers
 from megatron_deberta.errors import DataError
 
 

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_deberta.config.divisibility import check_tensor_parallel_divides
+from megatron_deberta.config.rules import check_tensor_parallel_divides
 from megatron_deberta.errors import TopologyError
 
 _SEQUENCE_DIM = 1

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup
 from torch.distributed.rendezvous import rendezvous
 
-from megatron_deberta.config.divisibility import check_tensor_parallel_divides
+from megatron_deberta.config.rules import check_tensor_parallel_divides
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.environment import RankEnvironment
 from megatron_deberta.errors import ConfigError, RendezvousError, TopologyError

@@ -113,7 +113,7 @@ class Engine(ABC):
         self._groups = groups
         self._clip_grad_norm = config.optimizer.clip_grad_norm
         self._ema_decay = config.optimizer.ema_decay
-        self._state_keys = (*MOMENTS, EMA) if self._ema_decay else MOMENTS
+        self._state_keys = (*MOMENTS, EMA) if self._ema_decay is not None else MOMENTS
         self._loss_scale = DynamicLossScale(config.precision)
         self._trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._rate_scales = rate_scales(list(self._trainable), config.optimizer)
@@ -187,7 +187,7 @@ class Engine(ABC):
         for master in self._masters:
             state = self._adam.state[master]
             state |= {key: torch.zeros_like(master) for key in MOMENTS}
-            if self._ema_decay:
+            if self._ema_decay is not None:
                 state[EMA] = master.detach().clone()
         set_adam_step(self._adam, self._masters, 0)
 
@@ -211,7 +211,7 @@ class Engine(ABC):
     @torch.no_grad()
     def _update_averages(self) -> None:
         """Move the averages towards the weights of an update."""
-        if self._ema_decay:
+        if self._ema_decay is not None:
             averages = [self._adam.state[master][EMA] for master in self._masters]
             torch._foreach_lerp_(averages, list(self._masters), 1 - self._ema_decay)
 

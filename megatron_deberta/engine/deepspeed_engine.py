@@ -304,7 +304,9 @@ def deepspeed_config(config: RunConfig, dp_size: int) -> dict[str, Any]:
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         # Stage 0 would not report the norm; the engine clips there.
-        "gradient_clipping": config.optimizer.clip_grad_norm if precision.zero_stage else 0.0,
+        "gradient_clipping": (config.optimizer.clip_grad_norm or 0.0)
+        if precision.zero_stage
+        else 0.0,
         # UncorrectedAdamW is elementwise, so it is correct on flat partitions.
         "zero_allow_untested_optimizer": True,
         # DeepSpeed's own CPU Adam is compiled at run time; torch's fused one needs no compiler.

@@ -361,16 +361,16 @@ class NormReading:
         assert self.norm is not None
         return self.norm
 
-    def divisor(self, max_norm: float) -> float:
-        """Return the number that unscales and clips the gradient; ``max_norm`` 0: no clipping."""
+    def divisor(self, max_norm: float | None) -> float:
+        """Return the number that unscales the gradient and clips it, if ``max_norm`` is given."""
         assert self.norm is not None
-        clip = max((self.norm + CLIP_EPSILON) / max_norm, 1.0) if max_norm > 0 else 1.0
+        clip = 1.0 if max_norm is None else max((self.norm + CLIP_EPSILON) / max_norm, 1.0)
         return clip * self._scale
 
 
 @contextmanager
 def leaner_step(
-    optimizer: Any, reading: NormReading, groups: ProcessGroups, max_norm: float
+    optimizer: Any, reading: NormReading, groups: ProcessGroups, max_norm: float | None
 ) -> Iterator[None]:
     """Make one step of ZeRO 1 to 3 read the norm by ``reading``, which decides on the update.
 
@@ -385,7 +385,7 @@ def leaner_step(
         optimizer: DeepSpeed's ZeRO optimizer.
         reading: of this step.
         groups: process groups.
-        max_norm: limit of clipping; 0: no clipping.
+        max_norm: limit of clipping; None: no clipping.
     """
     module, adam = sys.modules[type(optimizer).__module__], optimizer.optimizer
     names = ("cpu_offload", "offload_optimizer")
@@ -423,7 +423,7 @@ def _fold_clipping(
     optimizer: Any,
     module: Any,
     reading: NormReading,
-    max_norm: float,
+    max_norm: float | None,
     device: torch.device,
 ) -> None:
     """Let torch's fused AdamW divide the gradients instead of a pass of their own."""

@@ -315,8 +315,8 @@ def _square_sum(gradient: Tensor) -> Tensor:
     return norms.square().sum()
 
 
-def clip_coefficient(grad_norm: float, max_norm: float) -> float:
-    """Factor that scales a gradient of norm ``grad_norm`` down to ``max_norm``; 0: no clipping."""
-    if max_norm <= 0:
+def clip_coefficient(grad_norm: float, max_norm: float | None) -> float:
+    """Factor that scales a gradient of norm ``grad_norm`` down to ``max_norm``; None: 1."""
+    if max_norm is None:
         return 1.0
     return 1.0 / max(1.0, (grad_norm + CLIP_EPSILON) / max_norm)

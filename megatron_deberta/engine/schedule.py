@@ -36,7 +36,7 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
         The learning rate, 0 from ``total_steps`` on unless the schedule is constant.
     """
     peak = config.learning_rate
-    warmup = round(config.warmup_fraction * total_steps) or config.warmup_steps
+    warmup = round((config.warmup_fraction or 0) * total_steps) or config.warmup_steps
     if step < warmup:
         return peak * (step + 1) / warmup
     left, length = max(0, total_steps - step), max(1, total_steps - warmup)
@@ -55,7 +55,7 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
 
 def decay_steps(config: OptimizerConfig, total_steps: int) -> int:
     """Return the number of last steps with a decaying rate of the ``wsd`` schedule."""
-    return max(1, round(config.decay_fraction * total_steps) or config.decay_steps)
+    return round((config.decay_fraction or 0) * total_steps) or config.decay_steps or 1
 
 
 class DynamicLossScale:

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_deberta.config.objective_rules import causal_fraction, trained_forms
+from megatron_deberta.config.rules import causal_fraction, trained_forms
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.errors import CheckpointError, ConfigError, DataError, MalformedInputError
@@ -166,7 +166,7 @@ def evaluate_perplexity(
             "lower it, or raise data.sequence_length"
         )
     text = read_words(data)
-    loaded = source.load_tokenizer(config.tokenizer.path)
+    loaded = source.load_tokenizer(config.tokenizer.path or "")
     rows, num_unknown = _rows(text, loaded, length, stride, masked)
     tokens_per_batch = config.train.micro_batch_size * length
     parallel = config.parallel
@@ -259,7 +259,7 @@ def evaluate_minimal_pairs(
     if "masked" not in trained_forms(config.objective) and metric != "original":
         raise ConfigError(f"--metric {metric} is for masked language models; remove it")
     pairs = read_minimal_pairs(data, limit)
-    loaded = source.load_tokenizer(config.tokenizer.path)
+    loaded = source.load_tokenizer(config.tokenizer.path or "")
     task = build_minimal_pairs(config, loaded, pairs, metric)
     with open_ranks(config, source) as (module, groups):
         scores = task.score(module, groups, advance=advance)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from megatron_deberta.data.arrays import Booleans, Integers
+from megatron_deberta.data import Booleans, Integers
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.distributed.control import sum_over_batch_ranks

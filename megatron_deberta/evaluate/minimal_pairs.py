@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
-from megatron_deberta.config.objective_rules import trained_forms
+from megatron_deberta.config.rules import trained_forms
 from megatron_deberta.config.schema import ModelConfig, RunConfig
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.distributed.topology import ProcessGroups
@@ -282,9 +282,9 @@ def open_minimal_pairs(config: RunConfig, tokenizer_path: str) -> MinimalPairTas
         DataError: ``train.blimp_data`` is missing or malformed.
     """
     train = config.train
-    if not train.blimp_every:
+    if train.blimp_every is None or train.blimp_data is None:
         return None
-    pairs = read_minimal_pairs(train.blimp_data, train.blimp_pairs)
+    pairs = read_minimal_pairs(train.blimp_data, train.blimp_pairs or 0)
     return build_minimal_pairs(config, load_tokenizer(tokenizer_path), pairs)
 
 

@@ -29,8 +29,8 @@ from megatron_deberta.config.schema import (
     ModelConfig,
     PrecisionConfig,
     RunConfig,
+    with_task_head,
 )
-from megatron_deberta.config.task_head import with_task_head
 from megatron_deberta.distributed.control import raise_on_all_ranks
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.distributed.parallelize.build import build_model
@@ -224,7 +224,7 @@ def open_release_weights(path: Path, config: RunConfig) -> TaskHead:
 
     content = read_config(path)
     release = open_release(path, None, path, fields=content, adapt=adapt)
-    _check_tokenizer(path, content, config.tokenizer.path)
+    _check_tokenizer(path, content, config.tokenizer.path or "")
     fields = task_head(content)
     own = replace(release.config, head=fields.head, labels=fields.labels)
     return TaskHead(release, own, model)
@@ -310,7 +310,7 @@ def language_model_config(source: SourceModel, overrides: Sequence[str]) -> RunC
         # A part of the run's model
         objective = replace(run.objective, name=source.config.head)
         run = replace(run, model=source.config, objective=objective)
-    run = replace(run, train=replace(run.train, blimp_every=0))
+    run = replace(run, train=replace(run.train, blimp_every=None))
     return evaluation_config(run, source, overrides)
 
 

@@ -192,7 +192,8 @@ def _progress(run_dir: Path, run: RunConfig) -> _Progress | None:
         return None
     records, patience = read_metrics(metrics), run.finetune.patience
     selection = Selection.of_run(run_dir, records, last, keeps_best=run.finetune.keep_best)
-    has_ended = last >= last_step(run) or 0 < patience <= selection.num_worse
+    is_converged = patience is not None and patience <= selection.num_worse
+    has_ended = last >= last_step(run) or is_converged
     validations = {r["step"]: r for r in records if r["kind"] == "validation"}
     return _Progress(last, selection, has_ended, validations)
 
@@ -290,8 +291,8 @@ def read_outputs(run: FinetunedRun, split: str, data: str = "") -> tuple[Split, 
     if split not in run.task.splits:
         known = ", ".join(run.task.splits)
         raise ConfigError(f"--split {split}: task {run.task.name} has {known}")
-    data = data or run.config.finetune.data
-    tokenizer = load_tokenizer(run.config.tokenizer.path)
+    data = data or run.config.finetune.data or ""
+    tokenizer = load_tokenizer(run.config.tokenizer.path or "")
     config = run.config
     config = replace(config, finetune=replace(config.finetune, data=data))
     found = read_split(config, run.task, split, tokenizer, run.folder)
@@ -304,7 +305,7 @@ def read_outputs(run: FinetunedRun, split: str, data: str = "") -> tuple[Split, 
     outputs = _read_kept(path, weights, fingerprint, shape)
     if outputs is None:
         # Not by the run's folder, whose best checkpoint may be another one meanwhile.
-        name = run_task_name(config.finetune.task, run.folder)
+        name = run_task_name(config.finetune.task or "", run.folder)
         with open_predictor(name, run.checkpoint, data) as predictor:
             predicted, outputs, _ = predictor.run(split)
         if predicted.encoded.fingerprint != fingerprint:

@@ -125,13 +125,13 @@ def open_predictor(
             "predictions would come from random weights; give a fine-tuned model"
         )
     if not task_name and source.run is not None:
-        task_name = run_task_name(source.run.finetune.task, source.path.parents[1])
+        task_name = run_task_name(source.run.finetune.task or "", source.path.parents[1])
     task = load_task(task_name) if task_name else model_task(source.config)
     source = with_classes(source, class_names(task))
     config = prediction_config(task, task_name, source, data, overrides)
     check_task(config, task)
     with open_ranks(config, source) as (module, groups):
-        loaded = source.load_tokenizer(config.tokenizer.path)
+        loaded = source.load_tokenizer(config.tokenizer.path or "")
         yield Predictor(
             config, task, loaded, module, groups, _run_dir(source), source.is_multi_label
         )
@@ -168,7 +168,7 @@ def prediction_config(
         )
     run = replace(
         run,
-        finetune=replace(run.finetune, task=task_name or task.name, data=data, epochs=0.0),
+        finetune=replace(run.finetune, task=task_name or task.name, data=data, epochs=None),
         optimizer=replace(run.optimizer, warmup_steps=0),
     )
     return evaluation_config(run, source, overrides)
@@ -244,7 +244,7 @@ def compare_accuracy(
     """
     from megatron_deberta.hf.onnx.check import graph_logits
 
-    task = load_task(run_task_name(config.finetune.task, Path(config.train.run_dir)))
+    task = load_task(run_task_name(config.finetune.task or "", Path(config.train.run_dir)))
     split = read_split(config, task, DEV, tokenizer, Path(config.train.run_dir))
     sides: dict[str, Logits] = {"torch": ours.logits, "onnx": graph_logits(path, kind)}
     metrics = {

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_deberta.config.schema import Head, RunConfig
-from megatron_deberta.data.arrays import Integers
+from megatron_deberta.data import Integers
 from megatron_deberta.data.batch import TaskBatch
-from megatron_deberta.data.bin_packing import best_fit
+from megatron_deberta.data.dataset.best_fit import best_fit
 from megatron_deberta.distributed.control import (
     broadcast_text,
     raise_on_all_ranks,
@@ -301,7 +301,7 @@ def read_split(
         tokenizer: the model's tokenizer.
         run_dir: folder of the run, which keeps them if no other is set; None: they are not kept.
     """
-    examples = read_examples(task, config.finetune.data, name)
+    examples = read_examples(task, config.finetune.data or "", name)
     cache = (
         Path(config.finetune.cache) if config.finetune.cache else run_dir and run_dir / "encoded"
     )

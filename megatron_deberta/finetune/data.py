@@ -18,7 +18,7 @@ from megatron_deberta.config import validate_for_world
 from megatron_deberta.config.phases import Stage
 from megatron_deberta.config.rules import batch_arithmetic
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.data.arrays import Integers
+from megatron_deberta.data import Integers
 from megatron_deberta.data.batch import TaskBatch
 from megatron_deberta.data.loader import StepSampler, TrainLoader
 from megatron_deberta.data.randomness import Purpose, hash_values, mix64
@@ -171,12 +171,11 @@ class TaskData:
         found = score(self.task, self.dev.examples, self.dev.encoded, outputs)
         records.write_baseline({str(name): found[name] for name in self.task.metrics})
 
-    def step_work(self, config: RunConfig) -> tuple[StepWork, StepWork]:
+    def step_work(self, config: RunConfig) -> StepWork:
         """Return the work of a step of examples of mean length."""
         encoded = self.train.encoded
         samples = task_rows(config, encoded, self.tokenizer).num_samples
-        work = rows_work(config, len(encoded.input_ids) / samples)
-        return work, work
+        return rows_work(config, len(encoded.input_ids) / samples)
 
     def describe(self, config: RunConfig, dp_size: int) -> list[tuple[str, str]]:
         """Return the examples per step, and the number of steps and epochs."""
@@ -213,7 +212,8 @@ def open_task_data(config: RunConfig, groups: ProcessGroups) -> tuple[RunConfig,
     """
     task = load_training_task(config)
     check_task(config, task)
-    tokenizer = load_tokenizer(config.tokenizer.path)
+    tokenizer_path = config.tokenizer.path or ""
+    tokenizer = load_tokenizer(tokenizer_path)
     splits: dict[str, Split] = {}
     for is_turn in (groups.rank == 0, groups.rank != 0):
         # The second pass finds the files of the first.
@@ -226,7 +226,7 @@ def open_task_data(config: RunConfig, groups: ProcessGroups) -> tuple[RunConfig,
                 }
     train = splits[TRAIN]
     identity = Identity(
-        tokenizer_path=str(Path(config.tokenizer.path).resolve()),
+        tokenizer_path=str(Path(tokenizer_path).resolve()),
         tokenizer_fingerprint=tokenizer.fingerprint,
         data_fingerprint=train.encoded.fingerprint,
         validation_fingerprint=splits[DEV].encoded.fingerprint if DEV in splits else "",
@@ -246,9 +246,9 @@ def planned_steps(config: RunConfig) -> RunConfig:
         ConfigError: the task has no training data.
         DataError: a file is missing or malformed, or the tokenizer cannot be loaded.
     """
-    task = load_task(config.finetune.task)
-    tokenizer = load_tokenizer(config.tokenizer.path)
-    examples = read_examples(task, config.finetune.data, TRAIN)
+    task = load_task(config.finetune.task or "")
+    tokenizer = load_tokenizer(config.tokenizer.path or "")
+    examples = read_examples(task, config.finetune.data or "", TRAIN)
     encoded = encode(task, examples, tokenizer, config.data.sequence_length)
     rows = task_rows(config, encoded, tokenizer)
     return with_steps(config, rows)
@@ -260,7 +260,7 @@ def load_training_task(config: RunConfig) -> TaskConfig:
     Raises:
         ConfigError: see `load_task`.
     """
-    name = config.finetune.task
+    name = config.finetune.task or ""
     is_gone = os.path.isabs(name) and not os.path.lexists(name)
     return load_task(run_task_name(name, Path(config.train.run_dir)) if is_gone else name)
 
@@ -276,7 +276,7 @@ def check_warmup(config: RunConfig, origin: str) -> None:
         ConfigError: it does not.
     """
     steps, optimizer = config.train.steps, config.optimizer
-    if not optimizer.warmup_fraction and optimizer.warmup_steps > steps:
+    if optimizer.warmup_fraction is None and optimizer.warmup_steps > steps:
         raise ConfigError(
             f"optimizer.warmup_steps={optimizer.warmup_steps} exceeds the {steps} steps of {origin}"
             "; published settings are meant for the whole data set: add "
@@ -293,7 +293,7 @@ def with_steps(config: RunConfig, rows: TaskRows) -> RunConfig:
     if settings.validations_per_epoch:
         every = max(1, round(per_epoch / settings.validations_per_epoch))
         train = replace(train, eval_every=every)
-    return replace(config, train=train, finetune=replace(settings, epochs=0.0))
+    return replace(config, train=train, finetune=replace(settings, epochs=None))
 
 
 def epoch_order(config: RunConfig, rows: TaskRows) -> EpochOrder:

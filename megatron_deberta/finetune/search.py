@@ -26,9 +26,9 @@ from pydantic import Field
 
 from megatron_deberta.checkpoint.layout import checkpoints_dir
 from megatron_deberta.config import load_config, save_config, validate_for_world
-from megatron_deberta.config.loader import config_to_dict
-from megatron_deberta.config.merge import (
+from megatron_deberta.config.loader import (
     OVERRIDES,
+    config_to_dict,
     holds_text,
     parse_override,
     plain_value,

@@ -11,10 +11,13 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_deberta.config import config_to_dict
-from megatron_deberta.config.loader import config_from_layers
-from megatron_deberta.config.merge import OVERRIDES, merge_layers, parse_overrides
-from megatron_deberta.config.schema import ModelConfig, RunConfig
-from megatron_deberta.config.task_head import with_task_head
+from megatron_deberta.config.loader import (
+    OVERRIDES,
+    config_from_layers,
+    merge_layers,
+    parse_overrides,
+)
+from megatron_deberta.config.schema import ModelConfig, RunConfig, with_task_head
 from megatron_deberta.errors import ConfigError, MegatronDebertaError
 from megatron_deberta.evaluate.models import SourceModel
 from megatron_deberta.evaluate.splits import class_names
@@ -32,7 +35,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "finetune": {"epochs": 3.0, "validations_per_epoch": 1.0},
     "data": {"num_workers": 0},
     # Losses of small batches vary too much to be compared.
-    "guard": {"spike_sigmas": 0.0},
+    "guard": {"spike_sigmas": None},
     "checkpoint": {"keep_last": 1, "save_every": 500},
 }
 
@@ -67,9 +70,9 @@ def finetune_config(
     given = {override.partition("=")[0].strip() for override in overrides}
     for name, replaced in (("steps", "epochs"), ("eval_every", "validations_per_epoch")):
         if f"train.{name}" in given:
-            layers["finetune"][replaced] = 0.0
+            layers["finetune"][replaced] = None
     if given & {"optimizer.warmup_steps"}:
-        layers["optimizer"]["warmup_fraction"] = 0.0
+        layers["optimizer"]["warmup_fraction"] = None
     # Absolute, so that later commands on the run work in any folder.
     layers["tokenizer"] = {"path": os.path.abspath(model.tokenizer_path)}
     layers["data"].setdefault("sequence_length", task.max_length)
@@ -77,7 +80,7 @@ def finetune_config(
     layers["train"].setdefault("run_dir", os.path.join("runs", task.name))
     layers["finetune"] |= {
         "task": absolute_task_name(task_name),
-        "data": os.path.abspath(data) if data else "",
+        "data": os.path.abspath(data) if data else None,
     }
     _shorten_warmup(layers, overrides)
     config = config_from_layers([(f"task {task.name}", layers)], overrides)
@@ -117,7 +120,7 @@ def _num_steps(config: RunConfig, enough: int) -> int:
         examples = _count_examples(config.finetune.task, config.finetune.data)
         per_epoch = -(-examples // max(1, config.train.global_batch_size))
         # An example can have several rows.
-        least = math.ceil(config.finetune.epochs * per_epoch)
+        least = math.ceil((config.finetune.epochs or 0) * per_epoch)
         return least if least >= enough else planned_steps(config).train.steps
     except (MegatronDebertaError, OSError):
         return 0
@@ -195,7 +198,7 @@ def choose_settings(task: TaskConfig, model: ModelConfig, name: str = "") -> dic
     found = task.settings.get(settings_name(task, model, name), {})
     keys = {key: v[0] if isinstance(v, list) else v for key, v in found.items()}
     if keys.get("optimizer.warmup_steps"):
-        keys.setdefault("optimizer.warmup_fraction", 0.0)
+        keys.setdefault("optimizer.warmup_fraction", None)
     return keys
 
 

@@ -125,7 +125,7 @@ def choose_model_type(config: ModelConfig) -> tuple[ModelType, str]:
     at_input = config.absolute_positions == "input"
     if config.head == "autoregressive":
         return "megatron-deberta", "the autoregressive form"
-    plain = config.mask_decoder_passes == 0 and config.conv_kernel_size == 0
+    plain = config.mask_decoder_passes == 0 and config.conv_kernel_size is None
     plain = plain and pooler_activation(config) == "tanh"
     if at_input and not relative and plain and config.key_bias:
         return "roberta", ""
@@ -149,10 +149,10 @@ def _beyond_v1(config: ModelConfig, relative: bool) -> list[str]:
     shared, buckets = config.share_position_projections, config.position_buckets
     biased = config.position_key_bias and config.position_terms in _WITH_C2P
     settings = {
-        f"conv_kernel_size: {config.conv_kernel_size}": config.conv_kernel_size > 0,
+        f"conv_kernel_size: {config.conv_kernel_size}": config.conv_kernel_size is not None,
         "share_position_projections: true": relative and shared,
         "position_key_bias: true": relative and not shared and biased,
-        f"position_buckets: {buckets}": relative and buckets > 0,
+        f"position_buckets: {buckets}": relative and buckets is not None,
         "normalize_position_table: true": relative and config.normalize_position_table,
     }
     return [setting for setting, is_set in settings.items() if is_set]
@@ -261,7 +261,7 @@ def _deberta_fields(config: ModelConfig, model_type: ModelType) -> dict[str, Any
         "share_att_key": config.share_position_projections,
         "norm_rel_ebd": "layer_norm" if normalized else "none",
         "position_biased_input": config.absolute_positions == "input",
-        "conv_kernel_size": config.conv_kernel_size,
+        "conv_kernel_size": config.conv_kernel_size or 0,
         "conv_act": config.conv_activation,
         "conv_groups": 1,
         "talking_head": False,
@@ -313,7 +313,7 @@ def from_hf_config(fields: dict[str, Any], model_type: ModelType) -> ModelConfig
             **shared,
             max_position_embeddings=length,
             max_relative_positions=length,
-            position_buckets=0,
+            position_buckets=None,
             position_terms="none",
             share_position_projections=False,
             normalize_position_table=False,
@@ -340,19 +340,20 @@ def _deberta_config(
     norms = fields.get("norm_rel_ebd", "none").lower().split("|")
     normalized = "layer_norm" in map(str.strip, norms)
     kernel = 0 if v1 else fields.get("conv_kernel_size", 0)
+    buckets = fields.get("position_buckets", -1)
     model = ModelConfig(
         **shared,
         head="autoregressive" if fields.get("causal") else "mlm",
         max_position_embeddings=length,
         max_relative_positions=max_distance if max_distance > 0 else length,
-        position_buckets=0 if v1 else max(fields.get("position_buckets", -1), 0),
+        position_buckets=buckets if buckets > 0 and not v1 else None,
         position_terms=terms,
         p2c_index="paper" if fields.get("p2c_index") == "paper" else "microsoft",
         share_position_projections=not v1 and fields.get("share_att_key", False),
         key_bias=fields.get("key_bias", not v1),
         position_key_bias=fields.get("position_key_bias", not v1),
         normalize_position_table=not v1 and normalized and terms != "none",
-        conv_kernel_size=kernel,
+        conv_kernel_size=kernel or None,
         conv_activation=fields.get("conv_act", "tanh") if kernel else ModelConfig().conv_activation,
         mask_decoder_passes=fields.get("mask_decoder_passes", 0 if at_input else 2),
         absolute_positions=fields.get("absolute_positions", "input" if at_input else "decoder"),

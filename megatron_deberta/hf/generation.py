@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_deberta.config.objective_rules import causal_fraction
+from megatron_deberta.config.rules import causal_fraction
 from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.hf.loading import (
     NONFINITE,

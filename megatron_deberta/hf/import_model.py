@@ -162,7 +162,7 @@ def _write_import(
         consumed_samples=0,
         config=config_to_dict(run),
         tokenizer_fingerprint=tokenizer.fingerprint,
-        tokenizer_path=run.tokenizer.path,
+        tokenizer_path=str(output / _TOKENIZER_FOLDER),
         why_untrained=why_untrained,
     )
     save_weights(folder, tensors, parameter_shapes(model), metadata)
@@ -331,9 +331,9 @@ def _pair_config(discriminator: Release, generator: ModelConfig) -> ModelConfig:
         generator_layers=generator.num_layers,
         embedding_sharing="gdes",
     )
-    if generator_config(replace(model, generator_layers=0)) == generator_config(model):
+    if generator_config(replace(model, generator_layers=None)) == generator_config(model):
         # Half of the discriminator's, as in configs/models.
-        model = replace(model, generator_layers=0)
+        model = replace(model, generator_layers=None)
     expected = generator_config(model)
     for key in (field.name for field in fields(ModelConfig)):
         theirs, ours = getattr(generator, key), getattr(expected, key)

@@ -202,7 +202,9 @@ def model_card(
         parameters=parameters,
         version=__version__,
         model_type=model_type,
-        architecture=_rows({key: getattr(config, key) for key in _KEYS}),
+        architecture=_rows(
+            {key: "none" if (value := getattr(config, key)) is None else value for key in _KEYS}
+        ),
         training=_rows(facts.rows),
         evaluation=_evaluation(facts),
         not_evaluated=facts.not_evaluated,

@@ -95,7 +95,9 @@ class DisentangledSelfAttention(nn.Module):
         self.c2p = config.position_terms in ("c2p+p2c", "c2p")
         self.p2c = config.position_terms in ("c2p+p2c", "p2c")
         self.p2c_index = config.p2c_index
-        self.positions = RelativePositions(config.max_relative_positions, config.position_buckets)
+        self.positions = RelativePositions(
+            config.max_relative_positions, config.position_buckets or 0
+        )
         self.attention_dropout = config.attention_dropout
         # Global index of the first local head; set by ``distributed.parallelize``
         self.first_head = 0

@@ -23,7 +23,7 @@ class Encoder(nn.Module):
     def __init__(self, config: ModelConfig, recompute_layers: bool) -> None:
         super().__init__()
         self.recompute_layers = recompute_layers
-        span = RelativePositions(config.max_relative_positions, config.position_buckets).span
+        span = RelativePositions(config.max_relative_positions, config.position_buckets or 0).span
         self.num_slots = 2 * span
         self.relative_positions = (
             RelativePositionTable(config, self.num_slots)
@@ -31,7 +31,7 @@ class Encoder(nn.Module):
             else None
         )
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_layers))
-        self.conv = ConvolutionBranch(config) if config.conv_kernel_size > 0 else None
+        self.conv = ConvolutionBranch(config) if config.conv_kernel_size is not None else None
 
     def position_table(self, slots: range | None = None) -> Tensor | None:
         """Return the normalised relative-position table ``[S, D]``, or None.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from megatron_deberta.config.objective_rules import causal_fraction
+from megatron_deberta.config.rules import causal_fraction
 from megatron_deberta.config.schema import PRETRAINING_HEADS, ModelConfig, ObjectiveConfig
 from megatron_deberta.model.heads import num_outputs
 from megatron_deberta.model.replaced_tokens import single_models
@@ -62,7 +62,7 @@ def num_used_slots(model: ModelConfig, sequence_length: int) -> int:
     """
     if not is_task_head(model):
         return num_position_slots(model)
-    positions = RelativePositions(model.max_relative_positions, model.position_buckets)
+    positions = RelativePositions(model.max_relative_positions, model.position_buckets or 0)
     return len(positions.slots_of_length(sequence_length))
 
 
@@ -136,14 +136,14 @@ def _forward_flops(
             + keys_values
             + read * query_side,
             position_projections=model.num_layers * terms * 2 * d * d * projected / table_tokens,
-            convolution=2.0 * model.conv_kernel_size * d * d,
+            convolution=2.0 * (model.conv_kernel_size or 0) * d * d,
             mask_decoder=0.0,
             head=read * 2 * d * (num_outputs(model) + dense),
         )
     return ForwardFlops(
         layers=(model.num_layers - decoded) * (keys_values + query_side),
         position_projections=model.num_layers * terms * 2 * d * d * slots / table_tokens,
-        convolution=2.0 * model.conv_kernel_size * d * d,
+        convolution=2.0 * (model.conv_kernel_size or 0) * d * d,
         mask_decoder=decoded * (keys_values + passes * query_side),
         head=mask_probability * (2 * d * d + 2 * d * model.vocab_size),
     )

@@ -93,12 +93,14 @@ class IncrementalDecoder:
     ) -> Tensor:
         """Add the convolution, which reads earlier tokens, to the first layer's output."""
         conv, count = self._model.encoder.conv, hidden.size(1)
+        kernel = self._model.config.conv_kernel_size
         assert conv is not None
+        assert kernel is not None
         if self._convolved is not None:
             embedded, hidden = (
                 torch.cat(pair, 1) for pair in zip(self._convolved, (embedded, hidden), strict=True)
             )
-        radius = self._model.config.conv_kernel_size // 2
+        radius = kernel // 2
         self._convolved = embedded[:, -radius:], hidden[:, -radius:]
         tokens = everything.select(everything.positions[:, -embedded.size(1) :])
         out: Tensor = conv(embedded, hidden, tokens, context)

@@ -162,6 +162,7 @@ class ConvolutionBranch(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         size = config.conv_kernel_size
+        assert size is not None
         self.input = ColumnParallelInput()
         self.conv = TokenConv1d(config.hidden_size, config.hidden_size, size, padding=size // 2)
         self.exit = GatherFromTensorParallelRegion()

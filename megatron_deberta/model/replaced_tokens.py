@@ -25,11 +25,11 @@ def generator_config(model: ModelConfig) -> ModelConfig:
     """Return the generator's architecture: a pretraining model with a mask decoder.
 
     Args:
-        model: with ``head: rtd``; ``generator_layers`` of 0 stands for half of ``num_layers``.
+        model: with ``head: rtd``; ``generator_layers`` of None stands for half of ``num_layers``.
     """
     layers = model.generator_layers or max(1, model.num_layers // 2)
     return replace(
-        model, head="mlm", num_layers=layers, generator_layers=0, embedding_sharing="gdes"
+        model, head="mlm", num_layers=layers, generator_layers=None, embedding_sharing="gdes"
     )
 
 
@@ -41,7 +41,7 @@ def discriminator_config(model: ModelConfig) -> ModelConfig:
         head="discriminator",
         mask_decoder_passes=0,
         absolute_positions="input" if at_input else "none",
-        generator_layers=0,
+        generator_layers=None,
         embedding_sharing="gdes",
     )
 

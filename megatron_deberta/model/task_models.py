@@ -30,7 +30,7 @@ class DebertaForTask(DebertaBackbone):
         projecting the tokens.
         """
         config = self.config
-        positions = RelativePositions(config.max_relative_positions, config.position_buckets)
+        positions = RelativePositions(config.max_relative_positions, config.position_buckets or 0)
         return positions.slots_of_length(length)
 
     def logits(

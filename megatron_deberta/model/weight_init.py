@@ -55,6 +55,7 @@ def fill_initial(
         return
     scale = config.initializer_range
     if is_uniform:
+        assert config.conv_kernel_size is not None
         scale = 1 / math.sqrt(config.hidden_size * config.conv_kernel_size)
     draw = symmetric_uniform if is_uniform else standard_normal
     key = zlib.crc32(name.encode())

@@ -106,7 +106,7 @@ class LabelledObjective(Objective):
         """Return the commands that predict and export."""
         finetune = self.config.finetune
         texts = (finetune.task, run_dir, finetune.data, split)
-        task, folder, data, split = (shlex.quote(text) for text in texts)
+        task, folder, data, split = (shlex.quote(text or "") for text in texts)
         return [
             f"megatron-deberta predict {task} --model {folder} --data {data} --split {split}",
             export_command(run_dir),

@@ -64,6 +64,11 @@ class StepWork(NamedTuple):
     flops_per_token: float
     recomputed_per_token: float = 0.0
 
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of a step, without recomputation."""
+        return self.tokens * self.flops_per_token
+
 
 @dataclass(kw_only=True)
 class ThroughputMeter:
@@ -74,15 +79,11 @@ class ThroughputMeter:
         matmul_rate: FLOP/s of all ranks together, from ``measure_matmul_rate``.
         measure: measures that rate again. The first measurement falls into the start of the other
             ranks, which use the same cores and memory; None: the rate is right.
-        first_work: work of the first steps, if they are shorter.
-        first_steps: number of these steps.
         clock: returns seconds.
     """
 
     work: StepWork
     matmul_rate: float
-    first_work: StepWork | None = None
-    first_steps: int = 0
     measure: Callable[[], float] | None = None
     clock: Callable[[], float] = time.perf_counter
 
@@ -99,12 +100,9 @@ class ThroughputMeter:
     def step_done(self) -> None:
         """Count one optimizer step."""
         work = self.work
-        if self.first_steps > 0 and self.first_work is not None:
-            work = self.first_work
-            self.first_steps -= 1
         self._steps += 1
         self._tokens += work.tokens
-        self._flops += work.tokens * work.flops_per_token
+        self._flops += work.flops
         self._recomputed += work.tokens * work.recomputed_per_token
 
     @contextmanager

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from megatron_deberta.config.objective_rules import causal_fraction
+from megatron_deberta.config.rules import causal_fraction
 from megatron_deberta.config.schema import ModelConfig, RunConfig
 from megatron_deberta.distributed.parallelize.plan import shard_spec, vocabulary_rows
 from megatron_deberta.engine.deepspeed_engine import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS
@@ -39,9 +39,8 @@ def rows_per_sample(config: RunConfig) -> int:
     """Return the number of rows per sample: 1, but in multiple choice the task's choices."""
     if config.model.head != "choices":
         return 1
-    return max(
-        1, len(load_task(run_task_name(config.finetune.task, Path(config.train.run_dir))).labels)
-    )
+    name = run_task_name(config.finetune.task or "", Path(config.train.run_dir))
+    return max(1, len(load_task(name).labels))
 
 
 def micro_batch_rows(config: RunConfig) -> int:

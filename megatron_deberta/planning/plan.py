@@ -11,9 +11,13 @@ import psutil
 
 from megatron_deberta.checkpoint.saver import FREE_SHARE, copy_bytes, state_bytes
 from megatron_deberta.cluster.profile import check_dtype
-from megatron_deberta.config.divisibility import check_tensor_parallel_divides
-from megatron_deberta.config.phases import describe_phases, segments
-from megatron_deberta.config.rules import BatchArithmetic, batch_arithmetic, validate_for_world
+from megatron_deberta.config.phases import describe_phases, phases_of, segments
+from megatron_deberta.config.rules import (
+    BatchArithmetic,
+    batch_arithmetic,
+    check_tensor_parallel_divides,
+    validate_for_world,
+)
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import TopologyError
 from megatron_deberta.model import count_parameters
@@ -131,9 +135,12 @@ class _Costs:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON types, with units in the names."""
+        rows = self.config.train.global_batch_size
+        # A key of this format, also of runs without short rows.
+        short_tokens = rows * self.config.data.short_sequence_length
         return {
             "world_size": self.world_size,
-            "batch": self.batch._asdict(),
+            "batch": self.batch._asdict() | {"short_tokens_per_step": short_tokens},
             "parameters": self.parameters,
             "memory_bytes": {
                 policy: {**estimate._asdict(), "total": estimate.total}
@@ -196,7 +203,10 @@ class RunPlan(_Costs):
     @property
     def saves_in_background(self) -> bool | None:
         """Whether scheduled checkpoints are asynchronous; None: the memory of nodes is unknown."""
-        mode, local = self.config.checkpoint.asynchronous, self.config.checkpoint.local_every > 0
+        mode, local = (
+            self.config.checkpoint.asynchronous,
+            self.config.checkpoint.local_every is not None,
+        )
         if mode != "auto":
             return mode
         if not self.machine.host_gib:
@@ -349,6 +359,7 @@ def make_plan(
     *,
     search: bool,
     failure_days: float = FAILURE_DAYS,
+    row_tokens: int | None = None,
 ) -> RunPlan:
     """Plan a run; of a run with phases, the step with the largest micro batch.
 
@@ -356,8 +367,10 @@ def make_plan(
         config: the run.
         machine: its machine.
         world_size: number of ranks.
-        search: search the layouts as well, unless the run has phases.
+        search: search the layouts as well, unless the run has phases or a batch ramp.
         failure_days: mean days between failures of one node.
+        row_tokens: length of rows for the time of the run, if they are shorter than those for
+            which it has memory; None: full rows.
 
     Raises:
         ConfigError: the batch does not divide, or the device does not support the number format.
@@ -365,13 +378,16 @@ def make_plan(
     """
     _check_machine(config, machine, world_size)
     dp_size = validate_for_world(config, world_size).dp_size
-    parts, seconds = segments(config), run_seconds(config, machine, dp_size)
+    parts = segments(config)
+    seconds = run_seconds(config, machine, dp_size, row_tokens)
     phases: dict[str, float] = {}
     if len(parts) > 1:
-        lines = describe_phases(config)
-        phases = dict.fromkeys(lines, 0.0)
-        for part in parts:
-            phases[lines[part.phase]] += segment_seconds(part, machine, dp_size)
+        phases = {
+            line: sum(segment_seconds(part, machine, dp_size) for part in of_phase)
+            for line, of_phase in zip(describe_phases(config), phases_of(config), strict=True)
+        }
+    # Of the parts of a run with short rows only the length differs.
+    is_uniform = len({(part.phase, part.config.train) for part in parts}) == 1
     largest = max((part.config for part in parts), key=micro_batch_tokens)
     step = step_time(largest, machine, dp_size)
 
@@ -389,7 +405,9 @@ def make_plan(
         ],
         step=step,
         seconds=seconds,
-        search=search_layouts(largest, machine, world_size) if search and not phases else None,
+        search=search_layouts(config, machine, world_size, row_tokens)
+        if search and is_uniform
+        else None,
         phase_seconds=phases,
         local_saves=plan_local_saves(
             largest, machine, world_size, step.total, failure_days, parts[-1].end

@@ -62,13 +62,16 @@ class Search:
     refusals: list[Refusal]
 
 
-def search_layouts(config: RunConfig, machine: Machine, world_size: int) -> Search:
+def search_layouts(
+    config: RunConfig, machine: Machine, world_size: int, row_tokens: int | None = None
+) -> Search:
     """Evaluate all parallel layouts of a run on a machine.
 
     Args:
         config: the run.
         machine: devices and links of the cluster.
         world_size: number of ranks.
+        row_tokens: length of rows for the time of the run; None: full rows.
     """
     choices: list[Choice] = []
     refusals: list[Refusal] = []
@@ -93,7 +96,7 @@ def search_layouts(config: RunConfig, machine: Machine, world_size: int) -> Sear
                     precision=replace(split.precision, zero_stage=stage),
                     parallel=replace(split.parallel, recompute=policy),
                 )
-                outcome = _fastest(variant, machine, world_size // tp_size)
+                outcome = _fastest(variant, machine, world_size // tp_size, row_tokens)
                 if isinstance(outcome, Choice):
                     choices.append(outcome)
                 else:
@@ -110,7 +113,9 @@ def _ranked(choices: list[Choice]) -> list[Choice]:
     return near + choices[len(near) :]
 
 
-def _fastest(config: RunConfig, machine: Machine, dp_size: int) -> Choice | Refusal:
+def _fastest(
+    config: RunConfig, machine: Machine, dp_size: int, row_tokens: int | None
+) -> Choice | Refusal:
     """Return the fastest micro batch that fits and divides the global batch, or why none does."""
     best: Choice | None = None
     rows_per_rank = config.train.global_batch_size // dp_size
@@ -121,7 +126,7 @@ def _fastest(config: RunConfig, machine: Machine, dp_size: int) -> Choice | Refu
         memory = rank_memory(candidate, machine, dp_size)
         if memory.total > machine.capacity_bytes:
             break
-        seconds = run_seconds(candidate, machine, dp_size)
+        seconds = run_seconds(candidate, machine, dp_size, row_tokens)
         if best is None or seconds < best.seconds:
             best = Choice(config=candidate, seconds=seconds, memory_bytes=memory.total)
     if best is not None:

@@ -15,9 +15,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from megatron_deberta.config.objective_rules import single_forms
 from megatron_deberta.config.phases import Segment, segments
-from megatron_deberta.config.rules import batch_arithmetic
+from megatron_deberta.config.rules import batch_arithmetic, single_forms
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.parallelize.plan import vocabulary_rows
 from megatron_deberta.engine.deepspeed_engine import LIVE_ELEMENTS, PERSISTENCE_THRESHOLD
@@ -219,7 +218,7 @@ def _part_gradients(config: RunConfig) -> Iterator[_Purpose]:
     """Yield those of replicated parameters whose gradients cover a rank's own tokens only."""
     model, row = config.model, _token_bytes(config)
     # A layer has two output biases and two norms of two vectors; the embedding has one norm.
-    vectors = 6 * _num_layers(config) + 2 + 2 * (model.conv_kernel_size > 0)
+    vectors = 6 * _num_layers(config) + 2 + 2 * (model.conv_kernel_size is not None)
     yield "all-reduce", "norms and biases", vectors, vectors * row
     if model.absolute_positions == "input":
         yield "all-reduce", "position embedding", 1, model.max_position_embeddings * row
@@ -451,14 +450,19 @@ def bytes_per_score(config: RunConfig, device: Device) -> float:
     return device.attention_bytes
 
 
-def run_seconds(config: RunConfig, machine: Machine, dp_size: int) -> float:
+def run_seconds(
+    config: RunConfig, machine: Machine, dp_size: int, row_tokens: int | None = None
+) -> float:
     """Predict the seconds to the last step, including phases and the steps with shorter rows.
 
     Args:
         config: the run.
         machine: devices and links of the cluster.
         dp_size: number of data-parallel ranks.
+        row_tokens: length of rows, if they are shorter than in the config; None: as there.
     """
+    if row_tokens is not None and row_tokens < config.data.sequence_length:
+        config = replace(config, data=replace(config.data, sequence_length=row_tokens))
     return sum(segment_seconds(part, machine, dp_size) for part in segments(config))
 
 
@@ -470,9 +474,4 @@ def segment_seconds(part: Segment, machine: Machine, dp_size: int) -> float:
         machine: devices and links of the cluster.
         dp_size: number of data-parallel ranks.
     """
-    config, short = part.config, min(part.config.data.short_steps, part.steps)
-    seconds = (part.steps - short) * step_time(config, machine, dp_size).total
-    if short:
-        rows = replace(config.data, sequence_length=config.data.short_sequence_length)
-        seconds += short * step_time(replace(config, data=rows), machine, dp_size).total
-    return seconds
+    return part.steps * step_time(part.config, machine, dp_size).total

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_deberta.data.shards.format import blend_weight
 from megatron_deberta.data.shards.manifest import ShardManifest, read_manifest
-from megatron_deberta.data.shards.prefixes import blend_weight
 from megatron_deberta.errors import MegatronDebertaError
 from megatron_deberta.observe.console import format_duration
 from megatron_deberta.report.run_charts import (

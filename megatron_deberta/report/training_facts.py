@@ -14,8 +14,8 @@ from typing import Any
 from megatron_deberta.checkpoint.layout import checkpoints_dir
 from megatron_deberta.config import load_config
 from megatron_deberta.config.phases import Segment, segment_at, segments
-from megatron_deberta.config.schema import DataConfig, ModelConfig, ObjectiveConfig, RunConfig
-from megatron_deberta.data.shards.prefixes import blend_weight
+from megatron_deberta.config.schema import ModelConfig, ObjectiveConfig, RunConfig
+from megatron_deberta.data.shards.format import blend_weight
 from megatron_deberta.hf.heads import HEADS
 from megatron_deberta.hf.loading import TrainedModel
 from megatron_deberta.hf.model_card import Evaluation, Figure, TrainingFacts
@@ -130,7 +130,7 @@ def _rows(
         rows["sequence length"] = f"up to {run.data.sequence_length:,} tokens"
     else:
         rows |= _text_rows(run, parts, step)
-    rate = run.rtd.discriminator_learning_rate if config.head == "discriminator" else 0.0
+    rate = run.rtd.discriminator_learning_rate if config.head == "discriminator" else None
     rows |= {
         "batch size": _each(parts, lambda one: f"{one.train.global_batch_size:,}"),
         "peak learning rate": f"{rate:g}"
@@ -153,7 +153,7 @@ def _text_rows(run: RunConfig, parts: Sequence[Segment], step: int) -> dict[str,
     tokens = sum(replace(p, steps=min(p.end, step) - p.first_step).tokens for p in parts if step)
     rows = {
         "tokens": f"{tokens:,}, padding included",
-        "sequence length": _each(parts, lambda one: _lengths(one.data, step)),
+        "sequence length": _each(parts, lambda one: f"{one.data.sequence_length:,}"),
         "packing": _each(parts, lambda one: one.data.packing),
     }
     if run.checkpoint.continue_from:
@@ -166,18 +166,6 @@ def _text_rows(run: RunConfig, parts: Sequence[Segment], step: int) -> dict[str,
 def _each(parts: Iterable[Segment], text: Callable[[RunConfig], str]) -> str:
     """Return the values of the phases of a run, each once."""
     return ", then ".join(dict.fromkeys(text(part.config) for part in parts))
-
-
-def _lengths(data: DataConfig, step: int) -> str:
-    """Return the lengths of rows up to a step."""
-    if not data.short_steps:
-        return f"{data.sequence_length:,}"
-    if 0 < step <= data.short_steps:
-        return f"{data.short_sequence_length:,}"
-    return (
-        f"{data.short_sequence_length:,} in the first {data.short_steps:,} steps, then "
-        f"{data.sequence_length:,}"
-    )
 
 
 def _masking(objective: ObjectiveConfig) -> str:

@@ -18,8 +18,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_deberta.config.loader import CONFIG_ROOTS
-from megatron_deberta.config.merge import OVERRIDES, plain_value, read_alternatives
+from megatron_deberta.config.loader import CONFIG_ROOTS, OVERRIDES, plain_value, read_alternatives
 from megatron_deberta.config.yaml_reader import PlainScalar, TextLoader, parse_yaml, read_yaml
 from megatron_deberta.errors import ConfigError, MissingInputError
 from megatron_deberta.files import write_atomically

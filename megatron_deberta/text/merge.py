@@ -10,7 +10,13 @@ from typing import Any
 
 import numpy.typing as npt
 
-from megatron_deberta.data.shards.format import bin_path, idx_path, manifest_path
+from megatron_deberta.data.shards.format import (
+    bin_path,
+    idx_path,
+    manifest_path,
+    refuse_duplicates,
+    refuse_existing,
+)
 from megatron_deberta.data.shards.manifest import ShardManifest, encode_manifest
 from megatron_deberta.data.shards.merge import (
     Call,
@@ -25,7 +31,6 @@ from megatron_deberta.data.shards.merge import (
     shard_part,
     sum_manifests,
 )
-from megatron_deberta.data.shards.prefixes import refuse_duplicates, refuse_existing
 from megatron_deberta.data.shards.writer import publish_shards, remove_indices, rename_staged
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.files import write_atomically

@@ -64,9 +64,8 @@ class LogMetrics(Callback):
         if len(parts) > 1:
             last = last_step(trainer.config)
             self._work = [
-                (part.first_step, min(part.end, last), work.tokens * work.flops_per_token)
+                (part.first_step, min(part.end, last), trainer.data.step_work(part.config).flops)
                 for part in parts
-                for work, _ in [trainer.data.step_work(part.config)]
             ]
             self._labels = {
                 "phase": segment.phase + 1,
@@ -156,8 +155,8 @@ class PeriodicEvaluation(Callback):
     kind: ClassVar[RecordKind]
     section: ClassVar[Section] = Section.EVALUATION
 
-    def every(self, trainer: Trainer) -> int:
-        """Return the steps between evaluations; 0: at the end only."""
+    def every(self, trainer: Trainer) -> int | None:
+        """Return the steps between evaluations; None: at the end only."""
         raise NotImplementedError
 
     def evaluate(self, trainer: Trainer) -> Evaluation | None:
@@ -226,7 +225,7 @@ class PeriodicEvaluation(Callback):
 
     def _is_due(self, trainer: Trainer) -> bool:
         every, step = self.every(trainer), trainer.state.step
-        return every > 0 and step > 0 and step % every == 0
+        return every is not None and step > 0 and step % every == 0
 
 
 class Validate(PeriodicEvaluation):
@@ -279,7 +278,7 @@ class Validate(PeriodicEvaluation):
         module, must_stop = trainer.engine.module, trainer.requests.must_stop
         return functools.partial(validator, module, must_stop=must_stop)
 
-    def every(self, trainer: Trainer) -> int:
+    def every(self, trainer: Trainer) -> int | None:
         """Return ``train.eval_every``."""
         return trainer.segment.config.train.eval_every
 
@@ -311,7 +310,7 @@ class EvaluateMinimalPairs(PeriodicEvaluation):
         """Evaluate the last step if an interrupted process did not."""
         self.run_if_missing(trainer)
 
-    def every(self, trainer: Trainer) -> int:
+    def every(self, trainer: Trainer) -> int | None:
         """Return ``train.blimp_every``."""
         return trainer.segment.config.train.blimp_every
 
@@ -332,7 +331,7 @@ class CheckReplicas(Callback):
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         """Compare them, if due."""
         every = trainer.segment.config.guard.replica_check_every
-        if every and trainer.state.step % every == 0:
+        if every is not None and trainer.state.step % every == 0:
             trainer.check_replicas()
 
 
@@ -359,7 +358,8 @@ class SaveCheckpoints(Callback):
             return False
         # A process that ends and a requested save wait for completion.
         now = trainer.save_requested or ending is not None
-        due = now or (self._config.save_every > 0 and step % self._config.save_every == 0)
+        every = self._config.save_every
+        due = now or (every is not None and step % every == 0)
         if not due and not self._is_candidate(trainer) and not saver.in_flight:
             return False
         try:

@@ -77,8 +77,8 @@ class RunData(Protocol):
     def prepare_records(self, records: RunRecords) -> None:
         """Record what is known of the data, such as a baseline; rank 0 only."""
 
-    def step_work(self, config: RunConfig) -> tuple[StepWork, StepWork]:
-        """Return the work of a step, and of those of the first ``data.short_steps`` steps."""
+    def step_work(self, config: RunConfig) -> StepWork:
+        """Return the work of a step of a segment."""
 
     def describe(self, config: RunConfig, dp_size: int) -> list[tuple[str, str]]:
         """Return labels and text about batches and amount of training."""
@@ -132,13 +132,9 @@ class PretrainingData:
         """Record the unigram baseline."""
         records.measure_unigram(self.vocabulary, self.corpora[_data_key(records.config)])
 
-    def step_work(self, config: RunConfig) -> tuple[StepWork, StepWork]:
-        """Return the work of a step with full rows, and with short ones."""
-        data = config.data
-        return (
-            rows_work(config, data.sequence_length),
-            rows_work(config, data.short_sequence_length),
-        )
+    def step_work(self, config: RunConfig) -> StepWork:
+        """Return the work of a step of a segment."""
+        return rows_work(config, config.data.sequence_length)
 
     def describe(self, config: RunConfig, dp_size: int) -> list[tuple[str, str]]:
         """Return tokens per step, and the number of tokens and epochs."""
@@ -280,9 +276,7 @@ def describe_tokens(config: RunConfig, dp_size: int, corpora: Corpora) -> list[t
         Labels and texts.
     """
     train, batch = config.train, batch_arithmetic(config, dp_size)
-    short_steps = min(config.data.short_steps, train.steps)
-    tokens = short_steps * batch.short_tokens_per_step
-    tokens += (train.steps - short_steps) * batch.tokens_per_step
+    tokens = train.steps * batch.tokens_per_step
     epochs = tokens / sum(int(corpus.lengths.sum()) for corpus in corpora.train)
     return [
         (

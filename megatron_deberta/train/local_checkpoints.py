@@ -98,7 +98,7 @@ class LocalCheckpoints:
     def folder(self) -> Path:
         """Folder of the run on this node."""
         node = self.nodes.names[self.nodes.rank]
-        root = Path(self.config.checkpoint.local_dir).absolute() / node
+        root = Path(self.config.checkpoint.local_dir or "").absolute() / node
         return root / f"{self._run_name}-{self.history.run}"
 
     @property
@@ -210,6 +210,7 @@ class SaveLocalCheckpoints(Callback):
             return
         if schedule is None:
             every = self._local.config.checkpoint.local_every
+            assert every is not None
             schedule = self._local.schedule = SaveSchedule(every, step - 1)
         self._poll(trainer, saver, schedule)
         if trainer.ending is not None or not (schedule.is_due(step) or schedule.must_wait(step)):

@@ -13,7 +13,7 @@ from rich.console import Console
 from megatron_deberta.checkpoint.saver import Saved
 from megatron_deberta.checkpoint.writer import UNLOCKED, Fence
 from megatron_deberta.config import config_to_dict, save_config
-from megatron_deberta.config.objective_rules import causal_fraction
+from megatron_deberta.config.rules import causal_fraction
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.build import Corpora, validation_loader
 from megatron_deberta.data.dataset.unigram import unigram_cross_entropy, unigram_log_probabilities

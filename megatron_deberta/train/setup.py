@@ -74,7 +74,7 @@ def choose_background_saves(
         groups: the rank grid.
         specs: this rank's part of every parameter.
     """
-    mode, local = config.checkpoint.asynchronous, config.checkpoint.local_every > 0
+    mode, local = config.checkpoint.asynchronous, config.checkpoint.local_every is not None
     size = sum(math.prod(spec.local_shape) for spec in specs.values())
     size *= state_bytes(config.optimizer.ema_decay)
     copy = copy_bytes(size, groups.dp_size, config.precision.zero_stage)
@@ -87,16 +87,13 @@ def choose_background_saves(
     return is_chosen, f"{what} (checkpoint.asynchronous={str(mode).lower()}; {memory})"
 
 
-def build_meter(
-    config: RunConfig, groups: ProcessGroups, first_step: int, work: tuple[StepWork, StepWork]
-) -> ThroughputMeter:
+def build_meter(config: RunConfig, groups: ProcessGroups, work: StepWork) -> ThroughputMeter:
     """Build the throughput meter; measures the matrix multiplication rate of this device.
 
     Args:
         config: the run.
         groups: the rank grid.
-        first_step: completed steps.
-        work: of a step, and of a step with short rows.
+        work: of a step.
     """
     dtype = DTYPES[config.precision.dtype]
 
@@ -104,9 +101,7 @@ def build_meter(
         return measure_matmul_rate(groups.device, dtype) * groups.world_size
 
     return ThroughputMeter(
-        work=work[0],
+        work=work,
         matmul_rate=measure(),
         measure=measure,
-        first_work=work[1],
-        first_steps=config.data.short_steps - first_step,
     )

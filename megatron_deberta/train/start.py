@@ -145,7 +145,7 @@ def _extended(reader: CheckpointReader, config: RunConfig) -> StoredRun:
 
 def _continue(config: RunConfig, groups: ProcessGroups, identity: Identity) -> Start:
     """Open ``checkpoint.continue_from`` as the state of a new run."""
-    path = Path(config.checkpoint.continue_from)
+    path = Path(config.checkpoint.continue_from or "")
     if not (path / COMMITTED_FILE).exists():
         path = store.find_newest(path) or path
     reader = store.open_intact(path, groups, hashes=config.checkpoint.verify)
@@ -204,7 +204,7 @@ def load_start(
 
 def _open_weights(config: RunConfig, groups: ProcessGroups, identity: Identity) -> CheckpointReader:
     """Open ``checkpoint.load_from``: a checkpoint, or the newest one of a run folder."""
-    given = Path(config.checkpoint.load_from)
+    given = Path(config.checkpoint.load_from or "")
     path = store.find_checkpoint(given) or given
     reader = store.open_intact(path, groups, hashes=config.checkpoint.verify)
     check_same_architecture(reader, config)

@@ -157,7 +157,7 @@ def _next_steps(config: RunConfig, ending: Ending, is_saved: bool) -> list[str]:
 def _uses(config: RunConfig) -> list[str]:
     """Return the commands that use a trained model."""
     finetune = config.finetune
-    split = split_to_predict(finetune.task, finetune.data) if finetune.task else ""
+    split = split_to_predict(finetune.task, finetune.data or "") if finetune.task else ""
     return build_objective(config).commands(config.train.run_dir, split)
 
 

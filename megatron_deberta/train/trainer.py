@@ -166,7 +166,7 @@ class Trainer:
     def is_finished(self) -> bool:
         """Whether the run has all of its steps, or validations no longer improve."""
         patience = self.config.finetune.patience
-        has_converged = 0 < patience <= self.selection.num_worse
+        has_converged = patience is not None and patience <= self.selection.num_worse
         return has_converged or self.state.step >= last_step(self.config)
 
     def fit(self) -> Ending:
@@ -217,7 +217,7 @@ class Trainer:
                 self.sample_log = SampleLog(folder, groups.dp_rank, groups.dp_size, state.step)
                 self.resources.callback(self.sample_log.close)
         self.inputs = InputQueue(loader, groups.device)
-        self.meter = build_meter(config, groups, state.step, data.step_work(config))
+        self.meter = build_meter(config, groups, data.step_work(config))
         self.requests = Requests(self.stop, config.train.run_dir, groups)
         run_dir = None if self.records is None else self.records.run_dir
         examples = data.identity.validation_fingerprint

@@ -142,12 +142,12 @@ MUTANTS = (
         "the sampler is off by one", "data/loader.py",
         "begin = first_sample + self.dp_rank * share",
         "begin = first_sample + self.dp_rank * share + 1",
-        "unit/data/test_data_loader.py::test_any_layout_and_cut_gives_the_same_samples",
+        "unit/data/test_resume_cuts.py::test_cuts",
     ),
     Mutant(
         "all data-parallel ranks read the samples of rank 0", "data/loader.py",
         "begin = first_sample + self.dp_rank * share", "begin = first_sample",
-        "unit/data/test_data_loader.py::test_any_layout_and_cut_gives_the_same_samples",
+        "unit/data/test_resume_cuts.py::test_cuts",
     ),
     Mutant(
         "the loss ignores the number of ranks", "train/step.py",

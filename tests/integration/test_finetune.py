@@ -28,7 +28,7 @@ from megatron_deberta.checkpoint.layout import (
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.saver import Saved, Saver
 from megatron_deberta.cli.main import main
-from megatron_deberta.config.task_head import with_task_head
+from megatron_deberta.config.schema import with_task_head
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USAGE, CheckpointError
 from megatron_deberta.evaluate import splits
 from megatron_deberta.evaluate.models import open_source_model

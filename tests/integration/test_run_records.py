@@ -15,7 +15,7 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 def test_samples_are_cut_on_resume_and_the_timeline_is_not(pretrain: Run, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    every = ("train.eval_every=1", "train.eval_steps=1", "log.every=1", "checkpoint.save_every=1")
+    every = ("train.eval_every=1", "train.eval_batches=1", "log.every=1", "checkpoint.save_every=1")
     assert pretrain(*every, "log.samples=1")[0] == 0
     before = records(run / "samples.jsonl")
     assert [record["step"] for record in before] == [1, 2]

@@ -20,8 +20,7 @@ import transformers
 from torch import Tensor
 from transformers import DebertaV2ForMaskedLM
 
-from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.config.task_head import with_task_head
+from megatron_deberta.config.schema import ModelConfig, with_task_head
 from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.hf import MegatronDebertaForMaskedLM
 from megatron_deberta.hf import export_model as export_model_module

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_deberta.cli.main import main
-from megatron_deberta.config.schema import Head, ModelConfig
-from megatron_deberta.config.task_head import with_task_head
+from megatron_deberta.config.schema import Head, ModelConfig, with_task_head
 from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.hf.export_model import export_model
 from megatron_deberta.hf.loading import build_model, build_task_model

@@ -14,7 +14,7 @@ import transformers
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
-from megatron_deberta.config.task_head import with_task_head
+from megatron_deberta.config.schema import with_task_head
 from megatron_deberta.hf.export_model import export_model
 from megatron_deberta.hf.loading import build_model
 from megatron_deberta.model.inputs import ModelInputs

@@ -11,8 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from megatron_deberta.config.schema import Head, ModelConfig
-from megatron_deberta.config.task_head import with_task_head
+from megatron_deberta.config.schema import Head, ModelConfig, with_task_head
 from megatron_deberta.evaluate.models import open_release_weights, open_source_model
 from megatron_deberta.hf.config import SpecialIds, choose_model_type, has_own_class
 from megatron_deberta.hf.export_model import write_hf_model

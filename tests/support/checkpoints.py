@@ -193,7 +193,12 @@ def on_threads(
 
 
 def save_alone(
-    run_dir: Path, step: int, *, seed: int = 0, keep_last: int = 0, background: bool = False
+    run_dir: Path,
+    step: int,
+    *,
+    seed: int = 0,
+    keep_last: int | None = None,
+    background: bool = False,
 ) -> Path:
     """Save a random state from a single process."""
     groups = grid_place(0, 1, 1)

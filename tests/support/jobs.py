@@ -68,7 +68,7 @@ data: {{train: [{folder}/docs_text_document], sequence_length: 48, num_workers: 
   sample_log: true}}
 optimizer: {{learning_rate: 5.0e-3, warmup_steps: 5}}
 checkpoint: {{save_every: 7}}
-train: {{steps: 60, global_batch_size: 8, micro_batch_size: 2, eval_every: 25, eval_steps: 2,
+train: {{steps: 60, global_batch_size: 8, micro_batch_size: 2, eval_every: 25, eval_batches: 2,
   device: cpu}}
 log: {{every: 1, tensorboard: false}}
 """

@@ -18,8 +18,8 @@ from megatron_deberta.config.schema import (
     PrecisionConfig,
     RunConfig,
     TrainConfig,
+    with_task_head,
 )
-from megatron_deberta.config.task_head import with_task_head
 from megatron_deberta.data.batch import TaskBatch
 from megatron_deberta.data.loader import StepSampler
 from megatron_deberta.distributed.topology import ProcessGroups

@@ -336,7 +336,7 @@ def _arrays(
     specs = [
         make_spec(
             profile,
-            nodes=config.cluster.nodes,
+            nodes=config.cluster.nodes or 0,
             run_dir=Path(config.train.run_dir),
             job_name="search",
             submission=Path(config.train.run_dir) / SUBMISSIONS / time,

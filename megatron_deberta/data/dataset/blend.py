@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_deberta.data.arrays import Integers
+from megatron_deberta.data import Integers
 from megatron_deberta.data.dataset.index_cache import LatestTwo
 from megatron_deberta.data.dataset.rows import RowBatch, RowSource, read_groups
 from megatron_deberta.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_deberta.data.arrays import Bits, Integers
+from megatron_deberta.data import Bits, Integers
 from megatron_deberta.data.dataset.index_cache import IndexCache, Parts
 from megatron_deberta.data.randomness import Purpose, hash_values, mix64
 from megatron_deberta.data.shards.format import bin_path

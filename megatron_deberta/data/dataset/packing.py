@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_deberta.data.arrays import Integers
+from megatron_deberta.data import Integers
 from megatron_deberta.data.dataset.best_fit import BestFit
 from megatron_deberta.data.dataset.corpus import Corpus
 from megatron_deberta.data.dataset.index_cache import IndexCache, LatestTwo, Parts

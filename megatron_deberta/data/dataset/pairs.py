@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_deberta.data.arrays import Bits, Integers
+from megatron_deberta.data import Bits, Integers
 from megatron_deberta.data.dataset.corpus import Corpus
 from megatron_deberta.data.dataset.index_cache import IndexCache, LatestTwo, Parts
 from megatron_deberta.data.dataset.rows import TokenSpans

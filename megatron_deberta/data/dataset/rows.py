@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from megatron_deberta.data.arrays import Bits, Integers
+from megatron_deberta.data import Bits, Integers
 from megatron_deberta.data.dataset.corpus import Corpus
 from megatron_deberta.data.vocabulary import Vocabulary
 

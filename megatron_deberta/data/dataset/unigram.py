@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megatron_deberta.data.arrays import Integers
+from megatron_deberta.data import Integers
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.dataset.corpus import Corpus
 from megatron_deberta.data.shards.reader import IndexedDataset

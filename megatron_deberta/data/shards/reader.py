@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_deberta.data.arrays import Integers
+from megatron_deberta.data import Integers
 from megatron_deberta.data.shards.format import (
     DTYPE_CODES,
     HEADER,

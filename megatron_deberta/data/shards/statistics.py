@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_deberta.data.arrays import Integers
-from megatron_deberta.data.bin_packing import best_fit
+from megatron_deberta.data import Integers
+from megatron_deberta.data.dataset.best_fit import best_fit
 from megatron_deberta.data.shards.reader import IndexedDataset
 
 _CHUNK_TOKENS = 1 << 22

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_deberta.data.arrays import Integers
+from megatron_deberta.data import Integers
 from megatron_deberta.data.shards.format import (
     CODES_OF_DTYPES,
     HEADER,

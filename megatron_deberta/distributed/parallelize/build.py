@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron_deberta.config.divisibility import check_tensor_parallel_divides
+from megatron_deberta.config.rules import check_tensor_parallel_divides
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.parallelize.apply import parallelize_module, shard_parameters
 from megatron_deberta.distributed.parallelize.plan import (

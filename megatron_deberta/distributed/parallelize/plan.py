@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor
 
-from megatron_deberta.config.divisibility import check_tensor_parallel_divides
+from megatron_deberta.config.rules import check_tensor_parallel_divides
 from megatron_deberta.errors import TopologyError
 from megatron_deberta.model.replaced_tokens import DISCRIMINATOR, GENERATOR
 

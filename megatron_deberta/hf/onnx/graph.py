@@ -86,7 +86,7 @@ def write_graph(
 
 def _constant_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Return the size of the weights and of the projected position tables."""
-    span = RelativePositions(config.max_relative_positions, config.position_buckets).span
+    span = RelativePositions(config.max_relative_positions, config.position_buckets or 0).span
     terms = 0 if config.position_terms == "none" else config.position_terms.count("+") + 1
     tables = config.num_layers * terms * 2 * span * config.hidden_size
     return (count_parameters(config) + tables) * dtype.itemsize
@@ -136,7 +136,9 @@ class _Model:
     ) -> None:
         self.g, self.config, self.read, self.int8 = g, config, read, int8
         self.shapes = parameter_shapes(config)
-        self.positions = RelativePositions(config.max_relative_positions, config.position_buckets)
+        self.positions = RelativePositions(
+            config.max_relative_positions, config.position_buckets or 0
+        )
         self.head_size = config.hidden_size // config.num_heads
         self.c2p = config.position_terms in ("c2p", "c2p+p2c")
         self.p2c = config.position_terms in ("p2c", "c2p+p2c")
@@ -354,6 +356,7 @@ class _Model:
 
     def _convolve(self, embedded: str, hidden: str) -> str:
         g, config = self.g, self.config
+        assert config.conv_kernel_size is not None
         pad = config.conv_kernel_size // 2
         weight, bias = (self._weight("encoder.conv.conv", part) for part in ("weight", "bias"))
         by_channel = g.op("Transpose", embedded, perm=[0, 2, 1])

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import TypedDict
 
-from megatron_deberta.data.shards.format import bin_path, idx_path
+from megatron_deberta.data.shards.format import bin_path, idx_path, refuse_existing
 from megatron_deberta.data.shards.manifest import ShardManifest, read_manifest
 from megatron_deberta.data.shards.merge import (
     DamagedPartError,
@@ -27,7 +27,6 @@ from megatron_deberta.data.shards.merge import (
     shard_layout,
     shard_part,
 )
-from megatron_deberta.data.shards.prefixes import refuse_existing
 from megatron_deberta.data.shards.writer import PartIndex, PartSize
 from megatron_deberta.errors import ConfigError, DataError, MalformedInputError
 from megatron_deberta.files import HashedFile, fsync_path

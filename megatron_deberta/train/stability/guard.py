@@ -63,15 +63,13 @@ class Guard:
 
     Args:
         config: limits.
-        short_steps: ``data.short_steps``; the window is cleared then, because losses depend on the
-            row length.
-        change_steps: last steps of phases, at which the window is cleared for the same reason.
         is_fp16: nonfinite gradients count as overflows of the loss scale.
+        change_steps: last steps of phases and of short rows, at which the window is cleared,
+            because losses depend on the row length and the data.
         state: state to continue from; modified by ``record``.
     """
 
     config: GuardConfig
-    short_steps: int = 0
     is_fp16: bool = False
     change_steps: frozenset[int] = frozenset()
     state: GuardState = field(default_factory=GuardState)
@@ -81,9 +79,12 @@ class Guard:
         """Build the guard of a run."""
         is_fp16 = config.precision.dtype == "fp16"
         parts = itertools.pairwise(segments(config))
-        changes = frozenset(part.end for part, after in parts if part.phase != after.phase)
-        short_steps = config.data.short_steps
-        return cls(config.guard, short_steps, is_fp16, changes, state or GuardState())
+        changes = frozenset(
+            part.end
+            for part, after in parts
+            if part.stage != after.stage or part.phase != after.phase
+        )
+        return cls(config.guard, is_fp16, changes, state or GuardState())
 
     def check_loss(self, loss: float) -> Skip | None:
         """Return the reason to skip the update of a step with this loss, or None."""
@@ -121,7 +122,7 @@ class Guard:
         if skip is None:
             state.losses = [*state.losses, loss][-window:]
             state.norms = [*state.norms, outcome.grad_norm][-window:]
-        if step == self.short_steps or step in self.change_steps:
+        if step in self.change_steps:
             state.losses, state.norms = [], []
         state.skips = [skipped for skipped in state.skips if skipped > step - window]
         if skip not in (None, "overflow"):
@@ -145,13 +146,14 @@ class Guard:
         return self.state.skips[0] - 1 if self.state.skips else math.inf
 
     def _limit(self, window: Sequence[float], scale: float = 0.0) -> float:
-        if self.config.spike_sigmas == 0 or len(window) < self.config.spike_warmup:
+        sigmas = self.config.spike_sigmas
+        if sigmas is None or len(window) < self.config.spike_warmup:
             return math.inf
         mean = statistics.fmean(window)
         deviation = max(
             statistics.pstdev(window, mean), MIN_RELATIVE_DEVIATION * (scale or abs(mean))
         )
-        return mean + self.config.spike_sigmas * deviation
+        return mean + sigmas * deviation
 
 
 class NonfiniteGradients:

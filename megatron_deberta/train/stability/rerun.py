@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.data.batch import MicroBatch
-from megatron_deberta.data.batch_bytes import batches_from_bytes, batches_to_bytes
+from megatron_deberta.data.batch import MicroBatch, batches_from_bytes, batches_to_bytes
 from megatron_deberta.distributed.control import all_reduce_max, gather_rows
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import Engine, Placements

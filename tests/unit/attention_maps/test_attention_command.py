@@ -18,7 +18,7 @@ from megatron_deberta.attention_maps import drawing
 from megatron_deberta.attention_maps.compute import PARTS, TextMaps, compute_maps
 from megatron_deberta.attention_maps.drawing import draw
 from megatron_deberta.cli.main import main
-from megatron_deberta.config.task_head import with_task_head
+from megatron_deberta.config.schema import with_task_head
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.hf.config import SpecialIds
 from megatron_deberta.hf.export_model import write_hf_model

@@ -16,8 +16,7 @@ from transformers import trainer_pt_utils
 from benchmarks.step import finetune
 from benchmarks.step.finetune_sides import Rows, Work, collate, train_ours, train_stock, whole_pools
 from benchmarks.tables.step import finetune as table
-from megatron_deberta.config.schema import Head
-from megatron_deberta.config.task_head import with_task_head
+from megatron_deberta.config.schema import Head, with_task_head
 from tests.support.labelled import LABELS, SMALL, encoded
 
 

@@ -19,6 +19,7 @@ from megatron_deberta.checkpoint.resume import (
 )
 from megatron_deberta.checkpoint.store import save_weights
 from megatron_deberta.config import RunConfig, config_to_dict
+from megatron_deberta.config.schema import Phase
 from megatron_deberta.errors import CheckpointError, ConfigError
 from tests.support.checkpoints import metadata, save_alone
 
@@ -37,10 +38,12 @@ def mutated(key: str) -> RunConfig:
     value = getattr(section, name)
     choices = get_args(get_type_hints(type(section))[name])
     other: Any
-    if isinstance(value, bool):
+    if type(None) in choices:
+        other = {str: "elsewhere", int: 7, float: 0.75}[choices[0]]
+    elif isinstance(value, bool):
         other = not value
     elif isinstance(value, tuple):
-        other = ("elsewhere",)
+        other = (Phase(steps=1),) if name == "phases" else ("elsewhere",)
     elif choices:
         other = next((choice for choice in choices if choice != value), "another")
     elif isinstance(value, str):
@@ -101,20 +104,14 @@ def test_nothing_changed(reader: CheckpointReader) -> None:
     assert resume(reader, RunConfig()) == []
 
 
-def as_stored(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
-
-
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key(reader: CheckpointReader, key: str) -> None:
     config = mutated(key)
     if key in FREE:
         assert resume(reader, config)[0].startswith(f"{key}: ")
         return
-    old, new = (
-        as_stored(getattr(getattr(c, key.split(".")[0]), key.split(".")[1]))
-        for c in (RunConfig(), config)
-    )
+    section, name = key.split(".")
+    old, new = (config_to_dict(each)[section][name] for each in (RunConfig(), config))
     with pytest.raises(CheckpointError) as refusal:
         resume(reader, config)
     assert f"{key}={new!r}" in str(refusal.value)

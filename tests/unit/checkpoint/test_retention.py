@@ -33,17 +33,17 @@ STEPS = [2, 4, 5, 6, 8, 10]
 @pytest.mark.parametrize(
     ("last", "every", "good", "kept"),
     [
-        (0, 0, math.inf, STEPS),
-        (1, 0, math.inf, [10]),
+        (None, None, math.inf, STEPS),
+        (1, None, math.inf, [10]),
         (2, 4, math.inf, [4, 8, 10]),
-        (9, 0, math.inf, STEPS),
-        (1, 0, 5, [5, 10]),
-        (1, 0, 7, [6, 10]),
-        (1, 0, 1, [10]),
+        (9, None, math.inf, STEPS),
+        (1, None, 5, [5, 10]),
+        (1, None, 7, [6, 10]),
+        (1, None, 1, [10]),
         (1, 4, 7, [4, 6, 8, 10]),
     ],
 )
-def test_rules(last: int, every: int, good: float, kept: list[int]) -> None:
+def test_rules(last: int | None, every: int | None, good: float, kept: list[int]) -> None:
     rules = Retention(keep_last=last, keep_every=every, last_good_step=good)
     assert [step for step in STEPS if step not in rules.expired(STEPS)] == kept
     assert rules.expired([]) == []

@@ -28,8 +28,7 @@ from megatron_deberta.checkpoint.views import (
     extend_table,
 )
 from megatron_deberta.config import RunConfig, load_config
-from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.config.task_head import with_task_head
+from megatron_deberta.config.schema import ModelConfig, with_task_head
 from megatron_deberta.errors import CheckpointError, ConfigError
 from tests.support.checkpoints import (
     assert_holds,

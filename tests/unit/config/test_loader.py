@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_deberta.checkpoint.resume import changes
 from megatron_deberta.config import config_from_dict, config_to_dict, load_config, save_config
 from megatron_deberta.config.phases import segments
 from megatron_deberta.config.schema import RunConfig, TrainConfig
@@ -86,8 +87,8 @@ def test_text_on_the_command_line_is_not_yaml(given: str, text: str | None) -> N
         assert load_config(None, [f"train.run_dir={given}"]).train.run_dir == text
 
 
-def test_single_item_of_a_list_stands_as_it_is(tmp_path: Path) -> None:
-    for text in ("20241126_1530", "12:30", "no", "*a"):
+def test_a_single_item_stands_for_a_list(tmp_path: Path) -> None:
+    for text in ("shards/a", "20241126_1530", "12:30", "no", "*a"):
         assert load_config(None, [f"data.train={text}"]).data.train == (text,)
     file = write(tmp_path, "data: {train: 2024_1, validation: }")
     data = load_config(file).data
@@ -97,7 +98,8 @@ def test_single_item_of_a_list_stands_as_it_is(tmp_path: Path) -> None:
 def test_phases_keep_the_text(tmp_path: Path) -> None:
     file = write(
         tmp_path,
-        "phases:\n- steps: 10\n  data.train: 0123\n- steps: 10\n  data.train: [0.70, 2024_1]\n"
+        "train:\n  phases:\n  - steps: 10\n    data.train: 0123\n"
+        "  - steps: 10\n    data.train: [0.70, 2024_1]\n"
         "data: {validation: held_out}\noptimizer: {warmup_steps: 1}",
     )
     phases = segments(load_config(file))
@@ -110,8 +112,57 @@ def test_text_that_is_lost_is_refused() -> None:
             config_from_dict({"train": {"run_dir": value}}, "task x")
 
 
-def test_empty_override_empties_a_text() -> None:
-    assert load_config(None, ["checkpoint.load_from="]).checkpoint.load_from == ""
+@pytest.mark.parametrize("text", ["", "null", "~"])
+def test_null_is_none(text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    names = ["checkpoint.load_from", "checkpoint.save_every", "optimizer.clip_grad_norm"]
+    path = write(
+        tmp_path, f"checkpoint: {{load_from: {text}, save_every: {text}}}\noptimizer:\n"
+        f"  clip_grad_norm: {text}\ndata: {{validation: {text}}}",
+    )  # fmt: skip
+    for config in (load_config(path), load_config(None, [f"{name}={text}" for name in names])):
+        assert config.checkpoint.load_from is config.checkpoint.save_every is None
+        assert config.optimizer.clip_grad_norm is None
+        assert config.data.validation == ()
+    assert not caplog.records
+    assert load_config(None, ['checkpoint.load_from="null"']).checkpoint.load_from == "null"
+
+
+def optional_keys() -> list[tuple[str, str, object]]:
+    """Section, key and the old spelling of none, of every key that can be None."""
+    return [
+        (section.name, key.name, "" if str(key.type).startswith("str") else 0)
+        for section in fields(RunConfig)
+        for key in fields(getattr(RunConfig(), section.name))
+        if str(key.type).endswith("| None")
+    ]
+
+
+def test_zero_and_empty_text_were_the_spelling_of_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = optional_keys()
+    assert len(keys) > 40
+    old: dict[str, dict[str, object]] = {}
+    for section, key, none in keys:
+        old.setdefault(section, {})[key] = none
+    path = write(tmp_path, "\n".join(f"{section}: {values}" for section, values in old.items()))
+    given = load_config(path)
+    warned = [record.message.split(" ")[1].split("=")[0] for record in caplog.records]
+    assert sorted(warned) == sorted(f"{section}.{key}" for section, key, _ in keys)
+    # A checkpoint's config cannot be edited, so there is no warning.
+    caplog.clear()
+    config = config_from_dict(old, "checkpoint")
+    assert not caplog.records
+    assert changes(config, given) == {}
+    for section, key, none in keys:
+        assert getattr(getattr(config, section), key) is None
+        sections = type(getattr(config, section))
+        assert getattr(sections(**{key: none}), key) is None
+
+
+def test_zero_stays_a_quantity() -> None:
+    config = load_config(None, ["optimizer.warmup_steps=0", "model.hidden_dropout=0"])
+    assert (config.optimizer.warmup_steps, config.model.hidden_dropout) == (0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -147,15 +198,6 @@ def test_wrong_overrides_name_key_value_and_remedy(override: str, parts: list[st
     message = refusal(None, override)
     for part in parts:
         assert part in message
-
-
-def test_a_single_item_stands_for_a_list(tmp_path: Path) -> None:
-    assert load_config(None, ["data.train=shards/a"]).data.train == ("shards/a",)
-    assert load_config(None, ["data.validation="]).data.validation == ()
-    file = tmp_path / "run.yaml"
-    file.write_text("data: {train: shards/a, validation: [b, c]}")
-    data = load_config(file).data
-    assert (data.train, data.validation) == (("shards/a",), ("b", "c"))
 
 
 @pytest.mark.parametrize(
@@ -253,11 +295,9 @@ def test_every_attribute_of_the_schema_is_a_field_with_text_below() -> None:
     from megatron_deberta.config import schema
 
     tree = ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    assert {node.name for node in classes} == {
-        "RunConfig",
-        *(str(item.type) for item in fields(RunConfig)),
-    }
+    names = {"RunConfig", *(str(item.type) for item in fields(RunConfig))}
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in names]
+    assert len(classes) == len(names)
     for node in classes:
         body = node.body[1:]
         attributes = [item for item in body if not isinstance(item, ast.Expr)]

@@ -120,7 +120,7 @@ def test_v3_configs_name_the_objective_that_trains_them() -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_runs_fit_the_world_they_are_sized_for(name: str) -> None:
     config = load_config(CONFIGS / "runs" / f"{name}.yaml")
-    world_size = config.cluster.nodes * config.cluster.ranks_per_node
+    world_size = (config.cluster.nodes or 0) * (config.cluster.ranks_per_node or 0)
     assert world_size == WORLD_SIZES[name]
     validate_for_world(config, world_size or config.parallel.tensor_parallel_size)
     assert config.train.run_dir == f"runs/{name}"

@@ -7,15 +7,21 @@ import pytest
 
 from megatron_deberta.checkpoint.resume import changes
 from megatron_deberta.config import RunConfig, config_from_dict, config_to_dict, load_config
-from megatron_deberta.config.renamed_keys import RENAMED_KEYS, RENAMED_VALUES
-from megatron_deberta.config.schema import ModelConfig, ObjectiveConfig, OptimizerConfig
+from megatron_deberta.config.loader import RENAMED_KEYS
+from megatron_deberta.config.phases import segments
+from megatron_deberta.config.schema import (
+    RENAMED_VALUES,
+    ModelConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+)
 from megatron_deberta.errors import ConfigError
 
 OLD_VALUES = {
     "cluster.timeout_minutes": 3.0,
     "data.ledger": True,
     "guard.drift_every": 7,
-    "train.eval_batches": 5,
+    "train.eval_steps": 5,
     "train.stop_after": 9,
 }
 
@@ -101,3 +107,14 @@ def test_old_values_load_with_a_warning(
     kind = {"model": ModelConfig, "objective": ObjectiveConfig, "optimizer": OptimizerConfig}
     with pytest.warns(DeprecationWarning, match=new):
         assert getattr(kind[section](**{name: old}), name) == new
+
+
+def test_old_values_load_in_phases(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "train: {phases: [{steps: 4, objective.masking: released}]}\noptimizer: {warmup_steps: 1}"
+    )
+    overrides = ['train.phases=["steps=4 objective.masking=released"]', "optimizer.warmup_steps=1"]
+    for config in (load_config(path), load_config(None, overrides)):
+        assert [part.config.objective.masking for part in segments(config)] == ["microsoft"]
+    assert len(caplog.records) == 2

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_deberta.data.bin_packing import best_fit
+from megatron_deberta.data.dataset.best_fit import best_fit
 from megatron_deberta.data.dataset.corpus import Corpus
 from megatron_deberta.data.dataset.packing import PackedRows
 from megatron_deberta.data.shards.reader import IndexedDataset

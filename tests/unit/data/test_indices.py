@@ -13,23 +13,31 @@ import pytest
 
 from megatron_deberta.cli.main import main
 from megatron_deberta.config.phases import segments
-from megatron_deberta.config.schema import DataConfig, RunConfig, TrainConfig
-from megatron_deberta.data import indices
-from megatron_deberta.data.build import open_corpora, training_phases, validation_rows
+from megatron_deberta.config.schema import DataConfig, Phase, RunConfig, TrainConfig
+from megatron_deberta.data import build as build_module
+from megatron_deberta.data.build import (
+    build_index,
+    list_indices,
+    open_corpora,
+    training_rows,
+    validation_rows,
+)
 from megatron_deberta.data.dataset import index_cache
-from megatron_deberta.data.indices import build_index, list_indices
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.train import data as train_data
 
 PHASES = (
-    "steps=9 data.sequence_length=16",
-    "steps=21 train.ramp_from=4 train.ramp_increment=4 train.ramp_steps=6",
+    Phase(steps=9, overrides=(("data.sequence_length", 16),)),
+    Phase(
+        steps=21,
+        overrides=(("train.ramp_from", 4), ("train.ramp_increment", 4), ("train.ramp_steps", 6)),
+    ),
 )
 
 
 @pytest.fixture(autouse=True)
 def _keep_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (index_cache, indices):
+    for module in (index_cache, build_module):
         monkeypatch.setattr(module, "WORTH_KEEPING", 10)
 
 
@@ -68,12 +76,9 @@ def read_whole_run(config: RunConfig, vocabulary: Vocabulary) -> None:
         assert held_out is not None
         held_out.rows(np.arange(3))
         end = part.first_sample + part.steps * part.config.train.global_batch_size
-        phases = training_phases(part.config, vocabulary, corpora, part.stage)
-        for phase in phases:
-            later = [other.first for other in phases if other.first > phase.first]
-            first = max(phase.first, part.first_sample)
-            for sample in range(first, min([end, *later])):
-                phase.rows.rows(np.array([sample]))
+        rows = training_rows(part.config, vocabulary, corpora, part.stage)
+        for sample in range(part.first_sample, end):
+            rows.rows(np.array([sample]))
 
 
 @pytest.mark.parametrize("kind", ["plain", "best_fit", "pairs", "blend", "short", "phases"])
@@ -143,6 +148,6 @@ def test_command_builds_them_on_any_number_of_workers(
     assert content[0] == content[1]
     assert len(content[0]) > 10
 
-    monkeypatch.setattr(indices, "WORTH_KEEPING", 1 << 20)
+    monkeypatch.setattr(build_module, "WORTH_KEEPING", 1 << 20)
     assert main(call) == 0
     assert "nothing to build" in capsys.readouterr().out

@@ -13,7 +13,8 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from megatron_deberta.cli.main import main
 from megatron_deberta.config import load_config
-from megatron_deberta.data.build import build_loaders
+from megatron_deberta.config.phases import segments
+from megatron_deberta.data.build import open_corpora, train_loader
 from megatron_deberta.data.shards.writer import write_shard
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.tokenizer import load_tokenizer
@@ -136,9 +137,14 @@ def test_inspect_shows_the_rows_that_training_sees(shard, tokenizer_file, tmp_pa
     shown = re.findall(head + r"((?:  \d\| .*\n)+)", output)
     assert len(shown) == 12
     tokenizer = load_tokenizer(tokenizer_file)
-    loader, _ = build_loaders(load_config(str(run), []), Vocabulary.of(tokenizer), 0, 1, 0)
+    config, vocabulary = load_config(str(run), []), Vocabulary.of(tokenizer)
+    corpora = open_corpora(config, vocabulary, hashes=False)
+    steps = []
+    for part in segments(config):
+        loader = train_loader(part.config, vocabulary, 0, 1, part.first_sample, corpora, part.stage)
+        steps += islice(loader, min(part.steps, 3 - len(steps)))
     rows = []
-    for (batch,) in islice(loader, 3):
+    for (batch,) in steps:
         for row in range(4):
             tokens = batch.inputs.input_ids[row][batch.inputs.is_token[row]].clone()
             places = batch.masked_positions[row]

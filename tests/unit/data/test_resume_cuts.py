@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_deberta.config import validate_for_world
-from megatron_deberta.config.rules import short_samples
+from megatron_deberta.config.phases import segment_at, segments
 from megatron_deberta.config.schema import (
     DataConfig,
     ModelConfig,
@@ -16,7 +16,12 @@ from megatron_deberta.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from megatron_deberta.data.build import build_loaders, open_corpora, training_phases
+from megatron_deberta.data.build import (
+    open_corpora,
+    train_loader,
+    training_rows,
+    validation_loader,
+)
 from megatron_deberta.data.dataset import index_cache
 from megatron_deberta.data.dataset.packing import PackedRows
 from megatron_deberta.data.dataset.rows import ShiftedRows
@@ -94,17 +99,21 @@ def rows_of(batches):
     ]
 
 
+def steps_of(config, vocabulary, rank, world, corpora, first=0):
+    """Yield the micro batches of each step after the first ones, segment after segment."""
+    while first < config.train.steps:
+        part = segment_at(config, first)
+        consumed = part.first_sample + 24 * (first - part.first_step)
+        loader = train_loader(part.config, vocabulary, rank, world, consumed, corpora, part.stage)
+        yield from itertools.islice(loader, part.end - first)
+        first = part.end
+
+
 def unbroken(config, vocabulary, corpora):
     """Rows of all steps, in batches as large as can be."""
-    loader, _ = build_loaders(
-        replace(config, train=replace(config.train, micro_batch_size=24)),
-        vocabulary,
-        0,
-        1,
-        0,
-        corpora,
-    )
-    return [rows_of(step) for step in itertools.islice(loader, STEPS)]
+    whole = replace(config, train=replace(config.train, micro_batch_size=24))
+    steps = steps_of(whole, vocabulary, 0, 1, corpora)
+    return [rows_of(step) for step in itertools.islice(steps, STEPS)]
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -125,13 +134,14 @@ def test_cuts(packing, prefixes, vocabulary, tmp_path):
         )
         found = [[] for _ in range(STEPS - cut)]
         for rank in range(world):
-            loader, _ = build_loaders(layout, vocabulary, rank, world, cut * 24, corpora)
-            for step, batches in zip(found, loader, strict=False):
+            steps = steps_of(layout, vocabulary, rank, world, corpora, cut)
+            for step, batches in zip(found, steps, strict=False):
                 step += rows_of(batches)
         assert found == expected[cut:], f"cut {number}: {layout}, step {cut}, {world} ranks"
         samples = [np.frombuffer(row[3], np.int64)[0] for step in expected for row in step]
         assert samples == list(range(24 * STEPS))
-        rows = training_phases(config, vocabulary, corpora)[-1].rows
+        part = segments(config)[-1]
+        rows = training_rows(part.config, vocabulary, corpora, part.stage)
         rows = rows.source if isinstance(rows, ShiftedRows) else rows
         crossed += isinstance(rows, PackedRows) and rows.rows_per_epoch < 24 * STEPS
     assert crossed > CUTS / 10, "too few cuts cross an epoch"
@@ -141,19 +151,22 @@ def test_short_rows_come_first(prefixes, vocabulary, tmp_path):
     draw = np.random.default_rng(0)
     config = random_config(draw, "full_sentences", prefixes, tmp_path)
     config = replace(config, data=replace(config.data, short_steps=2, sequence_length=48))
-    assert short_samples(config) == 48
-    loader, validation = build_loaders(config, vocabulary, 0, 1, 0)
-    lengths = [step[0].inputs.input_ids.size(1) for step in itertools.islice(loader, 5)]
+    assert [part.first_sample for part in segments(config)] == [0, 48]
+    corpora = open_corpora(config, vocabulary, hashes=False)
+    steps = steps_of(config, vocabulary, 0, 1, corpora)
+    lengths = [step[0].inputs.input_ids.size(1) for step in itertools.islice(steps, 5)]
     assert lengths == [12, 12, 48, 48, 48]
     # The long rows are the same sequence as without the short ones, only later.
     plain = replace(config, data=replace(config.data, short_steps=0))
-    later = next(iter(build_loaders(config, vocabulary, 0, 1, 48)[0]))
-    first = next(iter(build_loaders(plain, vocabulary, 0, 1, 0)[0]))
+    later = next(steps_of(config, vocabulary, 0, 1, corpora, 2))
+    first = next(steps_of(plain, vocabulary, 0, 1, corpora))
     text = [torch.where(batch.labels >= 0, 0, 0).sum() for batch in later]
     assert len(text) == len(first)
     assert [batch.inputs.is_token.sum() for batch in later] == [
         batch.inputs.is_token.sum() for batch in first
     ]
+    part = segments(config)[0]
+    validation = validation_loader(part.phase_config, vocabulary, 0, 1, corpora)
     if validation is not None:
         assert next(iter(validation)).inputs.input_ids.size(1) == 48
 
@@ -163,9 +176,10 @@ def test_sample_log_of_every_format(packing, prefixes, vocabulary, tmp_path):
     draw = np.random.default_rng(8)
     config = random_config(draw, packing, prefixes, tmp_path)
     for rank in range(2):
-        loader, _ = build_loaders(config, vocabulary, rank, 2, 0)
+        corpora = open_corpora(config, vocabulary, hashes=False)
+        steps = steps_of(config, vocabulary, rank, 2, corpora)
         sample_log = SampleLog(tmp_path / "ledger", rank, 2, 0)
-        for step, batches in enumerate(itertools.islice(loader, 4), start=1):
+        for step, batches in enumerate(itertools.islice(steps, 4), start=1):
             sample_log.append(step, batches)
         sample_log.close()
     check_sample_log(tmp_path / "ledger", 24, 4)

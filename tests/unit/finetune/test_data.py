@@ -18,7 +18,7 @@ from megatron_deberta.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from megatron_deberta.data.arrays import Integers
+from megatron_deberta.data import Integers
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.evaluate.models import open_source_model
 from megatron_deberta.finetune.data import EpochOrder, check_warmup

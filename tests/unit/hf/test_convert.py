@@ -27,11 +27,12 @@ from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import (
     DataConfig,
     ModelConfig,
+    Phase,
     RunConfig,
     TokenizerConfig,
     TrainConfig,
+    with_task_head,
 )
-from megatron_deberta.config.task_head import with_task_head
 from megatron_deberta.data.shards.writer import write_shard
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.evaluate.models import open_release_weights, open_source_model
@@ -212,9 +213,19 @@ def test_model_card_has_the_scores_as_metadata(run_dir: Path, tmp_path: Path) ->
 
 def test_model_card_has_every_phase_up_to_the_step(run_dir: Path, tmp_path: Path) -> None:
     phases = (
-        "steps=2 data.sequence_length=16 objective.mask_probability=0.4 train.global_batch_size=8",
-        "steps=4 data.train=[/home/me/news.idx] optimizer.learning_rate=1e-5",
-        "steps=20000 data.sequence_length=24 data.train=[never]",
+        Phase(
+            steps=2,
+            overrides=(
+                ("data.sequence_length", 16),
+                ("objective.mask_probability", 0.4),
+                ("train.global_batch_size", 8),
+            ),
+        ),
+        Phase(
+            steps=4,
+            overrides=(("data.train", ("/home/me/news.idx",)), ("optimizer.learning_rate", 1e-5)),
+        ),
+        Phase(steps=20000, overrides=(("data.sequence_length", 24), ("data.train", ("never",)))),
     )
     train = TrainConfig(steps=20006, phases=phases, global_batch_size=4)
     data = DataConfig(
@@ -261,7 +272,7 @@ def test_model_card_has_the_lengths_up_to_the_step(
     data = DataConfig(train=("books",), short_steps=4, short_sequence_length=8, sequence_length=32)
     rows = {
         3: "| sequence length | 8 |",
-        6: "| sequence length | 8 in the first 4 steps, then 32 |",
+        6: "| sequence length | 8, then 32 |",
     }
     nonfinite = {"step": 6, "kind": "validation", "loss": None}
     for step, row in rows.items():

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.config.task_head import with_task_head
+from megatron_deberta.config.schema import ModelConfig, with_task_head
 from megatron_deberta.model import DropoutSeeds
 from megatron_deberta.model.flops import num_used_slots
 from megatron_deberta.model.inputs import ModelInputs

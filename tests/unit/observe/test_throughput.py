@@ -67,21 +67,13 @@ def test_rate_that_was_measured_under_load_is_corrected() -> None:
     assert measured == []
 
 
-def test_meter_counts_the_first_shorter_steps_as_such() -> None:
+def test_meter_starts_afresh_after_a_lap() -> None:
     clock = Clock()
-    meter = ThroughputMeter(
-        work=StepWork(100, 5.0),
-        matmul_rate=1000,
-        first_work=StepWork(10, 2.0),
-        first_steps=2,
-        clock=clock,
-    )
-    for _ in range(3):
-        clock.now += 1
+    meter = ThroughputMeter(work=StepWork(10, 1), matmul_rate=1, clock=clock)
+    for seconds in (1.0, 4.0):
+        clock.now += seconds
         meter.step_done()
-    lap = meter.lap()
-    assert lap.tokens_per_second == pytest.approx(120 / 3)
-    assert lap.flops_per_second == pytest.approx((2 * 20 + 500) / 3)
+        assert meter.lap().seconds_per_step == pytest.approx(seconds)
 
 
 def test_matmul_rate_is_plausible() -> None:

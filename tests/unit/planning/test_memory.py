@@ -29,8 +29,8 @@ from megatron_deberta.config.schema import (
     RTDConfig,
     RunConfig,
     TrainConfig,
+    with_task_head,
 )
-from megatron_deberta.config.task_head import with_task_head
 from megatron_deberta.data.batch import Batch, TaskBatch
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups

@@ -16,6 +16,7 @@ from megatron_deberta.cli.main import main
 from megatron_deberta.cli.pretrain import predict_bytes
 from megatron_deberta.cluster.profile import load_profile
 from megatron_deberta.config import RunConfig, load_config
+from megatron_deberta.config.schema import Phase
 from megatron_deberta.errors import EXIT_USAGE, ConfigError
 from megatron_deberta.planning.machine import find_device, machine_of
 from megatron_deberta.planning.memory import estimate_memory
@@ -106,7 +107,8 @@ def test_shorter_rows_take_less_time(large: RunConfig, short_steps: int) -> None
 
 def test_phases_are_timed_one_by_one(large: RunConfig) -> None:
     half = large.train.steps // 2
-    phases = (f"steps={half} data.sequence_length=128", f"steps={half}")
+    short = Phase(steps=half, overrides=(("data.sequence_length", 128),))
+    phases = (short, Phase(steps=half))
     phased = replace(large, train=replace(large.train, phases=phases))
     plan = make_plan(phased, DGX2, 256, search=True)
     short, full = plan.phase_seconds.values()
@@ -400,7 +402,10 @@ def test_banner_and_plan_predict_the_same_memory() -> None:
     expected = plan.memory[config.parallel.recompute].total + LIBRARY_BYTES
     assert predict_bytes(config) == expected
     # Of phases, the one that needs most.
-    phases = ("steps=500 data.sequence_length=64", "steps=500 objective.mask_probability=0.5")
+    phases = (
+        Phase(steps=500, overrides=(("data.sequence_length", 64),)),
+        Phase(steps=500, overrides=(("objective.mask_probability", 0.5),)),
+    )
     phased = replace(config, train=replace(config.train, phases=phases))
     plan = make_cpu_plan(phased, 1)
     assert predict_bytes(phased) == plan.memory[config.parallel.recompute].total + LIBRARY_BYTES

@@ -15,6 +15,7 @@ from megatron_deberta.config.schema import (
     CheckpointConfig,
     GuardConfig,
     LogConfig,
+    Phase,
     RunConfig,
     TrainConfig,
 )
@@ -304,7 +305,7 @@ def log(written: Written, log: LogMetrics, step: int, result: StepResult, **opti
     )
     records = written.records_of_run()
     trainer = trainer_at(step, options.pop("ending", None), config=config, records=records)
-    trainer.data = SimpleNamespace(step_work=lambda config: (StepWork(8, 1.0),) * 2)
+    trainer.data = SimpleNamespace(step_work=lambda config: StepWork(8, 1.0))
     if step == 1:
         log.on_start(trainer)
     log.on_step_end(trainer, result)
@@ -321,7 +322,10 @@ def test_logs_the_mean_loss_since_the_last_record_and_always_the_end() -> None:
 
 
 def test_logs_the_end_of_a_phase_and_the_time_left_by_work() -> None:
-    phases = ("steps=3 data.sequence_length=16", "steps=6 data.sequence_length=32")
+    phases = tuple(
+        Phase(steps=steps, overrides=(("data.sequence_length", length),))
+        for steps, length in ((3, 16), (6, 32))
+    )
     config = RunConfig(
         train=TrainConfig(steps=9, global_batch_size=4, phases=phases), log=LogConfig(every=5)
     )

@@ -23,8 +23,7 @@ from megatron_deberta.config.phases import segments
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.build import form_targets
-from megatron_deberta.data.collate import FILLER, BatchBuilder
-from megatron_deberta.data.forms import NextTokens
+from megatron_deberta.data.collate import FILLER, BatchBuilder, NextTokens
 from megatron_deberta.data.randomness import Purpose
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.distributed.parallelize import build_model
@@ -94,30 +93,27 @@ def batches_of(config: RunConfig) -> Iterator[Batch]:
     seen = set()
     for segment in segments(config):
         part = segment.config
-        for length in {
-            part.data.sequence_length,
-            *([part.data.short_sequence_length] if part.data.short_steps else []),
-        }:
-            for targets in form_targets(part, VOCABULARY, length, Purpose.TRAINING_MASK):
-                builder = BatchBuilder(
-                    cast(Any, None), targets, VOCABULARY, length,
-                    part.data.attend_across_documents, isinstance(targets, NextTokens),
-                )  # fmt: skip
-                batch = builder.build([FILLER] * part.train.micro_batch_size)
-                if part.model.next_sentence_head:
-                    batch = replace(
-                        batch, next_sentence_labels=torch.zeros(len(batch.inputs.input_ids)).long()
-                    )
-                shapes = tuple(
-                    value.shape if isinstance(value, Tensor) else value is None
-                    for value in (getattr(batch, item.name) for item in fields(batch))
+        length = part.data.sequence_length
+        for targets in form_targets(part, VOCABULARY, length, Purpose.TRAINING_MASK):
+            builder = BatchBuilder(
+                cast(Any, None), targets, VOCABULARY, length,
+                part.data.attend_across_documents, isinstance(targets, NextTokens),
+            )  # fmt: skip
+            batch = builder.build([FILLER] * part.train.micro_batch_size)
+            if part.model.next_sentence_head:
+                batch = replace(
+                    batch, next_sentence_labels=torch.zeros(len(batch.inputs.input_ids)).long()
                 )
-                if (type(batch), shapes) in seen:
-                    continue
-                seen.add((type(batch), shapes))
-                # Whether rows are full changes no shape, but an argument.
-                for mask in (None, batch.inputs.is_token):
-                    yield replace(batch, inputs=replace(batch.inputs, attention_mask=mask))
+            shapes = tuple(
+                value.shape if isinstance(value, Tensor) else value is None
+                for value in (getattr(batch, item.name) for item in fields(batch))
+            )
+            if (type(batch), shapes) in seen:
+                continue
+            seen.add((type(batch), shapes))
+            # Whether rows are full changes no shape, but an argument.
+            for mask in (None, batch.inputs.is_token):
+                yield replace(batch, inputs=replace(batch.inputs, attention_mask=mask))
 
 
 def pass_through(module: Any, config: RunConfig, batch: Batch) -> None:

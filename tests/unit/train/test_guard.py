@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
 from megatron_deberta.config import load_config
-from megatron_deberta.config.schema import GuardConfig
+from megatron_deberta.config.schema import DataConfig, GuardConfig, RunConfig
 from megatron_deberta.engine.base import StepOutcome
 from megatron_deberta.train.stability.guard import Guard, GuardState, Skip
 
@@ -109,7 +109,8 @@ def test_the_memory_survives_json_bit_for_bit() -> None:
 
 
 def test_longer_rows_start_a_new_window() -> None:
-    guard = Guard(CONFIG, short_steps=20)
+    run = replace(RunConfig(), data=DataConfig(short_steps=20), guard=CONFIG)
+    guard = Guard.of_run(run)
     assert fed(guard, [*([2.0] * 20), *([9.0] * 20)]) == []
     assert guard.state.losses == [9.0] * 20
 

@@ -12,7 +12,7 @@ import torch
 from megatron_deberta.config.schema import DataConfig, ObjectiveConfig, RunConfig, TrainConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.build import build_loaders
-from megatron_deberta.data.forms import NextTokens, StepForms, TwoFormBuilder
+from megatron_deberta.data.collate import NextTokens, StepForms, TwoFormBuilder
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.model.inputs import ModelInputs
 
@@ -74,7 +74,7 @@ def test_loaders_of_every_layout_read_the_same_forms(
             num_workers=0,
         ),
         objective=ObjectiveConfig(name="mlm+ar", autoregressive_fraction=0.3),
-        train=TrainConfig(global_batch_size=4, micro_batch_size=1, seed=7, eval_steps=1),
+        train=TrainConfig(global_batch_size=4, micro_batch_size=1, seed=7, eval_batches=1),
     )
 
     def steps(dp_rank: int, dp_size: int, consumed: int) -> list[list[Batch]]:

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_deberta.data.batch import Batch, TaskBatch
-from megatron_deberta.data.batch_bytes import batches_from_bytes, batches_to_bytes
+from megatron_deberta.data.batch import Batch, TaskBatch, batches_from_bytes, batches_to_bytes
 from megatron_deberta.model.inputs import ModelInputs, RowPacking
 
 
