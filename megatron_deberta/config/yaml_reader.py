@@ -27,7 +27,7 @@ _STRING_TAG = "tag:yaml.org,2002:str"
 class PlainScalar:
     """Unquoted scalar that YAML takes for a number, a truth value, a date or null.
 
-    The type of a key decides which of the two is used (``merge.read_value``): YAML reads
+    The type of a key decides which of the two is used (``loader.read_value``): YAML reads
     ``20241126_1530`` as a number, ``12:30`` as 750 and ``no`` as false.
 
     Attributes:

@@ -161,7 +161,7 @@ def released_decoder(config: ModelConfig, weights: dict[str, Tensor]) -> Deberta
             share_att_key=config.share_position_projections,
             pos_att_type=["c2p", "p2c"],
             position_biased_input=False,
-            conv_kernel_size=config.conv_kernel_size,
+            conv_kernel_size=config.conv_kernel_size or 0,
             conv_act=config.conv_activation,
         )
     ).eval()

@@ -89,7 +89,7 @@ def stock_config(config: ModelConfig) -> DebertaV2Config:
         share_att_key=config.share_position_projections,
         pos_att_type=terms,
         position_biased_input=False,
-        conv_kernel_size=config.conv_kernel_size,
+        conv_kernel_size=config.conv_kernel_size or 0,
         conv_act=config.conv_activation,
         pad_token_id=0,
     )

@@ -45,7 +45,7 @@ def test_settings_of_both_starts_differ_in_the_weights_only(
         overrides = [word for word in words[1:] if "=" in word and not word.startswith("-")]
         configs[start] = finetune_config(words[1], model, data, overrides, settings="none")
     pretrained, random = configs["pretrained"], configs["random"]
-    assert (bool(pretrained.checkpoint.load_from), random.checkpoint.load_from) == (True, "")
+    assert (bool(pretrained.checkpoint.load_from), random.checkpoint.load_from) == (True, None)
     assert pretrained.train.seed == 3
     assert pretrained.train.run_dir != random.train.run_dir
     for section in ("model", "optimizer", "data", "finetune", "precision"):

@@ -52,7 +52,7 @@ def test_the_rest_of_the_table_changes_nothing(name: str) -> None:
         torch.testing.assert_close(
             gradient, expected_gradients[parameter], rtol=1e-5, atol=1e-5, msg=parameter
         )
-    positions = RelativePositions(config.max_relative_positions, config.position_buckets)
+    positions = RelativePositions(config.max_relative_positions, config.position_buckets or 0)
     used = num_used_slots(with_task_head(config, "spans"), LENGTH)
     assert used == 2 * LENGTH - 1 < 2 * positions.span
     terms = 1 if config.position_terms == "c2p" else 2
