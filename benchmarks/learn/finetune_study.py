@@ -170,7 +170,7 @@ class Study:
     def arguments(self, cell: Cell) -> list[str]:
         """Return the arguments of ``megatron-deberta`` for a cell."""
         task = cell.task
-        random_weights = ["checkpoint.load_from="] if cell.start == "random" else []
+        random_weights = ["checkpoint.load_from=null"] if cell.start == "random" else []
         return [
             "finetune", str(self.task_file(task)), "--model", str(self.run),
             "--data", str(self.corpus / task.data), "--settings", "none", *COMMON,

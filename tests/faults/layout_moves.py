@@ -189,8 +189,8 @@ class Campaign:
         """Train on a layout up to a step."""
         arguments = [
             self._run, f"train.run_dir={self._folder / run_dir}", *layout.overrides(),
-            f"train.exit_step={exit_step}", "train.eval_every=0", "data.num_workers=0",
-            "checkpoint.save_every=0", "log.level=warning", *overrides,
+            f"train.exit_step={exit_step}", "train.eval_every=null", "data.num_workers=0",
+            "checkpoint.save_every=null", "log.level=warning", *overrides,
         ]  # fmt: skip
         codes = self._call(layout, pretrain, arguments)
         assert codes == [0] * layout.world_size, f"{layout.name}: exit codes {codes}"

@@ -35,9 +35,9 @@ OUTPUT = RESULTS / "slurm_campaign.jsonl"
 STEPS = 60
 KILL_STEPS = (
     "train.steps=1000000", "optimizer.schedule=constant",
-    "train.exit_step=60", "train.eval_every=0", "data.num_workers=0",
+    "train.exit_step=60", "train.eval_every=null", "data.num_workers=0",
 )  # fmt: skip
-PLAIN = ("precision.engine=plain", "train.eval_every=0", "data.num_workers=0")
+PLAIN = ("precision.engine=plain", "train.eval_every=null", "data.num_workers=0")
 
 
 class Campaign:

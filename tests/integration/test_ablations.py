@@ -19,11 +19,11 @@ RUNS = sorted(path.stem for path in (ROOT / "configs" / "runs").glob("ablation_*
 TINY = (
     "model.num_layers=2", "model.hidden_size=32", "model.num_heads=2", "model.ffn_hidden_size=64",
     "model.vocab_size=auto", "model.max_position_embeddings=64",
-    "model.max_relative_positions=64", "model.position_buckets=0", "data.sequence_length=48",
+    "model.max_relative_positions=64", "model.position_buckets=null", "data.sequence_length=48",
     "data.num_workers=0",
     "precision.dtype=fp32", "precision.engine=plain", "train.device=cpu", "log.tensorboard=false",
     "log.level=warning", "train.global_batch_size=4", "train.micro_batch_size=4", "train.steps=2",
-    "optimizer.warmup_steps=1", "train.eval_every=0",
+    "optimizer.warmup_steps=1", "train.eval_every=null",
 )  # fmt: skip
 TASKS = {
     "mnli": "splits: {train: train.tsv, dev: dev_matched.tsv}",
@@ -61,7 +61,7 @@ def test_a_tiny_version_runs_end_to_end(name: str, run_yaml: Path, tmp_path: Pat
         folder, output = tmp_path / task, tmp_path / f"{task}.json"
         arguments = [str(file), "--data", str(published / task)]
         settings = [word for word in TINY if not word.startswith("model.")]
-        settings += ["optimizer.warmup_fraction=0", f"train.run_dir={folder}"]
+        settings += ["optimizer.warmup_fraction=null", f"train.run_dir={folder}"]
         assert main(["finetune", *arguments, "--model", str(run_dir), *settings]) == EXIT_DONE
         command = ["evaluate", *arguments, "--model", str(folder), "--output", str(output)]
         assert main(command) == EXIT_DONE

@@ -51,7 +51,7 @@ def test_two_steps_from_a_release(
         f"precision.engine={engine}",
         *("data.num_workers=0", "log.every=1", "log.tensorboard=false", "train.device=cpu"),
         *("train.steps=2", "train.global_batch_size=4", "train.micro_batch_size=2"),
-        *("optimizer.warmup_steps=1", "optimizer.learning_rate=1.0e-4", "train.eval_every=0"),
+        *("optimizer.warmup_steps=1", "optimizer.learning_rate=1.0e-4", "train.eval_every=null"),
     ]
     run_to_end(new / "run.yaml", run_dir, 1, *overrides)
     assert list(records(run_dir)) == [1, 2]

@@ -81,7 +81,7 @@ WRITERS = {
 ONE_STEP = (
     "train.steps=1",
     "optimizer.warmup_steps=0",
-    "train.eval_every=0",
+    "train.eval_every=null",
     "data.num_workers=0",
     "precision.engine=plain",
 )
@@ -110,7 +110,7 @@ def run_dir(run_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(run_yaml: Path, folder: Path, *overrides: str) -> None:
     """Train two steps."""
-    settings = ("train.exit_step=2", "precision.engine=plain", "train.eval_every=0")
+    settings = ("train.exit_step=2", "precision.engine=plain", "train.eval_every=null")
     # As in configs/runs/small.yaml, which README's command trains.
     workers = ("data.num_workers=0", "log.level=warning", "model.vocab_size=auto")
     command = ["pretrain", str(run_yaml), f"train.run_dir={folder}", *settings, *workers]

@@ -21,8 +21,8 @@ def test_lost_node_is_replaced_by_its_replicas(
 ) -> None:
     run_dir, local_dir = tmp_path / "run", tmp_path / "local"
     overrides = (
-        "checkpoint.save_every=0", f"checkpoint.local_every={EVERY}",
-        f"checkpoint.local_dir={local_dir}", "train.exit_step=24", "train.eval_every=0",
+        "checkpoint.save_every=null", f"checkpoint.local_every={EVERY}",
+        f"checkpoint.local_dir={local_dir}", "train.exit_step=24", "train.eval_every=null",
         "cluster.collective_timeout_minutes=0.5",
     )  # fmt: skip
     job = start(run_yaml, run_dir, 2, *overrides, ranks_per_node=1)
@@ -93,7 +93,7 @@ def train_to_step_24(run_yaml: Path, tmp_path: Path, uninterrupted: Path) -> Job
     run_dir = tmp_path / "run"
     overrides = (
         "checkpoint.save_every=7", f"checkpoint.local_every={EVERY}",
-        f"checkpoint.local_dir={tmp_path / 'local'}", "train.exit_step=24", "train.eval_every=0",
+        f"checkpoint.local_dir={tmp_path / 'local'}", "train.exit_step=24", "train.eval_every=null",
     )  # fmt: skip
     job = start(run_yaml, run_dir, 2, *overrides, ranks_per_node=1)
     assert job.wait() == [0, 0], job.output()
@@ -112,7 +112,7 @@ def test_finished_run_deletes_its_local_checkpoints(pretrain: Run, tmp_path: Pat
     (folder,) = (tmp_path / "local").glob("*/*")
     assert list(folder.iterdir())
     assert (tmp_path / "run" / FILE_NAME).exists()
-    code, _ = pretrain(*local, "train.steps=3", "train.exit_step=0")
+    code, _ = pretrain(*local, "train.steps=3", "train.exit_step=null")
     assert code == 0
     assert list((tmp_path / "local").glob("*/*")) == []
 

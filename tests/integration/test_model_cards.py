@@ -49,14 +49,14 @@ TINY = (
     "train.global_batch_size=4", "train.micro_batch_size=2", "train.eval_batches=2",
     "train.device=cpu", "precision.engine=plain", "log.tensorboard=false", "log.samples=0",
     "data.num_workers=0", "optimizer.learning_rate=5e-3", "optimizer.warmup_steps=1",
-    "optimizer.warmup_fraction=0",
+    "optimizer.warmup_fraction=null",
 )  # fmt: skip
 RUN = """
 model: {num_layers: 2, hidden_size: 16, num_heads: 2, ffn_hidden_size: 32, vocab_size: 304,
   max_position_embeddings: 32, max_relative_positions: 16, position_buckets: 4}
 """
 PRETRAIN = (
-    *TINY, f"train.steps={STEPS}", "train.eval_every=0", "objective.mask_probability=0.25",
+    *TINY, f"train.steps={STEPS}", "train.eval_every=null", "objective.mask_probability=0.25",
     f"data.train=[{SHARD}]", "data.validation_fraction=0.3", "data.sequence_length=24",
     f"tokenizer.path={GOLDEN / 'tokenizer'}",
 )  # fmt: skip

@@ -20,7 +20,7 @@ PHASES = """train.phases=[
     train.ramp_from=4 train.ramp_increment=2 train.ramp_steps=4,
   tokens=500 data.sequence_length=32 data.train=OTHER train.micro_batch_size=4
     optimizer.learning_rate=1e-3]"""
-COMMON = ("train.exit_step=0", "train.eval_every=2", "optimizer.warmup_steps=2")
+COMMON = ("train.exit_step=null", "train.eval_every=2", "optimizer.warmup_steps=2")
 SIZES = [4, 4, 6, 6, 8, 8, 8, 8]
 
 
@@ -65,15 +65,15 @@ def test_a_stopped_run_equals_the_uninterrupted_one(
 
 @pytest.mark.slow
 def test_phases_that_change_nothing_are_the_plain_run(pretrain: Run, tmp_path: Path) -> None:
-    plain = ("train.steps=4", "train.exit_step=0", "optimizer.warmup_steps=2")
+    plain = ("train.steps=4", "train.exit_step=null", "optimizer.warmup_steps=2")
     assert pretrain(*plain, run_dir="plain")[0] == EXIT_DONE
     phases = 'train.phases=["steps=2", "tokens=384", "steps=1"]'
-    assert pretrain(phases, "train.exit_step=0", "optimizer.warmup_tokens=768")[0] == EXIT_DONE
+    assert pretrain(phases, "train.exit_step=null", "optimizer.warmup_tokens=768")[0] == EXIT_DONE
     assert losses(tmp_path / "run") == losses(tmp_path / "plain")
 
 
 def test_a_decay_from_a_stable_checkpoint_is_the_wsd_run(pretrain: Run, tmp_path: Path) -> None:
-    common = ("train.exit_step=0", "optimizer.warmup_steps=1", "train.eval_every=0")
+    common = ("train.exit_step=null", "optimizer.warmup_steps=1", "train.eval_every=null")
     wsd = ("optimizer.schedule=wsd", "optimizer.decay_steps=2", "train.steps=4", *common)
     assert pretrain(*wsd, run_dir="whole")[0] == EXIT_DONE
     stable = ("optimizer.schedule=constant", "train.steps=10", *common, "train.exit_step=2")

@@ -32,7 +32,7 @@ from tests.support.jobs import (
 )
 
 OF_LAUNCHERS = re.compile(r"(RANK|LOCAL_|WORLD_SIZE|MASTER_|SLURM_|OMPI_|PMI)")
-TWO_STEPS = ("train.exit_step=2", "train.eval_every=0", "precision.zero_stage=2")
+TWO_STEPS = ("train.exit_step=2", "train.eval_every=null", "precision.zero_stage=2")
 
 
 def bare_environment(**variables: str) -> dict[str, str]:

@@ -115,7 +115,7 @@ def test_plan_and_submit_find_configs_and_profiles(installed: Command) -> None:
 
 def test_pretrain_convert_and_fill_mask(installed: Command, run_yaml: Path, tmp_path: Path) -> None:
     run_dir, exported = tmp_path / "run", tmp_path / "exported"
-    short = ["train.steps=2", "optimizer.warmup_steps=1", "train.eval_every=0"]
+    short = ["train.steps=2", "optimizer.warmup_steps=1", "train.eval_every=null"]
     overrides = [f"train.run_dir={run_dir}", *short, "precision.engine=plain"]
     installed("megatron-deberta", "pretrain", str(run_yaml), *overrides)
     assert (run_dir / "checkpoints/step_00000002/COMMITTED").exists()

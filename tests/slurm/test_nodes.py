@@ -72,7 +72,7 @@ def test_spare_node_resumes_from_replicas(
 ) -> None:
     run_dir, local_dir = tmp_path / "lost", tmp_path / "local"
     every = 4
-    plain = (*PLAIN, "train.exit_step=40", "checkpoint.save_every=0")
+    plain = (*PLAIN, "train.exit_step=40", "checkpoint.save_every=null")
     local = (f"checkpoint.local_every={every}", f"checkpoint.local_dir={local_dir}")
     # One spare: SLURM would otherwise requeue on two other nodes, which hold nothing.
     run = submit(cluster, run_yaml, run_dir, *plain, *local, nodes=2, exclude="node4")

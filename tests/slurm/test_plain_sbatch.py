@@ -105,7 +105,7 @@ def test_failed_or_cancelled_job_is_not_requeued(
         return Job(cluster, int(printed.stdout), tmp_path / "run")
 
     failed = submit("train.stepz=3")
-    cancelled = submit(*RUN, "train.exit_step=0", f"train.run_dir={tmp_path / 'run'}")
+    cancelled = submit(*RUN, "train.exit_step=null", f"train.run_dir={tmp_path / 'run'}")
     wait_until(lambda: failed.field("JobState") in ENDED, TIMEOUT, "the failure")
     assert failed.field("ExitCode") == "2:0", failed.log()
     assert "train.stepz" in failed.log()

@@ -75,8 +75,10 @@ def shard_spec(name: str, shape: tuple[int, ...], tp_rank: int, tp_size: int) ->
         tp_size: number of tensor-parallel ranks.
 
     Raises:
-        TopologyError: the split dimension is not divisible by ``tp_size``.
+        TopologyError: the split dimension is not divisible by ``tp_size``, or there is none.
     """
+    if not shape:
+        raise TopologyError(f"parameter {name} has no dimension; give it the shape (1,)")
     part = name.removeprefix(GENERATOR).removeprefix(DISCRIMINATOR)
     if part in _VOCABULARY:
         rows = vocabulary_rows(shape[0], tp_size)
@@ -85,7 +87,7 @@ def shard_spec(name: str, shape: tuple[int, ...], tp_rank: int, tp_size: int) ->
         return ParameterSpec(name, shape, 0, offset, length, (rows, *shape[1:]))
     dim = next((dim for pattern, dim in _SPLIT if fnmatchcase(part, pattern)), -1)
     if dim < 0 or tp_size == 1:
-        return ParameterSpec(name, shape, None, 0, shape[0] if shape else 1, shape)
+        return ParameterSpec(name, shape, None, 0, shape[0], shape)
     check_tensor_parallel_divides(
         tp_size, {f"{name}.shape[{dim}]": shape[dim]}, error=TopologyError
     )

@@ -16,6 +16,7 @@ from megatron_deberta.distributed.parallelize.plan import VOCABULARY_MULTIPLE, s
 from megatron_deberta.distributed.tensor_parallel import row_parallel
 from megatron_deberta.distributed.topology import ProcessGroups, single_process_groups
 from megatron_deberta.errors import TopologyError
+from megatron_deberta.model import DebertaForMaskedLM
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -110,3 +111,19 @@ def test_row_parallel_without_a_group_is_linear(sequence: bool, with_bias: bool)
     bias = torch.randn(5) if with_bias else None
     y = row_parallel(x, weight, bias, None, sequence=sequence)
     torch.testing.assert_close(y, torch.nn.functional.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_parameters_of_the_model_itself(tp_size: int) -> None:
+    """A model of one's own may have parameters beside its modules."""
+
+    class Scaled(DebertaForMaskedLM):
+        def build_heads(self, config: ModelConfig) -> None:
+            super().build_heads(config)
+            self.scale = torch.nn.Parameter(torch.empty(1))
+
+    model = build_model(run(SMALL, tp_size), layout(0, tp_size), model_class=Scaled)
+    assert model.module.get_parameter("scale").device == CPU
+    assert model.specs["scale"].logical_shape == (1,)
+    with pytest.raises(TopologyError, match=r"scale has no dimension.*\(1,\)"):
+        shard_spec("scale", (), 0, tp_size)

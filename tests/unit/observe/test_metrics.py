@@ -278,3 +278,17 @@ def test_a_start_that_is_refused_names_the_key(
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"^log\.wandb=p needs the package wandb"):
         WandbWriter(tmp_path, "p", {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [("train", {"rates": [0.1]}), ("train", {"by_layer": {}}), ("mine", {"x": 1})],
+)
+def test_a_record_that_the_next_start_would_refuse_is_refused(
+    tmp_path: Path, kind: Any, values: dict[str, Any]
+) -> None:
+    with closing(MetricsWriter(tmp_path, tensorboard=False)) as writer:
+        with pytest.raises(DataError, match="step 3"):
+            writer.write(3, values, kind=kind)
+        writer.write(4, {"loss": 1.0})
+    assert [record["step"] for record in read_metrics(writer.path)] == [4]

@@ -219,7 +219,7 @@ def test_fine_tuning_is_planned_by_task(
         (["--achieved", "40"], ["--achieved 40"]),
         (["precision.dtype=bf16"], ["precision.dtype=bf16", "fp16 or fp32"]),
         (
-            ["parallel.tensor_parallel_size=3", "cluster.ranks_per_node=0"],
+            ["parallel.tensor_parallel_size=3", "cluster.ranks_per_node=null"],
             ["tensor_parallel_size=3", "1, 2, 4, 8, 16"],
         ),
     ],

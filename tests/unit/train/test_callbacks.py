@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -27,6 +27,7 @@ from megatron_deberta.observe.metrics import RecordKind
 from megatron_deberta.observe.throughput import StepWork
 from megatron_deberta.train import trainer as trainer_module
 from megatron_deberta.train.callbacks import LogMetrics, PeriodicEvaluation, SaveCheckpoints
+from megatron_deberta.train.records import RunRecords
 from megatron_deberta.train.stability.guard import Guard
 from megatron_deberta.train.start import Identity
 from megatron_deberta.train.state import Ending, StepResult, TrainState
@@ -279,10 +280,13 @@ class Written:
 
     def records_of_run(self) -> Any:
         """Return what stands for ``RunRecords``."""
-        return SimpleNamespace(
+        records = SimpleNamespace(
             writer=self, console=self, longest_step=0.0, longest_check=0.0,
             record_checkpoint=lambda *_: None, plot=lambda: None,
         )  # fmt: skip
+        records.record_step = MethodType(RunRecords.record_step, records)
+        records.record_skip = MethodType(RunRecords.record_skip, records)
+        return records
 
     def write(self, step: int, values: dict[str, Any], kind: str = "train") -> None:
         (self.records if kind == "train" else self.skips).append((step, values))
