@@ -2,8 +2,8 @@
 
 MODEL is a run or a checkpoint of `pretrain` with objective.name=autoregressive or =mlm+ar; of a
 run, the newest checkpoint is used. Without --temperature the most probable token is appended each
-time (greedy). A text ends at [SEP], at --tokens, or at the model's last position. Every new token
-costs a forward pass over the text; keys and values are not cached.
+time (greedy). A text ends at [SEP], at --tokens, or at the model's last position. Keys and
+values are cached, so a new token costs a forward pass of that token.
 
 Examples:
   megatron-deberta generate runs/mt "Once upon a time" --tokens 40
