@@ -217,7 +217,7 @@ def hides_keys(a: AttentionArguments) -> bool:
 
 
 def visible_keys(a: AttentionArguments, at: Tensor, rows: slice) -> Tensor:
-    """Return which keys a block of queries sees.
+    """Return the mask of the keys that each query of a block attends to.
 
     Args:
         a: arguments of the call.

@@ -1,4 +1,4 @@
-"""A program for ``cluster.notify`` that writes down what it is told."""
+"""A program for ``cluster.notify`` that appends its input to a file."""
 
 from __future__ import annotations
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+
+from megatron_deberta.config.schema import RunConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -49,3 +52,30 @@ def test_messages_of_the_troubleshooting_page_are_those_of_the_package() -> None
     for message in ours:
         for fragment in message.split("..."):
             assert fragment.strip() in texts, f"no message has {fragment!r}"
+
+
+@pytest.mark.parametrize(
+    "page",
+    # It names keys that are gone.
+    [page for page in PAGES if page.name != "renamings.md"],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_configuration_keys_exist(page: Path) -> None:
+    keys = {f"{section}.{key}" for section, key in schema_keys()}
+    sections = "|".join({section for section, _ in schema_keys()})
+    named = re.compile(rf"(?<![\w/.])((?:{sections})\.[a-z_]+)\b(?!\.?\()")
+    for code in re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8")):
+        for name in named.findall(code):
+            module = ROOT / "megatron_deberta" / name.replace(".", "/")
+            is_file = name.endswith((".py", ".yaml", ".json", ".onnx"))
+            is_module = module.is_dir() or module.with_suffix(".py").exists()
+            assert name in keys or is_file or is_module, f"no key {name}"
+
+
+def schema_keys() -> list[tuple[str, str]]:
+    """Return section and name of every configuration key."""
+    return [
+        (section.name, key.name)
+        for section in fields(RunConfig)
+        for key in fields(getattr(RunConfig(), section.name))
+    ]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_deberta.cli.main import GROUPS
+
 ROOT = Path(__file__).parents[2]
 # Kernels and the programs that compile them, which are the only ones to import Triton
 COMPILED = {
@@ -168,3 +170,31 @@ def test_models_and_operator_need_no_extra(tmp_path: Path) -> None:
     )
     # Commands end with a usage error, which names the extra (tests/unit/cli/test_main.py).
     assert set(found.values()) <= {2}, found
+
+
+# Packages of one extra alone
+TEXT = ("rensa", "isal", "zstandard", "gigatoken", "sentencex")
+TRAIN = ("deepspeed", "tensorboard", "plotext", "prometheus_client")
+FINETUNE = ("seqeval", "sklearn")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("extra", "hidden", "folders"),
+    [
+        ("text", (*TRAIN, *FINETUNE), ("text", "tokenizer", "data/shards")),
+        (
+            "train", (*TEXT, *FINETUNE, "pyarrow"),
+            ("train", "engine", "checkpoint", "cluster", "report", "hf", "objectives", "data"),
+        ),
+        ("finetune", TEXT, ("finetune", "evaluate", "tasks")),
+    ],
+)  # fmt: skip
+def test_commands_of_an_extra_need_no_other(
+    extra: str, hidden: tuple[str, ...], folders: tuple[str, ...], tmp_path: Path
+) -> None:
+    prefixes = tuple(f"megatron_deberta.{folder.replace('/', '.')}" for folder in folders)
+    names = [name for name in modules() if name.startswith(prefixes)]
+    commands = [each.name for group in GROUPS if group.extra == extra for each in group.commands]
+    assert names
+    assert failures(hidden, names, tmp_path, commands=commands) == {}
