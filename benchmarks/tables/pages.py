@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.lib.campaigns import read_lines
 from benchmarks.lib.provenance import ROOT
-from benchmarks.tables import attention, data, faults, gpu, learn, onnx, step, text
+from benchmarks.tables import attention, data, faults, gpu, judges, learn, onnx, step, text
 from benchmarks.tables.common import NOTHING
 from megatron_deberta.files import write_atomically
 
@@ -77,6 +77,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "packed-rows": _of(step.packed_rows, "packed_rows"),
     "accelerate": _of(step.accelerate, "accelerate"),
     "published-models": _of(step.published_models, "accelerate", "onnx"),
+    "judges": judges.found,
     "save-stalls": _of(step.save_stalls, "save_stalls"),
     "operators": _of(step.operators, "operators"),
     "synchronizations": _of(step.synchronizations, "synchronizations"),

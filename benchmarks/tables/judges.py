@@ -1,0 +1,26 @@
+"""Table of what code by other authors found about ours."""
+
+from __future__ import annotations
+
+import json
+
+from benchmarks.lib.provenance import ROOT
+from benchmarks.tables.common import NOTHING, markdown
+
+
+def found(device: str) -> str:
+    """One row for each judge and what it compared, sorted."""
+    folder = ROOT / "benchmarks" / "results" / device / "judges"
+    rows = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    if not rows:
+        return NOTHING
+    header = ("judge", "version", "compared", "cases", "worst difference", "allowed", "date")
+    rows.sort(key=lambda row: (row["judge"].lower(), row["compared"]))
+    return markdown(
+        header,
+        (
+            (row["judge"], row["release"], row["compared"], f"{row['cases'] or ''}", row["worst"],
+             row["limit"], row["date"])
+            for row in rows
+        ),
+    )  # fmt: skip

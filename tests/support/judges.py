@@ -1,0 +1,81 @@
+"""Packages that judge ours: installed apart, and the record of what each of them found.
+
+Judges whose requirements differ from ours are installed under ``.venv/judges``, one folder per
+environment, by the first test that needs them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from datetime import date
+from importlib.metadata import distributions
+from pathlib import Path
+
+from benchmarks.lib.provenance import provenance
+from tests.support.jobs import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "judges"
+# Set to 1, the differences that tests measure are written to RESULTS.
+RECORD = "MEGATRON_DEBERTA_RECORD_JUDGES"
+
+
+def package_folder(*requirements: str) -> Path:
+    """Install packages without their dependencies in a folder of their own.
+
+    Args:
+        requirements: what pip installs, with exact versions.
+
+    Returns:
+        The folder; put before ``sys.path`` or into ``PYTHONPATH`` it makes the packages importable.
+    """
+    name = hashlib.sha256(" ".join(requirements).encode()).hexdigest()[:12]
+    base = ROOT / ".venv" / "judges"
+    base.mkdir(parents=True, exist_ok=True)
+    folder, stamp = base / name, base / f"{name}.stamp"
+    with (base / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not stamp.exists():
+            pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+            command = [*pip, "--no-deps", "--upgrade", "--target", str(folder), *requirements]
+            finished = subprocess.run(command, capture_output=True, text=True)
+            assert finished.returncode == 0, f"{command}\n{finished.stdout}{finished.stderr}"
+            stamp.write_text("\n".join(requirements) + "\n")
+    return folder
+
+
+def version(folder: Path, name: str) -> str:
+    """Return the version of a package in a folder."""
+    (found,) = {each.version for each in distributions(name=name, path=[str(folder)])}
+    return found
+
+
+def record(
+    judge: str, release: str, compared: str, worst: str, limit: str, cases: int | None = None
+) -> None:
+    """Write what a judge found, as one row of the table in docs/who-says-so.md.
+
+    Nothing is written unless the environment variable ``MEGATRON_DEBERTA_RECORD_JUDGES`` is 1.
+
+    Args:
+        judge: name of the package or repository.
+        release: its version or revision.
+        compared: what was compared; with `judge`, the identity of the row.
+        worst: the worst difference, or what was found.
+        limit: what the test allows.
+        cases: number of compared cases.
+    """
+    if os.environ.get(RECORD) != "1":
+        return
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    key = hashlib.sha256(f"{judge}\0{compared}".encode()).hexdigest()[:8]
+    name = "".join(c if c.isalnum() else "_" for c in judge.lower())
+    row = {
+        "judge": judge, "release": release, "compared": compared, "worst": worst, "limit": limit,
+        "cases": cases, "date": date.today().isoformat(), "provenance": provenance(),
+    }  # fmt: skip
+    (RESULTS / f"{name}_{key}.json").write_text(json.dumps(row, indent=1) + "\n")
