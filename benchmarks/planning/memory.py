@@ -1,4 +1,4 @@
-"""Table of docs/memory.md: peak memory and largest micro batch of the 1.5B model, by formula.
+"""Table of docs/planning.md: peak memory and largest micro batch of the 1.5B model, by formula.
 
     python -m benchmarks.planning.memory
 

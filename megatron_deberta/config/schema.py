@@ -433,7 +433,7 @@ class CheckpointConfig(Section):
     ``auto``: if the copies fit in half of each node's free memory."""
     local_every: int | None = positive(None)
     """Most steps that a failure loses with saves to the nodes' own disks, each part also to the
-    next node (docs/local-checkpoints.md); null: no such saves."""
+    next node (docs/checkpoint-format.md); null: no such saves."""
     local_dir: str | None = None
     """Folder of those saves on every node's own disk or memory, such as ``/dev/shm/megatron``."""
     on_failure: Literal["stop", "continue"] = "stop"

@@ -50,7 +50,6 @@ INPUTS = {
     "docs/onnx.md": ("exports/base", "runs/first", "glue/SST-2"),
     "docs/export.md": ("runs/first", "shards/corpus_text_document"),
     "docs/preprocess.md": ("tokenizer",),
-    "docs/megatron.md": ("tokenizer",),
     "docs/attention-maps.md": ("runs/first", "exports/base"),
     "docs/autoregressive.md": ("runs/mt", "wiki.valid.tokens"),
     "docs/published-models.md": ("exports/base",),

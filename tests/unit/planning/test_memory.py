@@ -251,4 +251,4 @@ def test_largest_micro_batch_is_the_last_that_fits() -> None:
 
 
 def test_the_documented_table_is_the_formulas() -> None:
-    assert table() in (CONFIGS.parents[1] / "docs/memory.md").read_text()
+    assert table() in (CONFIGS.parents[1] / "docs/planning.md").read_text()

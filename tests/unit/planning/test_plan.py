@@ -376,7 +376,7 @@ def test_saves_are_in_the_background_where_memory_allows(
 
 
 def test_documented_plan_shows_local_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (RUNS.parents[1] / "docs" / "local-checkpoints.md").read_text()
+    page = (RUNS.parents[1] / "docs" / "checkpoint-format.md").read_text()
     command = shlex.split(page.split("```bash")[1].split("```")[0].replace("\\\n", ""))
     arguments = [str(RUNS.parents[1] / a) if a.startswith("configs/") else a for a in command[1:]]
     assert main(arguments) == 0
