@@ -305,10 +305,10 @@ def _chunked_bytes(shape: _Shape) -> int:
     )
     # Each term's table by distance and its gradient.
     tables = terms * 2 * length * width * (shape.element + 4)
-    # Queries, keys, values and the output's gradient by head; gradients of the first three, twice.
+    # Queries, keys, values and the output's gradient by head; sums of the gradients of the first
+    # three, whose results are counted with the layer's.
     copies = rows * length * width * (4 * shape.element + 3 * 4)
-    gradients = 3 * shape.tokens * width * shape.element
-    return scores + vectors * strip * shape.element + tables + copies + gradients
+    return scores + vectors * strip * shape.element + tables + copies
 
 
 @cache
