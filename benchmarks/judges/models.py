@@ -6,7 +6,7 @@ import json
 import random
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from megatron_deberta.config.schema import (
 )
 from megatron_deberta.data.batch import TaskBatch
 from megatron_deberta.hf.names import hf_tensors, standard_names
-from megatron_deberta.hf.published import Release, open_release
+from megatron_deberta.hf.published import open_release
 from megatron_deberta.model import RuntimeOptions
 from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.objectives import build_objective
@@ -210,33 +210,37 @@ def released_state(model: nn.Module, fields: Mapping[str, Any]) -> dict[str, Ten
 
 
 def import_release(
-    state: Mapping[str, Tensor], fields: Mapping[str, Any], head: TaskHead | None = None
+    state: Mapping[str, Tensor],
+    fields: Mapping[str, Any],
+    adapt: Callable[[ModelConfig], ModelConfig] | None = None,
 ) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Write Microsoft's files, and read them with our importer.
 
     Args:
         state: tensors in Microsoft's names.
         fields: of ``model_config.json``.
-        head: of a labelled task; None: the one that the files have.
+        adapt: changes the head of the architecture; None: that of a masked language model.
 
     Returns:
-        The architecture, and every parameter by canonical name.
+        The architecture without dropout, and every parameter by canonical name.
     """
-
-    def adapt(model: ModelConfig) -> ModelConfig:
-        assert head is not None
-        labels = tuple(str(number) for number in range(_NUM_CLASSES))
-        return with_task_head(model, head, labels if head in ("classification", "tokens") else ())
-
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as scratch:
         path = Path(folder)
         (path / "model_config.json").write_text(json.dumps(dict(fields)))
         contiguous = {name: tensor.contiguous() for name, tensor in state.items()}
         save_file(contiguous, path / "pytorch.model.safetensors")
-        release: Release = open_release(
-            path, "microsoft", Path(scratch), adapt=adapt if head else None
+        release = open_release(path, "microsoft", Path(scratch), adapt=adapt)
+        config = replace(
+            release.config, hidden_dropout=0.0, attention_dropout=0.0, head_dropout=0.0
         )
-        return release.config, dict(release.tensors())
+        return config, dict(release.tensors())
+
+
+def copy_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Set all parameters of one of our models by canonical name."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
 
 
 def paired_gradients(
@@ -302,6 +306,69 @@ class Found:
     num_gradients: int
 
 
+@dataclass(frozen=True)
+class JudgedPair:
+    """A model of ours and Microsoft's with the same weights, in fp32.
+
+    Attributes:
+        ours: read by our importer.
+        theirs: has loaded the same tensors.
+        state: these, in Microsoft's names.
+        rows: a batch.
+        options: of the constructor of Microsoft's class.
+    """
+
+    ours: TaskModel
+    theirs: Any
+    state: dict[str, Tensor]
+    rows: Rows
+    options: dict[str, int]
+
+
+def judged_pair(
+    head: TaskHead,
+    fields: Mapping[str, Any],
+    seed: int,
+    *,
+    backend: str = "reference",
+    encoder_only: bool = False,
+) -> JudgedPair:
+    """Return both models with a head.
+
+    Args:
+        head: of the labelled task.
+        fields: of ``model_config.json``.
+        seed: of weights and rows.
+        backend: of our attention operator.
+        encoder_only: our importer reads the encoder only, and our head has other weights.
+    """
+    torch.manual_seed(seed)
+    options = {"num_labels": _NUM_CLASSES if head in ("classification", "tokens") else 1}
+    state = released_state(their_model(CLASSES[head], fields, **options), fields)
+    theirs = their_model(CLASSES[head], fields, **options)
+    zero_biases_of_v1(theirs)
+    theirs.load_state_dict(state, strict=not is_v1(fields))
+    num_rows = 4 * NUM_CHOICES if head == "choices" else 5
+    rows = random_rows(fields, num_rows, torch.Generator().manual_seed(seed))
+    labels = tuple(str(number) for number in range(_NUM_CLASSES))
+    labels = labels if head in ("classification", "tokens") else ()
+    kept = {name for name in state if not encoder_only or re.match(r"(de)?bert(a)?\.", name)}
+    config, weights = import_release(
+        {name: state[name] for name in kept},
+        fields,
+        lambda model: with_task_head(model, head, labels, 0.0),
+    )
+    run = RunConfig(
+        model=config,
+        objective=ObjectiveConfig(name=config.head),
+        finetune=FinetuneConfig(task="judged", data="none"),
+    )
+    ours = build_objective(run).build_model(RuntimeOptions(attention_backend=backend))
+    assert isinstance(ours, TaskModel)
+    copy_weights(ours, weights)
+    return JudgedPair(ours, theirs, state, rows, options)
+
+
 def compare_head(
     head: TaskHead,
     fields: Mapping[str, Any],
@@ -322,23 +389,10 @@ def compare_head(
         replace_encoder: compare Microsoft's head on our encoder with Microsoft's model; False: our
             own model, loss included.
     """
-    torch.manual_seed(seed)
-    options = {"num_labels": _NUM_CLASSES if head in ("classification", "tokens") else 1}
-    state = released_state(their_model(CLASSES[head], fields, **options), fields)
-    theirs = their_model(CLASSES[head], fields, **options)
-    _zero_biases_of_v1(theirs)
-    theirs.load_state_dict(state, strict=not is_v1(fields))
-    with_types = 4 * NUM_CHOICES if head == "choices" else 5
-    rows = random_rows(fields, with_types, torch.Generator().manual_seed(seed))
-    # Microsoft's older class calls the encoder ``bert``, and the head of tokens has one more layer.
-    names = {name: name for name in state if not name.startswith("proj.")}
-    if replace_encoder:
-        names = {name: name for name in names if re.match(r"(de)?bert(a)?\.", name)}
-    config, weights = import_release({name: state[name] for name in names}, fields, head)
-    ours: Any = _our_model(config, weights, backend)
-    ours, theirs = ours.to(dtype), theirs.to(dtype)
-
-    expected = theirs(**rows.theirs(_leading(head, rows)), labels=_their_labels(head, rows))
+    pair = judged_pair(head, fields, seed, backend=backend, encoder_only=replace_encoder)
+    ours, theirs, rows = pair.ours.to(dtype), pair.theirs.to(dtype), pair.rows
+    arguments = {**rows.theirs(_leading(head, rows)), "labels": their_labels(head, rows)}
+    expected = theirs(**arguments)
     as_dict = isinstance(expected, dict)
     logits, loss = (expected["logits"], expected["loss"]) if as_dict else expected
     states = ours.encode(rows.inputs)
@@ -351,25 +405,23 @@ def compare_head(
     direction = torch.randn(states.shape, dtype=dtype) * real
     ((their_states * direction).sum() + loss).backward()
     if replace_encoder:
-        head_alone = _with_encoder(head, fields, options, state, ours, dtype, as_dict=as_dict)
-        found = head_alone(**rows.theirs(_leading(head, rows)), labels=_their_labels(head, rows))
+        found = _with_our_encoder(head, fields, pair, as_dict=as_dict).to(dtype)(**arguments)
         our_logits, our_loss = (found["logits"], found["loss"]) if as_dict else found
     else:
-        batch = _batch(head, rows)
-        losses = ours(batch).losses[TASK]
+        batch = task_batch(head, rows)
         count = ours.objective.count_targets(batch)[TASK]
-        our_loss, our_logits = losses.loss / count, ours.logits(rows.inputs)
+        our_loss, our_logits = ours(batch).losses[TASK].loss / count, ours.logits(rows.inputs)
     visible = rows.is_token if head == "tokens" else torch.ones(logits.numel(), dtype=torch.bool)
     shape = (*rows.is_token.shape, -1) if head == "tokens" else (logits.numel(),)
-    pair = [side.reshape(shape)[visible] for side in (our_logits, logits)]
-    worst += [difference(*pair), difference(our_loss, loss)]
+    sides = [side.reshape(shape)[visible] for side in (our_logits, logits)]
+    worst += [difference(*sides), difference(our_loss, loss)]
     ((states * direction).sum() + our_loss).backward()
-    pairs = paired_gradients(ours, theirs, config, encoder_only=replace_encoder)
+    pairs = paired_gradients(ours, theirs, ours.config, encoder_only=replace_encoder)
     gradients = [difference(a, b) for _, a, b in pairs]
     return Found(max(worst), max(gradients), len(gradients))
 
 
-def _zero_biases_of_v1(model: nn.Module) -> None:
+def zero_biases_of_v1(model: nn.Module) -> None:
     """Undo `randomize` for the biases that v1's files lack: Microsoft's classes start at 0."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -381,39 +433,16 @@ def _encoder(model: Any) -> Any:
     return model.bert if hasattr(model, "bert") else model.deberta
 
 
-def _with_encoder(
-    head: TaskHead,
-    fields: Mapping[str, Any],
-    options: Mapping[str, Any],
-    state: Mapping[str, Tensor],
-    ours: nn.Module,
-    dtype: torch.dtype,
-    *,
-    as_dict: bool,
+def _with_our_encoder(
+    head: TaskHead, fields: Mapping[str, Any], pair: JudgedPair, *, as_dict: bool
 ) -> nn.Module:
     """Return Microsoft's model with our encoder in it."""
-    model = their_model(CLASSES[head], fields, **options)
-    model.load_state_dict(state, strict=False)
-    old = _encoder(model)
-    new = OurEncoder(ours, old.config, as_dict=as_dict)
+    model = their_model(CLASSES[head], fields, **pair.options)
+    model.load_state_dict(pair.state, strict=False)
+    new = OurEncoder(pair.ours, _encoder(model).config, as_dict=as_dict)
     setattr(model, "bert" if hasattr(model, "bert") else "deberta", new)
-    result: nn.Module = model.to(dtype)
+    result: nn.Module = model
     return result
-
-
-def _our_model(config: ModelConfig, weights: Mapping[str, Tensor], backend: str) -> TaskModel:
-    config = replace(config, hidden_dropout=0.0, attention_dropout=0.0, head_dropout=0.0)
-    run = RunConfig(
-        model=config,
-        objective=ObjectiveConfig(name=config.head),
-        finetune=FinetuneConfig(task="judged", data="none"),
-    )
-    model = build_objective(run).build_model(RuntimeOptions(attention_backend=backend))
-    assert isinstance(model, TaskModel)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
-    return model
 
 
 def _leading(head: TaskHead, rows: Rows) -> tuple[int, ...]:
@@ -434,12 +463,14 @@ def _labels(head: TaskHead, rows: Rows) -> Tensor:
     return first % _NUM_CLASSES
 
 
-def _their_labels(head: TaskHead, rows: Rows) -> Tensor:
+def their_labels(head: TaskHead, rows: Rows) -> Tensor:
+    """Return labels as Microsoft's classes read them; -1: not scored."""
     labels = _labels(head, rows)
     return labels if head == "regression" else labels.clamp(min=-1)
 
 
-def _batch(head: TaskHead, rows: Rows) -> TaskBatch:
+def task_batch(head: TaskHead, rows: Rows) -> TaskBatch:
+    """Return the same batch with labels as our models read it."""
     count = len(rows.input_ids)
     choices = torch.arange(count).view(-1, NUM_CHOICES) if head == "choices" else None
     numbers = torch.arange(count)

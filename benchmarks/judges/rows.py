@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import date
 
 from benchmarks.lib.provenance import ROOT, provenance
@@ -32,3 +34,35 @@ def write_row(
         "cases": cases, "date": date.today().isoformat(), "provenance": provenance(),
     }  # fmt: skip
     (RESULTS / f"{name}_{key}.json").write_text(json.dumps(row, indent=1) + "\n")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Result of one comparison.
+
+    Attributes:
+        compared: what was compared.
+        worst: the worst difference, or what was found.
+        limit: what is allowed.
+        cases: number of compared cases.
+        holds: the limit holds.
+    """
+
+    compared: str
+    worst: str
+    limit: str
+    cases: int
+    holds: bool
+
+
+def of_numbers(compared: str, found: Sequence[tuple[float, float]], limit: float) -> Comparison:
+    """Return the comparison of outputs and gradients.
+
+    Args:
+        compared: what was compared.
+        found: largest differences of outputs and of gradients, per case.
+        limit: largest difference allowed.
+    """
+    outputs, gradients = (max(values) for values in zip(*found, strict=True))
+    worst = f"outputs {outputs:.0e}, gradients {gradients:.0e}"
+    return Comparison(compared, worst, f"{limit:.0e}", len(found), max(outputs, gradients) < limit)

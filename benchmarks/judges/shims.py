@@ -28,15 +28,17 @@ def microsoft_package(folder: Path) -> Iterator[None]:
 
     What it uses and is gone: ``torch._six``, ``collections.Sequence``, ``np.int``, and a tensor as
     the last argument of ``torch._softmax_backward_data``. ``ujson`` is replaced by ``json``,
-    ``torch.cuda.device`` by a context without effect where torch has no CUDA, and ``six`` by an
-    empty module. The package does not configure logging.
+    ``torch.cuda.device`` by a context without effect where torch has no CUDA, and ``six`` by a
+    module that says Python 3. The package does not configure logging.
 
     Args:
         folder: the folder that contains ``DeBERTa``: of an installed package, or of a checkout.
     """
     six: Any = types.ModuleType("torch._six")
     six.string_classes, six.int_classes, six.FileNotFoundError = str, int, FileNotFoundError
-    stand_ins: dict[str, Any] = {"torch._six": six, "ujson": json, "six": types.ModuleType("six")}
+    python: Any = types.ModuleType("six")
+    python.PY3, python.PY2 = True, False
+    stand_ins: dict[str, Any] = {"torch._six": six, "ujson": json, "six": python}
     before = set(sys.modules)
     with contextlib.ExitStack() as stack:
 
