@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.judges import microsoft_masks
+from benchmarks.judges import microsoft_masks, microsoft_rtd
 from benchmarks.judges.models import (
     CLASSES,
     NUM_ARCHITECTURES,
@@ -51,6 +51,7 @@ from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.model.replaced_tokens import DebertaDiscriminator, discriminator_config
 from megatron_deberta.objectives import MaskedLanguageModel, sift
 from megatron_deberta.objectives.labelled import SIFT, TASK
+from megatron_deberta.ops import RelativePositions
 from megatron_deberta.tasks import load_task
 from megatron_deberta.tasks.examples import Answer, Example, Prediction
 from megatron_deberta.tasks.metrics import paired_metric
@@ -174,6 +175,7 @@ def scale_invariant() -> Iterator[Comparison]:
             found.append(_sift(head, inner, fields, number, noise, step))
         key = f"objective.sift_inner={inner.replace('-', '_')}"
         yield of_numbers(f"SiFT of {head}, {key}: loss and all gradients, same noise", found, LIMIT)
+    yield _sift_of_scores()
 
 
 def _sift(
@@ -211,6 +213,54 @@ def _sift(
     outputs = max(difference(our_task, output["loss"]), difference(our_sift, divergence))
     pairs = paired_gradients(ours, theirs, ours.config)
     return outputs, max(difference(a, b) for _, a, b in pairs)
+
+
+def _sift_of_scores() -> Comparison:
+    """Show that Microsoft's SiFT reads the scores of a batch as the logits of one distribution."""
+    fields = random_fields(random.Random(SEED), 1, newest=True)
+    pair = judged_pair("regression", fields, SEED)
+    theirs, module = pair.theirs, load("sift.sift")
+    layers = module.hook_sift_layer(theirs, fields["hidden_size"], 1e-4, 1e-5)
+    leading = (len(pair.rows.input_ids),)
+    data = {**pair.rows.theirs(leading), "labels": their_labels("regression", pair.rows)}
+    scores = theirs(**data)["logits"]
+    divergence = module.AdversarialLearner(theirs, layers).loss(
+        scores, lambda model, **named: model(**named)["logits"], **data
+    )
+    entropy = torch.distributions.Categorical(logits=scores.flatten()).entropy()
+    apart = abs(float((divergence - 2 * entropy).detach()))
+    return Comparison(
+        "SiFT of regression: Microsoft's divergence is that of the softmax over the scores of a "
+        "batch, ours the squared error",
+        f"{apart:.0e} from the former", "a known difference", 1, apart < 1e-3 < float(divergence),
+    )  # fmt: skip
+
+
+def distances() -> Iterator[Comparison]:
+    """Compare the slots of relative distances, also of those beyond the largest."""
+    build = load("deberta.da_utils").build_relative_position
+    checked, apart = 0, 0
+    beyond: set[tuple[int, int]] = set()
+    sizes = [(256, 512), (32, 128), *((b, m) for b in (6, 10, 16, 64) for m in (48, 200, 512))]
+    for buckets, largest in (*sizes, *((0, m) for m in (16, 128, 512))):
+        positions = RelativePositions(largest, buckets)
+        length = 2 * largest
+        theirs = build(length, length, bucket_size=buckets or -1, max_position=largest)[0]
+        slots = (theirs + positions.span).clamp(0, 2 * positions.span - 1)
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        ours, is_near = positions.slots(distance), distance.abs() < largest
+        checked += 2 * largest - 1
+        apart += len(distance[is_near & (ours != slots)].unique())
+        far = ~is_near & (ours != slots)
+        beyond |= {*zip(ours[far].tolist(), slots[far].tolist(), strict=True)}
+    yield Comparison(
+        "build_relative_position: slots of distances below max_relative_positions, with and "
+        "without buckets", f"{apart} differ", "0", checked, apart == 0,
+    )  # fmt: skip
+    yield Comparison(
+        "build_relative_position: slots of distances from max_relative_positions on, with buckets",
+        f"(here, there): {sorted(beyond)}", "a known difference", len(sizes), beyond == {(0, 1)},
+    )  # fmt: skip
 
 
 _WORDS = (
@@ -260,7 +310,8 @@ def _theirs_normalised(text: str) -> str:
 
 
 COMPARISONS: tuple[Callable[[], Iterator[Any]], ...] = (
-    heads, mask_decoder, discriminator, scale_invariant, record_metric, microsoft_masks.masks,
+    distances, heads, mask_decoder, discriminator, scale_invariant, record_metric,
+    microsoft_masks.masks, microsoft_rtd.loop, microsoft_rtd.schedule,
 )  # fmt: skip
 
 

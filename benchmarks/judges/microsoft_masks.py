@@ -70,7 +70,7 @@ class _SameDraws:
 
 def masks() -> Iterator[Comparison]:
     """Compare the ids of the text, then masks: given the same random numbers, and by statistics."""
-    lines, (ours, content) = _lines(), judged_tokenizer()
+    lines, (ours, content) = judged_lines(), judged_tokenizer()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "spm.model"
         path.write_bytes(content)
@@ -195,12 +195,13 @@ def judged_tokenizer() -> tuple[Tokenizer, bytes]:
     """Return a tokenizer of the texts, and its SentencePiece model."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(_lines()), model_writer=model, vocab_size=2000, minloglevel=2,
+        sentence_iterator=iter(judged_lines()), model_writer=model, vocab_size=2000, minloglevel=2,
         pad_id=0, bos_id=1, eos_id=2, unk_id=3, pad_piece="[PAD]", bos_piece="[CLS]",
         eos_piece="[SEP]", unk_piece="[UNK]",
     )  # fmt: skip
     return sentencepiece_tokenizer(model.getvalue(), "judged"), model.getvalue()
 
 
-def _lines() -> list[str]:
+def judged_lines() -> list[str]:
+    """Return the lines of the texts."""
     return [line for text in topics.values() for line in text.splitlines() if line.strip()]

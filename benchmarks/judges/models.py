@@ -32,7 +32,7 @@ from megatron_deberta.objectives import build_objective
 from megatron_deberta.objectives.labelled import TASK, TaskModel
 
 TaskHead = Literal["classification", "regression", "choices", "tokens"]
-CLASSES = {
+CLASSES: dict[TaskHead, str] = {
     "classification": "SequenceClassificationModel",
     "regression": "SequenceClassificationModel",
     "choices": "MultiChoiceModel",

@@ -6,7 +6,7 @@ import hashlib
 import json
 import string
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -344,7 +344,7 @@ class Tokenizer:
             bool ``[vocab_size]``.
         """
         marks = np.zeros(self.vocab_size, np.bool_)
-        to_piece = str
+        to_piece: Callable[[str], str] = str
         if "ByteLevel" in json.dumps(self.spec["decoder"]):
             to_piece = _byte_level_piece
         ids = map(self._backend.token_to_id, map(to_piece, _mark_characters()))
