@@ -282,9 +282,10 @@ def masking(args: argparse.Namespace) -> dict[str, Any]:
     rows = PackedRows(corpus, vocabulary, length, "full_sentences", 1)
     objective = ObjectiveConfig(masking="microsoft")
     masker = Masker(objective, vocabulary, length, 1, Purpose.TRAINING_MASK)
+    assert vocabulary.single_marks is not None
     text = Text(
         vocabulary.is_special.tolist(),
-        vocabulary.word_starts.tolist(),
+        (vocabulary.word_starts | vocabulary.single_marks).tolist(),
         vocabulary.mask_id,
         vocabulary.num_tokens,
     )

@@ -17,7 +17,7 @@ class Text(NamedTuple):
 
     Attributes:
         special: whether each id is a special token, which is never masked.
-        begins_word: False for ids that continue a word.
+        begins_word: False for ids that continue a word; single punctuation marks do not.
         mask_id: id of [MASK].
         num_tokens: number of ids that random tokens are drawn from, including special tokens.
     """

@@ -3,11 +3,11 @@
 All rows of a batch are masked at once, in arrays of tokens, words and spans laid end to end.
 
 ``microsoft`` is Microsoft's NGramMaskGenerator: one n-gram in each window of n * int(1/p) words,
-left to right, until round(p * length) tokens are taken, so the end of a row has fewer masks;
-random tokens come from the whole vocabulary. ``uniform`` cuts the row into spans with the same
-length distribution and takes spans in random order until exactly that many tokens are masked, so
-every position is equally likely; the last span loses the pieces beyond the budget (possibly
-within a word), and random tokens are never special.
+left to right, until round(p * length) tokens are taken, so the end of a row has fewer masks; a
+single punctuation mark is a word of its own, and random tokens come from the whole vocabulary.
+``uniform`` cuts the row into spans with the same length distribution and takes spans in random
+order until exactly that many tokens are masked, so every position is equally likely; the last span
+loses the pieces beyond the budget (possibly within a word), and random tokens are never special.
 
 Source: He et al. 2021, arXiv:2006.03654, section 5.1.1 (15 %, spans up to three tokens);
 microsoft/DeBERTa ``DeBERTa/apps/tasks/mlm_task.py``.
@@ -64,16 +64,19 @@ class _Words:
     """
 
     def __init__(
-        self, tokens: Integers, ends: Integers, vocabulary: Vocabulary, whole: bool, gaps: bool
+        self, tokens: Integers, ends: Integers, vocabulary: Vocabulary, whole: bool, released: bool
     ) -> None:
         self.candidates = np.flatnonzero(~vocabulary.is_special[tokens])
         self.bounds = np.concatenate([[0], self.candidates.searchsorted(ends)])
         if whole:
-            begins = vocabulary.word_starts[tokens[self.candidates]]
+            ids = tokens[self.candidates]
+            begins = vocabulary.word_starts[ids]
             begins[self.bounds[:-1][self.bounds[1:] > self.bounds[:-1]]] = True
-            if gaps:
-                # A word ends at a special token; in the released code it does not.
+            if not released:
+                # A word ends at a special token; in Microsoft's code it does not.
                 begins[1:] |= np.diff(self.candidates) > 1
+            elif vocabulary.single_marks is not None:
+                begins |= vocabulary.single_marks[ids]
             self.firsts = begins.nonzero()[0]
             self.word_bounds = self.firsts.searchsorted(self.bounds)
         else:
@@ -143,7 +146,7 @@ class Masker:
     def _choose(self, tokens: Integers, sizes: Integers, keys: Bits) -> tuple[Integers, Integers]:
         """Return the token indices to predict, ascending, and their number per row."""
         whole = self._objective.max_span_words > 1
-        words = _Words(tokens, sizes.cumsum(), self._vocabulary, whole, not self._microsoft)
+        words = _Words(tokens, sizes.cumsum(), self._vocabulary, whole, self._microsoft)
         if not words.candidates.size:
             return words.candidates, np.zeros_like(sizes)
         budgets = np.minimum(self._budgets(sizes), words.bounds[1:] - words.bounds[:-1])

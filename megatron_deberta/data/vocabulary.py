@@ -29,6 +29,9 @@ class TokenizerFacts(Protocol):
     def word_starts(self) -> Booleans:
         """[vocab_size] bool, True = the piece begins a word."""
 
+    def single_marks(self) -> Booleans:
+        """[vocab_size] bool, True = the piece is one character of punctuation or white space."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Vocabulary:
@@ -44,6 +47,8 @@ class Vocabulary:
         special_ids: ids of all special tokens, [UNK] included.
         word_starts: [size] bool, True = the piece begins a word.
         fingerprint: hash of the tokenizer's content, as in shard manifests.
+        single_marks: [size] bool, True = the piece is one character of punctuation or white space,
+            a word of its own for ``masking: microsoft``; None: there are none.
         is_special: [size] bool, derived.
         ordinary_ids: [num_tokens - specials] int64, derived.
 
@@ -61,6 +66,7 @@ class Vocabulary:
     special_ids: tuple[int, ...]
     word_starts: Booleans
     fingerprint: str
+    single_marks: Booleans | None = None
     is_special: Booleans = field(init=False, repr=False)
     ordinary_ids: Integers = field(init=False, repr=False)
 
@@ -77,6 +83,7 @@ class Vocabulary:
             special_ids=tokenizer.special_ids,
             word_starts=tokenizer.word_starts(),
             fingerprint=tokenizer.fingerprint,
+            single_marks=tokenizer.single_marks(),
         )
 
     def __post_init__(self) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import string
 import unicodedata
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 from tokenizers import Tokenizer as Backend
+from tokenizers import pre_tokenizers
 
 from megatron_deberta.errors import DataError
 from megatron_deberta.tokenizer.charsmap import (
@@ -35,6 +37,9 @@ SIZE_KEY = "model_vocab_size"
 MAX_ROWS = 1 << 24
 # SentencePiece's space, and byte-level BPE's space, newline, tab and carriage return.
 _WORD_STARTS = (SPACE_PIECE, "Ġ", "Ċ", "ĉ", "č")
+# Unicode's categories of punctuation, spaces and control characters, all below the limit.
+_MARKS = frozenset("Pc Pd Pe Pf Pi Po Ps Zs Cc Cf".split())
+_MARK_LIMIT = 0x20000
 # Vowels and final consonants of Hangul, half-width ones, and half-width voicing marks.
 _OTHER_MARKS = frozenset(map(chr, [*range(0x1160, 0x1200), *range(0xFF9E, 0xFFDD)]))
 
@@ -330,6 +335,22 @@ class Tokenizer:
         starts[list(self.special_ids)] = True
         return starts
 
+    def single_marks(self) -> npt.NDArray[np.bool_]:
+        """Return which pieces are one character of punctuation, white space or control.
+
+        Microsoft's generator of masks counts them as words of their own.
+
+        Returns:
+            bool ``[vocab_size]``.
+        """
+        marks = np.zeros(self.vocab_size, np.bool_)
+        to_piece: Callable[[str], str] = str
+        if "ByteLevel" in json.dumps(self.spec["decoder"]):
+            to_piece = _byte_level_piece
+        ids = map(self._backend.token_to_id, map(to_piece, _mark_characters()))
+        marks[[token_id for token_id in ids if token_id is not None]] = True
+        return marks
+
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of everything that determines ids: model, normalizer, splitting, roles.
@@ -396,3 +417,18 @@ def _extend_over_marks(text: str, spans: npt.NDArray[np.int32]) -> None:
 def _is_mark(character: str) -> bool:
     """Tell whether a character may be composed with the one before it."""
     return unicodedata.category(character)[0] == "M" or character in _OTHER_MARKS
+
+
+@cache
+def _mark_characters() -> list[str]:
+    return [
+        character
+        for character in map(chr, range(_MARK_LIMIT))
+        if unicodedata.category(character) in _MARKS or character in string.punctuation
+    ]
+
+
+def _byte_level_piece(text: str) -> str:
+    """Return a text of one word as byte-level BPE writes it."""
+    splitter = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return str(splitter.pre_tokenize_str(text)[0][0])

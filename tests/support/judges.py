@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import subprocess
 import sys
-from datetime import date
 from importlib.metadata import distributions
 from pathlib import Path
 
-from benchmarks.lib.provenance import provenance
+from benchmarks.judges.rows import write_row
 from tests.support.jobs import ROOT
 
-RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "judges"
-# Set to 1, the differences that tests measure are written to RESULTS.
+# Set to 1, the differences that tests measure are written as rows of the table.
 RECORD = "MEGATRON_DEBERTA_RECORD_JUDGES"
 
 
@@ -69,13 +66,5 @@ def record(
         limit: what the test allows.
         cases: number of compared cases.
     """
-    if os.environ.get(RECORD) != "1":
-        return
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    key = hashlib.sha256(f"{judge}\0{compared}".encode()).hexdigest()[:8]
-    name = "".join(c if c.isalnum() else "_" for c in judge.lower())
-    row = {
-        "judge": judge, "release": release, "compared": compared, "worst": worst, "limit": limit,
-        "cases": cases, "date": date.today().isoformat(), "provenance": provenance(),
-    }  # fmt: skip
-    (RESULTS / f"{name}_{key}.json").write_text(json.dumps(row, indent=1) + "\n")
+    if os.environ.get(RECORD) == "1":
+        write_row(judge, release, compared, worst, limit, cases)

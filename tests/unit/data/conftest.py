@@ -16,7 +16,8 @@ WriteShard = Callable[..., str]
 
 @pytest.fixture(scope="session")
 def vocabulary() -> Vocabulary:
-    """Ids 0-3 and 189 special, 190-199 unused; every third ordinary id continues a word."""
+    """Ids 0-3 and 189 special, 190-199 unused; every third ordinary id continues a word,
+    unless it is a mark, as every third of these is."""
     return Vocabulary(
         size=VOCAB_SIZE,
         num_tokens=NUM_TOKENS,
@@ -27,6 +28,7 @@ def vocabulary() -> Vocabulary:
         special_ids=(0, 1, 2, 3, NUM_TOKENS - 1),
         word_starts=np.arange(VOCAB_SIZE) % 3 != 0,
         fingerprint="tiny",
+        single_marks=np.arange(VOCAB_SIZE) % 9 == 0,
     )
 
 

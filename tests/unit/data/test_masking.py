@@ -168,9 +168,10 @@ def runs(positions):
 def released_loop(tokens, vocabulary, generator, max_gram=3, probability=0.15):
     """NGramMaskGenerator.mask_tokens of microsoft/DeBERTa, restated, without replacements."""
     indices = [i for i, token in enumerate(tokens) if not vocabulary.is_special[token]]
+    begins = vocabulary.word_starts | vocabulary.single_marks
     unigrams = []
     for i in indices:
-        if unigrams and not vocabulary.word_starts[tokens[i]]:
+        if unigrams and not begins[tokens[i]]:
             unigrams[-1].append(i)
         else:
             unigrams.append([i])

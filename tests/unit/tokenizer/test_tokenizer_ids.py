@@ -145,6 +145,19 @@ def test_word_starts(unigram_dir: str, gpt2_dir: str) -> None:
         assert starts[list(tokenizer.special_ids)].all()
 
 
+def test_single_marks(unigram_dir: str, gpt2_dir: str) -> None:
+    """Marks without a space before them; a longer piece of marks is no single one."""
+    for path in (unigram_dir, gpt2_dir):
+        tokenizer = load_tokenizer(path)
+        marks = tokenizer.single_marks()
+        assert marks.shape == (tokenizer.vocab_size,)
+        assert {tokenizer.piece_text(int(i)) for i in np.flatnonzero(marks)} >= set(".,()_'")
+        named = {tokenizer.piece(int(token_id)) for token_id in np.flatnonzero(marks)}
+        assert not named & {"▁.", "Ġ.", "..", "a", "1", "▁"}
+        starts = tokenizer.word_starts()
+        assert (marks & ~starts).sum() > 5
+
+
 def test_bpe_spells_unknown_characters_in_bytes(bpe_dir: str) -> None:
     tokenizer = load_tokenizer(bpe_dir)
     for piece in HOSTILE_PIECES:
