@@ -7,6 +7,7 @@ sentence-transformers, and the graphs under the names of transformers.js: ``onnx
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import Callable, Collection, Sequence
@@ -43,6 +44,7 @@ from megatron_deberta.hf.onnx.graph import OnnxDtype, write_graph
 from megatron_deberta.hf.onnx.libraries import OPSET, count_nodes, require_libraries
 from megatron_deberta.hf.published import Release, open_with_head, read_config, safetensors_folder
 from megatron_deberta.tokenizer import Tokenizer
+from megatron_deberta.tokenizer.tokenizer import CONFIG_FILE
 
 GRAPH_FILES: dict[OnnxDtype, str] = {
     "fp32": "model.onnx", "fp16": "model_fp16.onnx", "int8": "model_quantized.onnx",
@@ -184,6 +186,12 @@ def _copy_files(source: Path, folder: Path, tokenizer: str, *, with_types: bool)
             f"tokenizer {tokenizer} cannot be loaded by transformers: {error}; give the model's "
             "tokenizer with --tokenizer"
         ) from error
+    path = folder / CONFIG_FILE
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if content.get("tokenizer_class") == "TokenizersBackend":
+        # The name of the same class before transformers 5, which optimum still needs.
+        content["tokenizer_class"] = "PreTrainedTokenizerFast"
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 class _Writer:
