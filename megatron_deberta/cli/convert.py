@@ -1,14 +1,16 @@
-"""Export a checkpoint to Hugging Face format and ONNX, or import a published model.
+"""Export a checkpoint to Hugging Face format and ONNX, or import or export a published model.
 
 An export is verified: its logits on real text are compared with this package's model. --to onnx
 adds onnx/model.onnx, which is also timed, and onnx/report.json. An import writes a checkpoint for
-checkpoint.load_from, with tokenizer and run configuration.
+checkpoint.load_from, with tokenizer and run configuration. --from hf with --to onnx writes the
+graphs of a published DeBERTa with any head, compared with transformers' own class.
 
 Examples:
   megatron-deberta convert --checkpoint runs/base --to hf --output exports/base --dtype bf16
   megatron-deberta convert --checkpoint runs/sst2 --to onnx --output exports/sst2 --dtype int8
   megatron-deberta convert --checkpoint runs/base --average 3 --output exports/mean
   megatron-deberta convert --checkpoint runs/mt --form autoregressive --output exports/ar
+  megatron-deberta convert --from hf downloads/nli --to onnx --dtype int8 --output nli_onnx
   megatron-deberta convert --from hf downloads/deberta-v3-base --new-generator --output imported
   megatron-deberta convert --from microsoft downloads/deberta-base --output imported
 """
@@ -26,13 +28,14 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_deberta.cli.arguments import add_shared, number, prepare_output, refuse_options
 from megatron_deberta.config.rules import trained_forms
-from megatron_deberta.errors import ConfigError, MissingModelError, refusals
+from megatron_deberta.errors import ConfigError, DataError, MissingModelError, refusals
 from megatron_deberta.files import FileLock, write_atomically
 
 if TYPE_CHECKING:
     from megatron_deberta.config.schema import ModelConfig, RunConfig
     from megatron_deberta.hf.heads import GraphKind
     from megatron_deberta.hf.loading import TrainedModel
+    from megatron_deberta.hf.onnx.graph import OnnxDtype
 
 _EXPORT_OPTIONS = (
     "to", "dtype", "form", "encoder", "no_timing", "average", "ema", "moving_average", "data",
@@ -42,6 +45,8 @@ _IMPORT_OPTIONS = (
     "generator", "new_generator", "generator_sha256", "generator_only",
     "allow_pickle_weights_only", "sha256", "seed",
 )  # fmt: skip
+_PUBLISHED_ONNX_OPTIONS = ("to", "dtype", "encoder", "no_timing", "texts")
+_ONNX_DTYPES: tuple[OnnxDtype, ...] = ("fp32", "fp16", "int8")
 _MAX_LOSS = 0.005
 """Loss of the task's first metric by an ONNX graph that is reported as large."""
 REVISIONS = "revisions.json"
@@ -61,9 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="target format; onnx includes hf (default: hf)",
     )  # fmt: skip
     export.add_argument(
-        "--dtype", choices=["fp32", "fp16", "bf16", "int8"],
+        "--dtype", choices=["fp32", "fp16", "bf16", "int8", "all"],
         help="format of the weights (default: fp32): bf16 only for hf, int8 only for the ONNX "
-        "graph",
+        "graph; all: the three graphs of a published model",
     )  # fmt: skip
     export.add_argument(
         "--form", choices=["masked", "autoregressive"],
@@ -76,6 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--no-timing", action="store_true", help="onnx: do not compare the speed with transformers"
     )
+    export.add_argument(
+        "--texts", metavar="FILE",
+        help="onnx of a published model: a text per line, on which decisions are compared with "
+        "those of the fp32 graph; int8 keeps at least 99 %% of them",
+    )  # fmt: skip
     export.add_argument(
         "--average", type=number(int, 1), metavar="K", help="mean of the run's last K checkpoints"
     )
@@ -141,10 +151,15 @@ def run(args: argparse.Namespace) -> None:
         raise ConfigError(
             "give either --checkpoint DIR (export) or --from hf|microsoft DIR (import)"
         )
+    if published := _published_folder(args):
+        return _export_published(args, published)
     if args.source:
         refuse_options(args, _EXPORT_OPTIONS, "is for exports (--checkpoint), not for --from")
     else:
         refuse_options(args, _IMPORT_OPTIONS, "is for imports (--from), not for --checkpoint")
+    refuse_options(args, ["texts"], "is for --to onnx of a published model")
+    if args.dtype == "all":
+        raise ConfigError("--dtype all is for --to onnx of a published model; name one format")
     from megatron_deberta.hf.export_model import refuse_existing
 
     args.to, args.dtype = args.to or "hf", args.dtype or "fp32"
@@ -157,6 +172,70 @@ def run(args: argparse.Namespace) -> None:
 
     with refusals():
         return _import(args)
+
+
+def _published_folder(args: argparse.Namespace) -> Path | None:
+    """Return the folder of a published model that is exported to ONNX; None: another task."""
+    if args.to != "onnx":
+        return None
+    if args.source:
+        return Path(args.source[1])
+    folder = Path(args.checkpoint)
+    return folder if (folder / "config.json").is_file() else None
+
+
+def _export_published(args: argparse.Namespace, folder: Path) -> None:
+    """Write the ONNX graphs of a published model."""
+    from megatron_deberta.hf.onnx.export import FOLDER, summary
+    from megatron_deberta.hf.onnx.published import GRAPH_FILES, export_published
+
+    if args.source and args.source[0] != "hf":
+        raise ConfigError(
+            f"--from {args.source[0]} --to onnx: only models in Hugging Face's format; import it "
+            "without --to first"
+        )
+    foreign = set(_EXPORT_OPTIONS) - set(_PUBLISHED_ONNX_OPTIONS)
+    imports = set(_IMPORT_OPTIONS) - {"allow_pickle_weights_only", "sha256"}
+    refuse_options(args, sorted(foreign | imports), "is not for --to onnx of a published model")
+    if args.dtype == "bf16":
+        raise ConfigError("--dtype bf16: onnxruntime has no bf16 on CPU; use fp16 or fp32")
+    one: OnnxDtype = args.dtype or "fp32"
+    dtypes = _ONNX_DTYPES if args.dtype == "all" else (one,)
+    with refusals():
+        done = export_published(
+            folder,
+            Path(args.output),
+            dtypes=dtypes,
+            encoder=args.encoder,
+            timing=not args.no_timing,
+            texts=_read_texts(args.texts) if args.texts else (),
+            tokenizer_path=args.tokenizer,
+            allow_pickle=args.allow_pickle_weights_only,
+            sha256=args.sha256,
+        )
+    print(f"{args.output}: {folder}, compared with {done.judge}")
+    for dtype, report in done.reports.items():
+        print(f"{FOLDER}/{GRAPH_FILES[dtype]}")
+        for line in summary(report):
+            print(f"  {line}")
+    if "int8" in done.reports and not args.texts:
+        print("Decisions of int8 were not compared with fp32; give --texts FILE, a text per line.")
+
+
+def _read_texts(path: str) -> list[str]:
+    """Return the lines of a file that are not empty.
+
+    Raises:
+        DataError: it is no text, or empty.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--texts {path} cannot be read: {error}") from error
+    texts = [line for line in lines if line.strip()]
+    if not texts:
+        raise DataError(f"--texts {path} has no text; give a file with one text per line")
+    return texts
 
 
 def _export_revisions(args: argparse.Namespace) -> None:

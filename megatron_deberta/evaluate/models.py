@@ -49,7 +49,7 @@ from megatron_deberta.hf.loading import (
     load_export_tokenizer,
     load_model_tokenizer,
 )
-from megatron_deberta.hf.published import CONFIG_FILES, open_release, read_config
+from megatron_deberta.hf.published import CONFIG_FILES, open_release, open_with_head, read_config
 from megatron_deberta.tokenizer import Tokenizer
 from megatron_deberta.tokenizer.tokenizer import JSON_FILE
 
@@ -136,14 +136,7 @@ def open_source_model(
             f"{path} --output NEW --allow-pickle-weights-only --sha256 HEX"
         )
     fields = read_config(path)
-    own = task_head(fields)
-
-    def adapt(model: ModelConfig) -> ModelConfig:
-        return with_task_head(model, own.head, own.labels, own.dropout)
-
-    release = open_release(
-        path, None, path, fields=fields, adapt=None if own.head == "mlm" else adapt
-    )
+    release, own = open_with_head(path, fields), task_head(fields)
     missing = tuple(name for tensor in release.missing for name in tensor.canonical_names)
     location = tokenizer_path or str(path)
     return SourceModel(

@@ -15,7 +15,9 @@ H features per head.
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,6 +37,8 @@ from transformers.models.deberta_v2 import modeling_deberta_v2 as v2
 from megatron_deberta.hf.packed_attention import PackedRows, packed_attention
 from megatron_deberta.ops import RelativePositions, disentangled_attention
 
+logger = logging.getLogger(__name__)
+
 if TYPE_CHECKING:
     _Base = nn.Module
 else:
@@ -43,7 +47,6 @@ SUPPORTED_TRANSFORMERS = ">=5.0,<6"
 """Versions of transformers; 5.0.0 and 5.23.0 are tested."""
 _ATTENTIONS = (v1.DisentangledSelfAttention, v2.DisentangledSelfAttention)
 _MODELS = (v1.DebertaModel, v2.DebertaV2Model)
-_UNDO = "call undo() of the fast attention for this call"
 _LAST_STATE_ONLY: tuple[()] = ()
 """Value of the encoder's ``output_attentions`` by which the model's hook says that the caller does
 not use the states of every layer, which the model's own call of its encoder always requests."""
@@ -282,30 +285,25 @@ class _FastSelfAttention(_FastModule):
         query_states: Tensor | None = None,
         relative_pos: Tensor | None = None,
         rel_embeddings: Tensor | None = None,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Attend within rows.
 
         Args:
             hidden_states: ``[B, N, D]`` or ``[1, T + P, D]``, as ``attention_mask`` describes.
-            attention_mask: the tokens, from the encoder.
-            output_attentions: must be False.
-            query_states: must be None.
-            relative_pos: must be None.
+            attention_mask: the tokens, from the encoder; a tensor: the stock class computes the
+                layer, as transformers documents.
+            output_attentions: of the stock class.
+            query_states: likewise.
+            relative_pos: likewise.
             rel_embeddings: ``[2 * span, D]`` relative-position table, or None.
-
-        Raises:
-            ValueError: an argument is not supported.
         """
         if isinstance(attention_mask, Tensor):
-            raise ValueError(
-                "attention_mask: got a tensor, expected the tokens that the encoder describes; "
-                f"call the encoder instead of its attention, or {_UNDO}"
-            )
-        _refuse(
-            output_attentions=output_attentions,
-            query_states=query_states,
-            relative_pos=relative_pos,
-        )
+            stock: Any = self.stock_class
+            result: tuple[Tensor, Tensor | None] = stock.forward(
+                self, hidden_states, attention_mask, output_attentions, query_states, relative_pos,
+                rel_embeddings,
+            )  # fmt: skip
+            return result
         query, key, value = self._project(hidden_states)
         pos_key, pos_query = self._position_tables(rel_embeddings, attention_mask.longest)
         heads = Heads(
@@ -418,22 +416,31 @@ class _FastEncoder(_FastModule):
     ) -> tuple[Any, ...] | BaseModelOutput:
         """Compute all layers; arguments and result as in transformers.
 
-        Raises:
-            ValueError: an argument is not supported: attention matrices, query states, relative
-                positions, a mask of pairs of tokens, or padding between tokens.
+        What the operator does not support, the stock class computes, with a warning.
         """
         every = output_hidden_states and output_attentions != _LAST_STATE_ONLY
-        _refuse(
-            output_attentions=output_attentions or False,
-            query_states=query_states,
-            relative_pos=relative_pos,
-        )
-        if attention_mask.dim() != 2:
-            raise ValueError(
-                f"attention_mask: got shape {list(attention_mask.shape)}, expected [batch, length] "
-                f"(masks of pairs of tokens are not supported); {_UNDO}"
-            )
-        tokens = _describe(attention_mask, hidden_states, remove_padding=self.remove_padding)
+        unsupported = {
+            "output_attentions": output_attentions or None,
+            "query_states": query_states,
+            "relative_pos": relative_pos,
+        }
+        given = [name for name, value in unsupported.items() if value is not None]
+        tokens = None
+        if given:
+            why = f"{given[0]} is given"
+        elif attention_mask.dim() != 2:
+            why = f"attention_mask has shape {list(attention_mask.shape)}"
+        else:
+            why = "there is padding between tokens"
+            tokens = _describe(attention_mask, hidden_states, remove_padding=self.remove_padding)
+        if tokens is None:
+            _warn(f"this call is computed by transformers' own attention, because {why}")
+            whole: Any = self.stock_class
+            result: tuple[Any, ...] | BaseModelOutput = whole.forward(
+                self, hidden_states, attention_mask, output_hidden_states, bool(output_attentions),
+                query_states, relative_pos, return_dict,
+            )  # fmt: skip
+            return result
         stock: Any = self
         table = stock.get_rel_embedding()
         states = tokens.pack(hidden_states)
@@ -500,16 +507,10 @@ _REPLACEMENTS: tuple[tuple[type[nn.Module], type[nn.Module]], ...] = (
 )
 
 
-def _refuse(**unsupported: Any) -> None:
-    """Reject arguments that are given.
-
-    Raises:
-        ValueError: one is neither None nor False.
-    """
-    for name, value in unsupported.items():
-        if value is not None and value is not False:
-            shown = value if isinstance(value, (bool, int, str)) else type(value).__name__
-            raise ValueError(f"{name}: got {shown}, which fast attention does not support; {_UNDO}")
+@cache
+def _warn(text: str) -> None:
+    """Log a warning once."""
+    logger.warning("%s", text)
 
 
 class Heads(NamedTuple):
@@ -602,23 +603,15 @@ class PackedTokens:
     shape: tuple[int, int]
 
     @staticmethod
-    def of_mask(mask: Tensor) -> PackedTokens:
+    def of_mask(mask: Tensor, lengths: Sequence[int]) -> PackedTokens:
         """Return the packed tokens of a mask.
 
         Args:
             mask: bool ``[B, N]``, True = token; the tokens of each row form one run.
-
-        Raises:
-            ValueError: there is padding between tokens.
+            lengths: tokens of each row.
         """
         batch, length = mask.shape
-        counts, gaps = mask.sum(1), (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]
-        lengths, runs = torch.stack([counts, gaps]).tolist()
-        if max(runs) > 1:
-            raise ValueError(
-                f"attention_mask: got padding between tokens in row {runs.index(max(runs))}, "
-                f"expected one run of ones per row; remove it, or {_UNDO}"
-            )
+        counts = mask.sum(1)
         padded = torch.nonzero(counts < length)[:, 0]
         first_padding = mask[padded].to(torch.uint8).argmin(1) + padded * length
         tokens = torch.nonzero(mask.flatten())[:, 0]
@@ -675,7 +668,7 @@ class PackedTokens:
 Tokens = PaddedTokens | PackedTokens
 
 
-def _describe(mask: Tensor, states: Tensor, *, remove_padding: bool) -> Tokens:
+def _describe(mask: Tensor, states: Tensor, *, remove_padding: bool) -> Tokens | None:
     """Choose whether the tokens of a batch are packed.
 
     Args:
@@ -684,14 +677,19 @@ def _describe(mask: Tensor, states: Tensor, *, remove_padding: bool) -> Tokens:
         remove_padding: pack rows with padding if it is zero, as in transformers' models; not in
             compiled graphs, whose shapes must not depend on the mask's values.
 
-    Raises:
-        ValueError: there is padding between the tokens of a row.
+    Returns:
+        The tokens; None if there is padding between those of a row, whose distances the operator
+        would not know.
     """
     real = mask.bool()
     if torch.compiler.is_compiling():
         return PaddedTokens(real, mask.shape[1])
     if bool(real.all()):
         return PaddedTokens(None, mask.shape[1])
+    runs = (real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, 0]
+    lengths, num_runs = torch.stack([real.sum(1), runs]).tolist()
+    if max(num_runs) > 1:
+        return None
     if remove_padding and not bool(states.detach()[~real].any()):
-        return PackedTokens.of_mask(real)
+        return PackedTokens.of_mask(real, lengths)
     return PaddedTokens(real, mask.shape[1])

@@ -18,7 +18,10 @@ _DROPOUTS = ("cls_dropout", "classifier_dropout", "hidden_dropout_prob")
 _PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 _MAX_LABELS = 100_000
 
-GraphKind: TypeAlias = Literal["encoder", "fill-mask", "rows", "tokens", "spans", "choices"]
+GraphKind: TypeAlias = Literal[
+    "encoder", "fill-mask", "masked-lm", "rows", "tokens", "spans", "choices"
+]
+"""``fill-mask`` computes logits at masked positions, ``masked-lm`` at every token."""
 
 
 @dataclass(frozen=True, kw_only=True)

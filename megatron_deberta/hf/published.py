@@ -15,10 +15,11 @@ from torch import Tensor
 from megatron_deberta.checkpoint.layout import WEIGHT
 from megatron_deberta.checkpoint.reader import Slice
 from megatron_deberta.checkpoint.store import HEAD_PREFIXES
-from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.config.schema import ModelConfig, with_task_head
 from megatron_deberta.errors import CheckpointError, MissingModelError
 from megatron_deberta.files import sha256_file
 from megatron_deberta.hf.config import UNTRAINED_FIELD, from_hf_config, padding_id
+from megatron_deberta.hf.heads import task_head
 from megatron_deberta.hf.legacy_bin import convert_bin
 from megatron_deberta.hf.loading import check_folder
 from megatron_deberta.hf.names import (
@@ -214,6 +215,53 @@ def open_release(
         seed,
         recorded,
     )
+
+
+def safetensors_folder(
+    directory: Path, scratch: Path, *, allow_pickle: bool = False, sha256: str = ""
+) -> Path:
+    """Return a folder with a published model's files whose weights are safetensors.
+
+    Args:
+        directory: folder of the model.
+        scratch: empty folder for the files of a model that has a pickle.
+        allow_pickle: read a ``.bin`` file.
+        sha256: expected digest of the weight file; empty: unchecked, and pickles are rejected.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or is a pickle that may not be read.
+    """
+    check_folder(directory, "one with config.json and weights")
+    if any(directory.glob("*.safetensors")):
+        _weight_files(directory, scratch, allow_pickle, sha256, generator=False)
+        return directory
+    folder = scratch / directory.resolve().name
+    folder.mkdir()
+    (weights,) = _weight_files(directory, folder, allow_pickle, sha256, generator=False)
+    weights.rename(folder / "model.safetensors")
+    for path in directory.resolve().iterdir():
+        if path.suffix not in (".bin", ".pt"):
+            (folder / path.name).symlink_to(path)
+    return folder
+
+
+def open_with_head(directory: Path, fields: dict[str, Any]) -> Release:
+    """Open a published model with the head that its config names; see `open_release`.
+
+    Args:
+        directory: a folder with ``config.json`` and safetensors files.
+        fields: result of `read_config`.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the architecture is not supported.
+    """
+    own = task_head(fields)
+
+    def adapt(model: ModelConfig) -> ModelConfig:
+        return with_task_head(model, own.head, own.labels, own.dropout)
+
+    adapt_head = None if own.head == "mlm" else adapt
+    return open_release(directory, None, directory, fields=fields, adapt=adapt_head)
 
 
 def _check_ignored(names: list[str], stored: dict[str, StoredTensor]) -> None:

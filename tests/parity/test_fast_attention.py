@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 
 from megatron_deberta import hf
-from megatron_deberta.hf import FastAttentionHandle, use_fast_attention
+from megatron_deberta.hf import FastAttentionHandle, fast_attention, use_fast_attention
 from tests.support.compiler import needs_compiler
 from tests.support.corpus import corpus_path
 from tests.support.tiny_models import tiny_tokenizer
@@ -206,11 +206,11 @@ def test_a_wish_ends_with_a_call_that_raises(positional: bool) -> None:
         else:
             out = model(**batch, output_hidden_states=True)
         assert len(out.hidden_states) == 3
-        for refused in (True, None):
-            model.config.output_attentions = refused is None
-            with pytest.raises(ValueError, match="output_attentions"):
-                model(**batch, output_attentions=refused)
+        for wish in (True, None):
+            model.config.output_attentions = wish is None
+            assert len(model(**batch, output_attentions=wish).attentions) == 2
             model.config.output_attentions = False
+        assert model(**batch).attentions is None
 
 
 def test_encoder_with_states_at_padding() -> None:
@@ -449,20 +449,40 @@ def test_ten_steps_of_the_trainer_on_a_real_task(tmp_path: Path) -> None:
     assert ours == pytest.approx(stock, abs=1e-5)
 
 
-def test_unsupported_calls_are_refused_by_name() -> None:
-    model, batch = build("v3"), inputs(2, 6)
-    with use_fast_attention(model):
-        with pytest.raises(ValueError, match="output_attentions: got True"):
-            model(**batch, output_attentions=True)
-        with pytest.raises(ValueError, match=r"attention_mask: got shape \[2, 6, 6\]"):
-            model.encoder(torch.zeros(2, 6, 32), torch.ones(2, 6, 6))
-        with pytest.raises(ValueError, match="query_states: got Tensor"):
-            model.encoder(torch.zeros(2, 6, 32), torch.ones(2, 6), query_states=torch.zeros(1))
-        gap = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 0, 0]])
-        with pytest.raises(ValueError, match="padding between tokens in row 1"):
-            model(batch["input_ids"], gap)
-        with pytest.raises(ValueError, match="attention_mask: got a tensor"):
-            model.encoder.layer[0].attention(torch.zeros(2, 6, 32), torch.ones(2, 1, 6, 6))
+@pytest.mark.parametrize("kind", ["v1", "v2", "v3"])
+@pytest.mark.parametrize("remove_padding", [True, False])
+def test_calls_that_transformers_itself_computes(
+    kind: str, remove_padding: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, ids = build(kind).eval(), inputs(2, 6)["input_ids"]
+    gap = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 0, 0]])
+    states, pairs = torch.randn(2, 6, 32), torch.ones(2, 6, 6).tril()
+    calls: dict[str, Callable[[], Any]] = {
+        "padding between tokens": lambda: model(ids, gap, output_hidden_states=True).hidden_states,
+        "output_attentions": lambda: model(ids, gap, output_attentions=True).attentions,
+    }
+    if kind == "v3":  # with the others, these calls fail in transformers
+        calls |= {
+            "attention_mask has": lambda: model.encoder(states, pairs[:, None])[0],
+            "query_states": lambda: model.encoder(states, pairs[:, -1], query_states=states)[0],
+        }
+    expected = {reason: call() for reason, call in calls.items()}
+    fast_attention._warn.cache_clear()
+    with use_fast_attention(model, remove_padding=remove_padding):
+        for _ in range(2):
+            for reason, call in calls.items():
+                torch.testing.assert_close(call(), expected[reason], atol=1e-6, rtol=1e-6)
+        # A call without these is computed by the operator again.
+        tokens = model.encoder(states, torch.ones(2, 6))
+    torch.testing.assert_close(
+        tokens.last_hidden_state,
+        model.encoder(states, torch.ones(2, 6)).last_hidden_state,
+        atol=1e-5,
+        rtol=1e-5,
+    )
+    messages = [record.message for record in caplog.records if "own attention" in record.message]
+    assert len(messages) == len(calls)
+    assert all(reason in text for reason, text in zip(calls, messages, strict=True))
 
 
 def test_unsupported_models_are_refused_and_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:

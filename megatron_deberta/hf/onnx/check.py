@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
@@ -71,32 +72,48 @@ class OnnxParity:
 def check_graph(
     path: Path, ours: DebertaBackbone, kind: GraphKind, tokenizer: Tokenizer, dtype: OnnxDtype
 ) -> OnnxParity:
-    """Compare a graph with our model at real tokens.
+    """Compare a graph with our fp32 model at real tokens; see `compare_graph`."""
+    expected = partial(our_output, ours, kind)
+    return compare_graph(path, expected, ours.config, kind, tokenizer, dtype, "our model")
+
+
+def compare_graph(
+    path: Path,
+    reference: Callable[[Batch], Tensor],
+    config: ModelConfig,
+    kind: GraphKind,
+    tokenizer: Tokenizer,
+    dtype: OnnxDtype,
+    what: str,
+) -> OnnxParity:
+    """Compare a graph with a model at real tokens.
 
     Args:
         path: the graph.
-        ours: our fp32 model with the same weights.
+        reference: returns the model's fp32 output for a batch, in the form of `graph_runner`.
+        config: the architecture.
         kind: head of the graph.
         tokenizer: the tokenizer used in training.
         dtype: of the graph.
+        what: the model, for messages.
 
     Raises:
         CheckpointError: outputs differ by more than the limit of ``dtype``, or are not finite.
     """
     run = graph_runner(path, kind)
-    longest = ours.config.max_position_embeddings
+    longest = config.max_position_embeddings
     limited = tuple(dict.fromkeys((rows, min(length, longest)) for rows, length in CASES))
     largest = worst = 0.0
     masks = same_answers = 0
     for rows, length in limited:
-        batch = text_batch(tokenizer, rows, length, ours.config.type_vocab_size > 0)
+        batch = text_batch(tokenizer, rows, length, config.type_vocab_size > 0)
         if kind == "fill-mask":
             add_masks(batch, tokenizer)
-        expected, found = our_output(ours, kind, batch), run(batch)
+        expected, found = reference(batch), run(batch)
         if kind == "fill-mask":
             masks += len(expected)
             same_answers += int((expected.argmax(-1) == found.argmax(-1)).sum())
-        if kind in ("encoder", "tokens", "spans"):
+        if kind in ("encoder", "masked-lm", "tokens", "spans"):
             real = batch["attention_mask"].bool()
             expected, found = expected[real], found[real]
         difference = found - expected
@@ -108,7 +125,7 @@ def check_graph(
         reached = largest if dtype == "fp32" else error
         if not reached <= limit:
             raise CheckpointError(
-                f"the ONNX graph differs from our model by {reached:.2g} for {rows} rows of "
+                f"the ONNX graph differs from {what} by {reached:.2g} for {rows} rows of "
                 f"{length} tokens (limit of {dtype}: {limit:g}); nothing was exported"
                 + ("" if dtype == "fp32" else "; export with --dtype fp32")
             )
@@ -175,6 +192,9 @@ def our_output(ours: DebertaBackbone, kind: GraphKind, batch: Batch) -> Tensor:
         assert isinstance(ours, DebertaForPretraining)
         assert masked is not None
         return ours.masked_logits(inputs, masked)[masked >= 0]
+    if kind == "masked-lm":
+        assert isinstance(ours, DebertaForPretraining)
+        return ours.logits(inputs)
     assert isinstance(ours, DebertaForTask)
     return ours.logits(inputs)
 
@@ -297,10 +317,34 @@ def _in_turns(
 
 def _load_stock(export: Path, config: ModelConfig, kind: GraphKind) -> Any:
     """Load transformers' own class; a head that it lacks is new, which does not change times."""
-    name = "AutoModel" if kind == "encoder" else HEADS[config.head].auto_class
-    auto_class = getattr(transformers, name)
+    auto_class = stock_class(config, kind)
     with quiet_transformers():
         return auto_class.from_pretrained(export, local_files_only=True, dtype=torch.float32).eval()
+
+
+def stock_class(config: ModelConfig, kind: GraphKind) -> Any:
+    """Return the Auto class of transformers that computes a graph's outputs."""
+    return getattr(
+        transformers, "AutoModel" if kind == "encoder" else HEADS[config.head].auto_class
+    )
+
+
+@torch.no_grad()
+def stock_output(model: Any, kind: GraphKind, batch: Batch) -> Tensor:
+    """Return the output of a model of transformers, in the form of `graph_runner`.
+
+    Args:
+        model: the model, in fp32 and in evaluation mode.
+        kind: what the graph computes; not ``fill-mask``.
+        batch: inputs ``[B, N]`` by name.
+    """
+    if kind == "choices":
+        batch = {name: value[None] for name, value in batch.items()}
+    output = model(**batch)
+    if kind == "spans":
+        return torch.stack([output.start_logits, output.end_logits], -1)
+    result: Tensor = output.last_hidden_state if kind == "encoder" else output.logits
+    return result.view(-1, 1) if kind == "choices" else result
 
 
 def _stock_inputs(batch: Batch, kind: GraphKind) -> Batch:

@@ -18,7 +18,29 @@ from megatron_deberta.hf.onnx.graph import OnnxDtype, graph_kind, write_graph
 from megatron_deberta.hf.onnx.libraries import OPSET, count_nodes, require_libraries
 from megatron_deberta.tokenizer import Tokenizer
 
-FOLDER, MODEL_FILE, REPORT_FILE = "onnx", "model.onnx", "report.json"
+FOLDER, MODEL_FILE = "onnx", "model.onnx"
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Decisions of a graph that are those of the fp32 graph.
+
+    Attributes:
+        texts: number of texts.
+        decisions: number of decisions: of each row, label, token, or end of an answer.
+        same: equal ones.
+        fp32_layers: layers that an int8 graph keeps in fp32.
+    """
+
+    texts: int
+    decisions: int
+    same: int
+    fp32_layers: tuple[int, ...] = ()
+
+    @property
+    def share(self) -> float:
+        """Share of equal decisions."""
+        return self.same / self.decisions
 
 
 @dataclass(frozen=True)
@@ -34,6 +56,7 @@ class OnnxReport:
         parity: differences from our fp32 model on real text.
         speed: see `time_graph`; empty: not timed.
         accuracy: see `add_onnx`; empty: not measured.
+        agreement: with the fp32 graph's decisions; None: not measured.
     """
 
     graph: GraphKind
@@ -44,6 +67,7 @@ class OnnxReport:
     parity: OnnxParity
     speed: dict[str, Any] = field(default_factory=dict)
     accuracy: dict[str, Any] = field(default_factory=dict)
+    agreement: Agreement | None = None
 
 
 def add_onnx(
@@ -94,12 +118,26 @@ def add_onnx(
         speed=time_graph(path, export, config, kind, tokenizer) if timing else {},
         accuracy=accuracy(path, kind) if accuracy else {},
     )
-    (folder / REPORT_FILE).write_text(json.dumps(asdict(report), indent=2) + "\n")
+    write_report(export, MODEL_FILE, report)
+    return report
+
+
+def write_report(export: Path, file: str, report: OnnxReport) -> None:
+    """Write the report of a graph beside it, and a section of the card.
+
+    Args:
+        export: folder with a model card.
+        file: name of the graph, ``model.onnx`` or ``model_FORM.onnx``.
+        report: what was measured.
+    """
+    name = file.replace("model", "report").replace(".onnx", ".json")
+    (export / FOLDER / name).write_text(json.dumps(asdict(report), indent=2) + "\n")
     card = export / "README.md"
     lines = "\n".join(f"- {line}" for line in summary(report))
-    section = f"\n## ONNX\n\n`{FOLDER}/{MODEL_FILE}`, measured when it was written:\n\n{lines}\n"
-    card.write_text(card.read_text(encoding="utf-8") + section, encoding="utf-8")
-    return report
+    text = card.read_text(encoding="utf-8")
+    title = "" if "\n## ONNX\n" in text else "\n## ONNX\n"
+    section = f"{title}\n`{FOLDER}/{file}`, measured when it was written:\n\n{lines}\n"
+    card.write_text(text + section, encoding="utf-8")
 
 
 def summary(report: OnnxReport) -> list[str]:
@@ -115,6 +153,13 @@ def summary(report: OnnxReport) -> list[str]:
         lines.append(
             f"The same most probable token as torch at {parity.same_answers} of {parity.masks} "
             "masks."
+        )
+    if found := report.agreement:
+        layers = ", ".join(map(str, found.fp32_layers))
+        kept = f"; projections of layers {layers} stay in fp32" if layers else ""
+        lines.append(
+            f"The same decision as the fp32 graph in {found.same:,} of {found.decisions:,} cases "
+            f"({found.share:.2%}; {found.texts:,} texts){kept}."
         )
     for case in report.speed.get("cases", ()):
         seconds = case["seconds"]

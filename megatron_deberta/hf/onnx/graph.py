@@ -10,7 +10,7 @@ position table within reach, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -55,6 +55,7 @@ def write_graph(
     kind: GraphKind,
     dtype: OnnxDtype = "fp32",
     *,
+    int8_layers: Collection[int] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Write the graph of a model, opset ``libraries.OPSET``.
@@ -62,7 +63,8 @@ def write_graph(
     Inputs are int64: ``input_ids`` and ``attention_mask`` ``[B, N]`` (``[B, C, N]`` for multiple
     choice), ``token_type_ids`` if the model has token types, and for fill-mask
     ``masked_positions`` ``[B, M]`` (-1 = none). Outputs are float32: ``last_hidden_state``
-    ``[B, N, D]``, ``logits`` (``[B, M, V]`` for fill-mask), or ``start_logits`` and ``end_logits``.
+    ``[B, N, D]``, ``logits`` (``[B, M, V]`` for fill-mask, ``[B, N, V]`` for masked-lm), or
+    ``start_logits`` and ``end_logits``.
 
     Args:
         path: file to write; constants of models beyond ``max_file_bytes`` go to a second file.
@@ -72,6 +74,7 @@ def write_graph(
         dtype: fp16 stores and computes everything in 16 bits; int8 quantises the projections of
             the layers (weights per output channel, activations per tensor) and keeps embeddings,
             position terms, attention, convolution and head in fp32.
+        int8_layers: layers whose projections int8 quantises; None: all.
         max_file_bytes: maximum size of the first file.
 
     Raises:
@@ -80,7 +83,8 @@ def write_graph(
     torch_dtype = torch.float16 if dtype == "fp16" else torch.float32
     external = _constant_bytes(config, torch_dtype) > max_file_bytes
     writer = GraphWriter(path, torch_dtype, external=external)
-    _Model(writer, config, read, int8=dtype == "int8").write(kind)
+    layers = range(config.num_layers) if int8_layers is None else int8_layers
+    _Model(writer, config, read, layers if dtype == "int8" else ()).write(kind)
     writer.save({"kind": kind, "dtype": dtype})
 
 
@@ -132,9 +136,13 @@ class _Model:
     """Adds a model to a graph; methods take and return names of values in the graph."""
 
     def __init__(
-        self, g: GraphWriter, config: ModelConfig, read: Callable[[str], Tensor], *, int8: bool
+        self,
+        g: GraphWriter,
+        config: ModelConfig,
+        read: Callable[[str], Tensor],
+        int8_layers: Collection[int],
     ) -> None:
-        self.g, self.config, self.read, self.int8 = g, config, read, int8
+        self.g, self.config, self.read, self.int8_layers = g, config, read, int8_layers
         self.shapes = parameter_shapes(config)
         self.positions = RelativePositions(
             config.max_relative_positions, config.position_buckets or 0
@@ -222,14 +230,18 @@ class _Model:
                 table = self._weight("mask_decoder.position")
                 query = g.op("Add", query, g.op("Gather", table, chosen))
             states = self._last_layer(hidden, chosen, query, passes)
+        g.output("logits", self._token_logits(states, chosen), "batch", "masks", config.vocab_size)
+
+    def _token_logits(self, states: str, positions: str) -> str:
+        """Return logits ``[B, M, V]`` of states ``[B, M, D]`` at ``positions`` ``[B, M]``."""
+        g, config = self.g, self.config
         states = self._norm(g.op("Gelu", self._linear(states, "head.transform")), "head.norm")
         rows = g.op("Reshape", states, g.integers(-1, config.hidden_size))
         table = self._weight("embeddings.token")
         logits = g.op("Gemm", rows, table, self._weight("head", "bias"), transB=1)
-        shape = g.op("Concat", g.op("Shape", chosen), g.integers(config.vocab_size), axis=0)
+        shape = g.op("Concat", g.op("Shape", positions), g.integers(config.vocab_size), axis=0)
         # No masks (or no rows) give no logits; without allowzero, a 0 means "as in the input".
-        logits = g.op("Reshape", logits, shape, allowzero=1)
-        g.output("logits", logits, "batch", "masks", config.vocab_size)
+        return g.op("Reshape", logits, shape, allowzero=1)
 
     def _rows(self, hidden: str, kind: GraphKind) -> None:
         """Add the head on the first token, with the last layer at this token only."""
@@ -255,6 +267,9 @@ class _Model:
         g, config = self.g, self.config
         if kind == "encoder":
             g.output("last_hidden_state", hidden, "batch", "length", config.hidden_size)
+        elif kind == "masked-lm":
+            logits = self._token_logits(hidden, self.ids)
+            g.output("logits", logits, "batch", "length", config.vocab_size)
         elif kind == "tokens":
             logits = self._linear(hidden, "classifier")
             g.output("logits", logits, "batch", "length", num_outputs(config))
@@ -390,7 +405,8 @@ class _Model:
         """Project ``[..., in]`` to ``[..., out]``, times a constant."""
         g = self.g
         weight = self.read(f"{name}.weight").float().t() * scale
-        if int8 and self.int8:
+        # Of a name "encoder.layers.LAYER."
+        if int8 and int(name.split(".")[2]) in self.int8_layers:
             out = self._quantised(inputs, weight, name)
         else:
             out = g.op("MatMul", inputs, g.constant(weight, f"{name}.weight"))
