@@ -1,4 +1,4 @@
-"""The parser of subcommands, and arguments that several of them share."""
+"""The parser of subcommands, arguments that several of them share, and tables of text."""
 
 from __future__ import annotations
 
@@ -237,6 +237,25 @@ def with_current_names(arguments: Sequence[str], program: str) -> list[str]:
             print(f"{program}: warning: {option} is now {name}", file=sys.stderr)
         current.append(f"{name or option}{equals}{value}")
     return current
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table; without a terminal, tab-separated lines without a header, for grep and cut."""
+    if not sys.stdout.isatty():
+        for row in rows:
+            print("\t".join(row))
+        return
+    # Imported here because --help does not need it.
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(*columns, box=SIMPLE)
+    table.columns[0].no_wrap = True
+    for row in rows:
+        table.add_row(*map(escape, row))
+    Console(file=sys.stdout, highlight=False).print(table)
 
 
 def shard_names(args: argparse.Namespace, *, each_once: bool = True) -> list[str]:

@@ -20,9 +20,8 @@ from argcomplete.completers import FilesCompleter
 from argcomplete.shell_integration import shellcode
 
 from megatron_deberta.cli import main
-from megatron_deberta.cli.config import choices, list_keys
+from megatron_deberta.cli.config import choices, list_keys, packaged_files
 from megatron_deberta.cluster.profile import PROFILES
-from megatron_deberta.config.loader import CONFIG_ROOTS
 from megatron_deberta.tasks.task import task_names
 
 
@@ -57,13 +56,6 @@ def complete(**options: Any) -> None:
                     # argparse takes none of them before an option, and then would complete no more.
                     action.nargs = {"*": "+", "?": None}.get(str(action.nargs), action.nargs)
     argcomplete.autocomplete(parser, always_complete_options=False, **options)
-
-
-def packaged_files(folder: str) -> list[str]:
-    """Return the names of packaged files, such as ``configs/runs/small.yaml``."""
-    return [
-        f"{folder}/{path.name}" for root in CONFIG_ROOTS for path in root.glob(f"{folder}/*.yaml")
-    ]
 
 
 def with_files(names: Callable[[], list[str]]) -> Callable[..., list[str]]:

@@ -7,6 +7,7 @@ your own data (CSV, TSV, JSON Lines, Parquet with columns text and label in DIR/
 custom_classification, or a task file with `base: configs/tasks/custom_classification.yaml`.
 
 Examples:
+  megatron-deberta finetune --list-tasks
   megatron-deberta finetune sst2 --model exports/base --data glue/SST-2 train.run_dir=runs/sst2
   megatron-deberta finetune task.yaml --model runs/base --data data --ranks 8 train.seed=2
   megatron-deberta finetune rte --model runs/mnli --data glue/RTE --save-config rte.yaml
@@ -22,6 +23,7 @@ from megatron_deberta.cli.arguments import (
     add_shared,
     add_task_arguments,
     number,
+    print_table,
     refuse_options,
 )
 from megatron_deberta.config import save_config
@@ -32,8 +34,27 @@ RUN_FILE = "finetune.yaml"
 """In the run folder: the resolved run, which ranks started by ``--ranks`` read."""
 
 
+class ListTasks(argparse.Action):
+    """Prints the packaged tasks and exits, as ``--help`` does, so that no argument is required."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        """Print a line per task, and exit."""
+        from megatron_deberta.tasks.task import load_task, task_names
+
+        rows = []
+        for task in map(load_task, task_names()):
+            files = dict.fromkeys(file for split in task.splits.values() for file in split.files)
+            data = f"{task.reader}: {', '.join(files)}"
+            rows.append((task.name, task.head, ", ".join(task.metrics), data, task.description))
+        print_table(("task", "kind", "metrics, the first selects", "files", "what"), rows)
+        parser.exit()
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
+    parser.add_argument(
+        "--list-tasks", action=ListTasks, nargs=0, help="list the packaged tasks, and exit"
+    )
     add_task_arguments(parser)
     add_shared(
         parser, "--settings",

@@ -270,8 +270,10 @@ def test_tools_call_the_command(script: str, program: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("config", "give either RUN.yaml, to print what it resolves to, or --list"),
+        ("config", "give one of RUN.yaml, to print what it resolves to, --list"),
         ("config --list trains", "--list trains: must be one of checkpoint, cluster, "),
+        ("config --runs --models", "give one of RUN.yaml"),
+        ("config --models --markdown", "--markdown is for --list"),
         ("config runs/base --markdown", "--markdown is for --list"),
         ("ensemble . --split dev", "--split needs --output or --leaderboard"),
         ("finetune sst2 --model m --data d --restarts 3", "--restarts needs --ranks"),
