@@ -15,11 +15,16 @@ from megatron_deberta.files import did_you_mean
 
 FORMER_OPTIONS = {
     "--all-links": "--all-attempts",
+    "--achieved": "--mfu",
     "--allow-bad": "--max-bad-fraction",
     "--least-nodes": "--min-nodes",
     "--links": "--max-attempts",
     "--plan": "--estimate",
+    "--restarts": "--max-restarts",
+    "--tokens": "--max-new-tokens",
 }
+MAX_RESTARTS = 10
+"""Restarts after failures of ranks that run on this machine."""
 _RUN_FILES = ("config.yaml", "metrics.jsonl", "chain.jsonl", "checkpoints", "lock", "submissions")
 _MOST = sys.float_info.max
 _DEFAULT = " (default: %(default)s)"
@@ -109,6 +114,10 @@ SHARED: dict[str, dict[str, Any]] = {
     "--json": {"action": "store_true", "help": "print JSON"},
     "--leaderboard": {
         "default": "", "metavar": "DIR", "help": "folder for the leaderboard's files",
+    },
+    "--max-restarts": {
+        "type": number(int, 0), "metavar": "N", "default": MAX_RESTARTS,
+        "help": "most restarts after failures",
     },
     "--model": {
         "required": True, "metavar": "MODEL", "help": "run, checkpoint, export or release",

@@ -20,9 +20,9 @@ import sys
 from pathlib import Path
 
 from megatron_deberta.cli.arguments import (
+    MAX_RESTARTS,
     add_shared,
     add_task_arguments,
-    number,
     print_table,
     refuse_options,
 )
@@ -62,9 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "else the task's default_settings)",
     )  # fmt: skip
     add_shared(parser, "--ranks", help="start and supervise this many ranks here, as launch does")
-    parser.add_argument(
-        "--restarts", type=number(int, 0), metavar="N",
-        help="with --ranks: restarts after failures (default: 10)",
+    add_shared(
+        parser, "--max-restarts", default=None,
+        help=f"with --ranks: most restarts after failures (default: {MAX_RESTARTS})",
     )  # fmt: skip
     parser.add_argument(
         "--save-config", default="", metavar="RUN.yaml",
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         refuse_options(args, ["save_config"], "writes a file, unlike --dry-run")
     if not args.ranks:
-        refuse_options(args, ["restarts"], "needs --ranks")
+        refuse_options(args, ["max_restarts"], "needs --ranks")
     from megatron_deberta.cli.pretrain import describe_run, train
     from megatron_deberta.evaluate.models import open_source_model
     from megatron_deberta.finetune.settings import describe_settings, finetune_config
@@ -108,5 +108,5 @@ def run(args: argparse.Namespace) -> int:
     from megatron_deberta.cli.launch import launch
 
     run_file = Path(config.train.run_dir, RUN_FILE)
-    restarts = 10 if args.restarts is None else args.restarts
+    restarts = MAX_RESTARTS if args.max_restarts is None else args.max_restarts
     return launch(config, args, [str(run_file)], restarts, run_file)

@@ -10,7 +10,7 @@ Examples:
   megatron-deberta plan RUN.yaml --cluster cpu --world-size 2
   megatron-deberta plan configs/runs/1.5b_dgx2.yaml --cluster dgx2
   megatron-deberta plan configs/runs/1.5b_h100.yaml --cluster dgx_h100 --world-size 128
-  megatron-deberta plan RUN.yaml --cluster dgx_h100 --device H200 --achieved 0.42 --json
+  megatron-deberta plan RUN.yaml --cluster dgx_h100 --device H200 --mfu 0.42 --json
   megatron-deberta plan RUN.yaml --cluster dgx2 --world-size 16 --task mnli --examples 392702
 """
 
@@ -70,9 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", default="", metavar="NAME", help="GPU, such as A100 (default: the profile's)"
     )
     parser.add_argument(
-        "--achieved", type=float, metavar="SHARE",
-        help="share of the GPU's peak matrix rate that training reaches, such as 0.4; pretrain "
-        "prints it as MFU (default: an assumption, which is printed)",
+        "--mfu", type=float, metavar="SHARE",
+        help="model FLOPs utilization, the share of the GPU's peak matrix rate that training "
+        "reaches, such as 0.4, as pretrain prints it (default: an assumption, which is printed)",
     )  # fmt: skip
     parser.add_argument(
         "--layouts", type=number(int, 0), metavar="N",
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> None:
         print(_plan_cpu(config, args))
         return
     profile = load_profile(args.cluster, trusted=True) if args.cluster else default_profile()
-    machine = machine_of(profile, args.device, args.achieved or 0.0)
+    machine = machine_of(profile, args.device, args.mfu or 0.0)
     world_size = _world_size(config, args, machine.ranks_per_node)
     if args.task:
         config = _task_config(config, args, overrides, world_size)
@@ -229,7 +229,7 @@ def _plan_cpu(config: RunConfig, args: argparse.Namespace) -> str:
     """
     from megatron_deberta.planning.plan import make_cpu_plan
 
-    of_gpus = ["device", "achieved", "layouts", "failure_days"]
+    of_gpus = ["device", "mfu", "layouts", "failure_days"]
     refuse_options(args, of_gpus, f"is about GPUs, not for --cluster {CPU}")
     if (args.nodes or 1) > 1:
         raise ConfigError(f"--cluster {CPU} is this machine alone; omit --nodes {args.nodes}")

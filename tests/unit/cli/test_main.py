@@ -276,7 +276,7 @@ def test_tools_call_the_command(script: str, program: str) -> None:
         ("config --models --markdown", "--markdown is for --list"),
         ("config runs/base --markdown", "--markdown is for --list"),
         ("ensemble . --split dev", "--split needs --output or --leaderboard"),
-        ("finetune sst2 --model m --data d --restarts 3", "--restarts needs --ranks"),
+        ("finetune sst2 --model m --data d --max-restarts 3", "--max-restarts needs --ranks"),
         ("finetune sst2 --model m --data d --dry-run --ranks 2", "--ranks starts training"),
         (
             "finetune sst2 --model m --data d --dry-run --save-config r.yaml",
@@ -309,6 +309,23 @@ def test_options_without_effect_are_refused(
     assert cli.main(arguments.split()) == errors.EXIT_USAGE
     assert said in " ".join(capsys.readouterr().err.split())
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "new", "said"),
+    [
+        ("plan RUN --achieved 40", "--mfu", "RUN: "),
+        ("launch RUN --ranks=1 --restarts=-1", "--max-restarts", "--max-restarts: -1 must be"),
+        ("generate RUN text --tokens 0", "--max-new-tokens", "--max-new-tokens: 0 must be"),
+    ],
+)
+def test_former_options_work_with_a_warning(
+    arguments: str, new: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments.split()) == errors.EXIT_USAGE
+    warning, error = capsys.readouterr().err.splitlines()
+    assert warning.endswith(f" is now {new}")
+    assert said in error
 
 
 @pytest.mark.parametrize(

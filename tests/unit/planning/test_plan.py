@@ -216,7 +216,7 @@ def test_fine_tuning_is_planned_by_task(
         (["--nodes", "2", "--world-size", "32"], ["--nodes 2 and --world-size 32 contradict"]),
         (["--task", "mnli"], ["--task needs --examples"]),
         (["--device", "V1000"], ["V1000", "did you mean v100?"]),
-        (["--achieved", "40"], ["--achieved 40"]),
+        (["--mfu", "40"], ["--mfu 40"]),
         (["precision.dtype=bf16"], ["precision.dtype=bf16", "fp16 or fp32"]),
         (
             ["parallel.tensor_parallel_size=3", "cluster.ranks_per_node=null"],
@@ -294,7 +294,7 @@ def test_a_cpu_is_planned_without_times(capsys: pytest.CaptureFixture[str]) -> N
     assert plan["memory_bytes"]["none"]["total"] == predicted
     assert main(["plan", "configs/models/tiny.yaml", "train.device=cpu"]) == 0
     assert "not predicted for CPUs" in capsys.readouterr().out
-    assert main([*arguments, "--achieved", "0.4"]) == 2
+    assert main([*arguments, "--mfu", "0.4"]) == 2
     assert "is about GPUs" in capsys.readouterr().err
     assert main([*arguments, "train.micro_batch_size=200000"]) == 2
     big = ["train.micro_batch_size=500000", "train.global_batch_size=1000000"]
