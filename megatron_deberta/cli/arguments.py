@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import did_you_mean
@@ -28,6 +28,20 @@ MAX_RESTARTS = 10
 _RUN_FILES = ("config.yaml", "metrics.jsonl", "chain.jsonl", "checkpoints", "lock", "submissions")
 _MOST = sys.float_info.max
 _DEFAULT = " (default: %(default)s)"
+
+
+class Subcommand(NamedTuple):
+    """A form of a command with arguments of its own, such as ``inspect data``.
+
+    Attributes:
+        text: summary, then description and examples, as in the docstring of a command's module.
+        add_arguments: declares the arguments.
+        run: runs it; returns the exit code, or None for 0.
+    """
+
+    text: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int | None]
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -107,6 +121,7 @@ SHARED: dict[str, dict[str, Any]] = {
         "type": number(int, 1), "metavar": "N",
         "help": "use every n-th kept checkpoint, and the last one",
     },
+    "--form": {"choices": ("masked", "autoregressive")},
     "--jobs": {
         "type": number(int, 1), "default": len(os.sched_getaffinity(0)), "metavar": "N",
         "help": "number of threads (default: the CPU cores, %(default)s here)",
@@ -130,12 +145,14 @@ SHARED: dict[str, dict[str, Any]] = {
     "--nodes": {
         "type": int, "metavar": "N", "help": "number of nodes (default: cluster.nodes)",
     },
+    "--num-samples": {"type": number(int, 0), "default": 3, "metavar": "N"},
     "--output": {"default": "", "metavar": "FILE"},
     "--prefix": {
         "action": "append", "default": [], "metavar": "SHARD", "help": "the same, as an option",
     },
     "--ranks": {"type": number(int, 1), "metavar": "N"},
     "--seed": {"type": int, "metavar": "N"},
+    "--sequence-length": {"type": int, "metavar": "N"},
     "--settings": {"default": "", "metavar": "NAME"},
     "--split": {"metavar": "NAME"},
     "--task": {"default": "", "metavar": "TASK", "help": "task file, or name such as sst2"},

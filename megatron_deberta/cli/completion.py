@@ -48,14 +48,27 @@ def complete(**options: Any) -> None:
     for command in main.COMMANDS:
         each = commands.add_parser(command.name, help=command.help)
         if [command.name] == typed:
-            main.import_command(command).add_arguments(each)
-            for action in each._actions:
-                if completer := COMPLETERS.get(action.dest):
-                    action.completer = completer  # type: ignore[attr-defined]
-                if not action.option_strings:
-                    # argparse takes none of them before an option, and then would complete no more.
-                    action.nargs = {"*": "+", "?": None}.get(str(action.nargs), action.nargs)
+            module = main.import_command(command)
+            if not hasattr(module, "SUBCOMMANDS"):
+                _add_arguments(each, module.add_arguments)
+                continue
+            forms = each.add_subparsers()
+            for name, subcommand in module.SUBCOMMANDS.items():
+                _add_arguments(forms.add_parser(name), subcommand.add_arguments)
     argcomplete.autocomplete(parser, always_complete_options=False, **options)
+
+
+def _add_arguments(
+    parser: argparse.ArgumentParser, declare: Callable[[argparse.ArgumentParser], None]
+) -> None:
+    """Declare a command's arguments with their completers."""
+    declare(parser)
+    for action in parser._actions:
+        if completer := COMPLETERS.get(action.dest):
+            action.completer = completer  # type: ignore[attr-defined]
+        if not action.option_strings:
+            # argparse takes none of them before an option, and then would complete no more.
+            action.nargs = {"*": "+", "?": None}.get(str(action.nargs), action.nargs)
 
 
 def with_files(names: Callable[[], list[str]]) -> Callable[..., list[str]]:

@@ -102,7 +102,7 @@ def test_autoregressive_alone(
         (["evaluate", "perplexity", *model, *data, "--form", "masked"], "--form masked"),
         (["evaluate", "perplexity", *model, *data, "--mask-every", "3"], "for the masked form"),
         (["evaluate", "perplexity", *model, *data, "--stride", "999"], "--stride 999 exceeds"),
-        (["evaluate", "perplexity", *model, *data, "--limit", "9"], "is for the task blimp"),
+        (["evaluate", "perplexity", *model, *data, "--limit", "9"], "unrecognized arguments: --limit 9"),
         (["evaluate", "blimp", *model, "--data", str(pairs), "--metric", "within_word_l2r"],
          "is for masked language models"),
         (["generate", str(run_dir), "The", "--top-k", "3"], "needs --temperature"),

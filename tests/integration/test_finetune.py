@@ -149,7 +149,7 @@ def test_the_best_checkpoint_is_kept_and_used(
 
     task = [str(data / "task.yaml"), "--model", str(run_dir), "--data", str(data)]
     report, output = tmp_path / "metrics.json", tmp_path / "predictions.jsonl"
-    assert main(["evaluate", *task, "--output", str(report)]) == EXIT_DONE
+    assert main(["evaluate", "task", *task, "--output", str(report)]) == EXIT_DONE
     assert json.loads(report.read_text())["accuracy"] == pytest.approx(best_score)
     board = tmp_path / "board"
     options = ["--output", str(output), "--leaderboard", str(board)]

@@ -3,6 +3,7 @@
 import argparse
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,41 @@ def test_every_entry_of_the_table_works(
     assert f"megatron-deberta {command.name} " in shown.partition("options:")[2], (
         f"the help of {command.name} ends without an example"
     )
+
+
+@pytest.mark.parametrize("name", ["inspect", "evaluate"])
+def test_subcommands_have_help_of_their_own(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = next(command for command in cli.COMMANDS if command.name == name)
+    forms = cli.command_parsers(command, cli.import_command(command))
+    assert len(forms) > 1
+    with pytest.raises(SystemExit):
+        cli.main([name, "--help"])
+    overview = capsys.readouterr().out
+    own: dict[str, set[str]] = {}
+    for form in forms:
+        with pytest.raises(SystemExit) as caught:
+            cli.main([name, form, "--help"])
+        assert caught.value.code == 0
+        shown = capsys.readouterr().out
+        assert f"usage: megatron-deberta {name} {form} " in shown
+        assert f"  megatron-deberta {name} {form} " in shown.partition("Examples:")[2]
+        assert f"\n  {form} " in overview
+        own[form] = set(re.findall(r"^  (--[\w-]+)", shown, re.MULTILINE))
+    if name == "inspect":
+        assert own["data"] - own["shards"] == {"--first-sample", "--statistics", "--generator"}
+        assert own["shards"] - own["data"] == {"--top", "--plot"}
+
+
+def test_the_former_spelling_of_evaluate_works_with_a_warning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["no_task", "--model", "m", "--data", "d d"]
+    assert cli.main(["evaluate", "--debug", "task", *arguments]) == errors.EXIT_USAGE
+    assert "Traceback" in capsys.readouterr().err
+    assert cli.main(["evaluate", *arguments]) == errors.EXIT_USAGE
+    warning, error = capsys.readouterr().err.splitlines()
+    assert warning.endswith("warning: write evaluate task no_task --model m --data 'd d'")
+    assert "no task 'no_task'" in error or "m: " in error
 
 
 def test_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,8 +333,15 @@ def test_tools_call_the_command(script: str, program: str) -> None:
             "split --input x --output y --executor local --array-task 0/2",
             "--array-task is not for --executor local",
         ),
-        ("inspect data x --top 3", "--top is for inspect shards, not for data"),
-        ("inspect shards x --statistics 3", "--statistics is for inspect data, not for shards"),
+        ("inspect data x --top 3", "--top 3; see megatron-deberta inspect data --help"),
+        ("inspect shards x --statistics 3", "--statistics 3; see megatron-deberta inspect shards"),
+        ("inspect rows x", "invalid choice: 'rows' (choose from"),
+        ("evaluate", "required: SUBCOMMAND; see megatron-deberta evaluate --help"),
+        (
+            "evaluate task s --model m --data d --limit 3",
+            "--limit 3; see megatron-deberta evaluate",
+        ),
+        ("evaluate task blimp --model m --data d", "write evaluate blimp before the options"),
     ],
 )
 def test_options_without_effect_are_refused(
