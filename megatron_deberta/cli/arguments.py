@@ -239,13 +239,13 @@ def add_task_arguments(parser: argparse.ArgumentParser, *, is_required: bool = T
     add_shared(parser, "--tokenizer", "overrides")
 
 
-def run_folder(args: argparse.Namespace) -> Path:
+def run_folder(run_dir: str) -> Path:
     """Return the folder of a run.
 
     Raises:
         ConfigError: it does not exist, or no run has begun there.
     """
-    folder = Path(args.run_dir)
+    folder = Path(run_dir)
     if not folder.is_dir():
         hint = did_you_mean(folder) or "; give the run folder (train.run_dir)"
         raise ConfigError(f"{folder}: no such folder{hint}")

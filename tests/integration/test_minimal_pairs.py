@@ -54,7 +54,7 @@ def test_wrong_arguments_are_one_line(
     output, model = tmp_path / "out.json", GOLDEN / "run"
     for data, options, message in (
         (tmp_path / "absent", (), "absent: no such folder"),
-        (pairs, ("--split", "dev"), "unrecognized arguments: --split dev"),
+        (pairs, ("--split", "dev"), "unrecognized arguments: --split"),
         (pairs, ("--metric", "x"), "invalid choice"),
     ):
         try:
@@ -66,7 +66,7 @@ def test_wrong_arguments_are_one_line(
         assert not output.exists()
     task = ["evaluate", "task", "sst2", "--model", str(model), "--data", str(pairs)]
     assert main([*task, "--limit", "3"]) == EXIT_USAGE
-    assert "unrecognized arguments: --limit 3" in capsys.readouterr().err
+    assert "unrecognized arguments: --limit" in capsys.readouterr().err
 
 
 def test_generator_of_replaced_token_detection(
