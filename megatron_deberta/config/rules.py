@@ -27,6 +27,7 @@ from megatron_deberta.config.schema import (
     RTDConfig,
     RunConfig,
     check_ranges,
+    head_of,
 )
 from megatron_deberta.errors import ConfigError, MegatronDebertaError, TopologyError
 
@@ -300,10 +301,11 @@ def _check_masking(objective: ObjectiveConfig) -> None:
 
 def _check_head(config: RunConfig) -> None:
     model, objective = config.model, config.objective
-    if model.head != ("mlm" if objective.name == "mlm+ar" else objective.name):
+    head = head_of(objective.name)
+    if model.head != head:
         raise ConfigError(
-            f"objective.name={objective.name} does not fit model.head={model.head}; use the same "
-            "for both, or objective.name=mlm+ar with model.head=mlm"
+            f"objective.name={objective.name} does not fit model.head={model.head}; set "
+            f"model.head={head}, which is the default, or objective.name={model.head}"
         )
     if model.head in ("classification", "tokens") and len(model.labels) < 2:
         raise ConfigError(

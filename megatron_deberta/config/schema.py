@@ -37,6 +37,13 @@ PRETRAINING_HEADS: tuple[Head, ...] = ("mlm", "autoregressive", "rtd")
 """Heads that are trained on text without labels."""
 LANGUAGE_MODEL_HEADS: tuple[Head, ...] = ("mlm", "autoregressive")
 """Heads that predict tokens; their weights are the same."""
+
+
+def head_of(objective: ObjectiveName) -> Head:
+    """Return the head that a model needs for an objective."""
+    return "mlm" if objective == "mlm+ar" else objective
+
+
 AUTO = 0
 """Value of ``model.vocab_size: auto`` until the tokenizer is known."""
 
@@ -193,7 +200,8 @@ class ModelConfig(KnownSettings):
     next_sentence_head: bool = False
     """Add a head on [CLS] that predicts whether the second segment follows the first."""
     head: Head = "mlm"
-    """Head of the model: ``mlm``, ``autoregressive`` or ``rtd`` for pretraining, or that of a
+    """Head of the model; where no file and no override sets it, it follows from
+    ``objective.name``: ``mlm``, ``autoregressive`` or ``rtd`` for pretraining, or that of a
     labelled task (docs/finetuning.md), which ``finetune`` sets. ``discriminator``: one of the two
     models of ``rtd``, in exports."""
     generator_layers: int | None = positive(None)
@@ -260,8 +268,8 @@ class ObjectiveConfig(Section):
     """Masked language modelling with dynamic span masking, or the loss of a labelled task."""
 
     name: ObjectiveName = "mlm"
-    """The training task; the same as ``model.head``. ``mlm+ar`` (DeBERTa-MT), with ``model.head:
-    mlm``: masked and autoregressive batches."""
+    """The training task, which also decides ``model.head``. ``mlm+ar`` (DeBERTa-MT): masked and
+    autoregressive batches."""
     autoregressive_fraction: float = fraction(0.5)
     """``mlm+ar``: fraction of the steps whose batch is autoregressive."""
     mask_probability: float = fraction(0.15)

@@ -15,7 +15,7 @@ from tests.support.jobs import Run, records
 from tests.support.minimal_pairs import write_pairs
 
 BOTH = ("objective.name=mlm+ar",)
-ALONE = ("objective.name=autoregressive", "model.head=autoregressive")
+ALONE = ("objective.name=autoregressive",)
 TEXT = "The old man walked to the river .\n \n = He sat down = \nand looked at the water .\n"
 OPTIONS = ("--stride", "8", "data.sequence_length=32", "train.micro_batch_size=2")
 
