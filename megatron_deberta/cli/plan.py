@@ -33,6 +33,7 @@ from megatron_deberta.cli.arguments import add_run_arguments, add_shared, number
 from megatron_deberta.cluster.installation import query_gpus
 from megatron_deberta.cluster.profile import ClusterProfile, load_profile
 from megatron_deberta.config import RunConfig, load_config
+from megatron_deberta.config.precision import CPU_FORMATS, PREFERRED, resolve_precision
 from megatron_deberta.config.schema import AUTO, ModelConfig
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.observe.console import format_duration
@@ -123,9 +124,11 @@ def run(args: argparse.Namespace) -> None:
         return
     profile = load_profile(args.cluster, trusted=True) if args.cluster else default_profile()
     machine = machine_of(profile, args.device, args.mfu or 0.0)
+    formats = [dtype for dtype in PREFERRED if dtype in machine.dtypes]
     world_size = _world_size(config, args, machine.ranks_per_node)
     if args.task:
         config = _task_config(config, args, overrides, world_size)
+    config = resolve_precision(config, formats, is_cpu_process=False)
     failure_days = FAILURE_DAYS if args.failure_days is None else args.failure_days
     if not 0 < failure_days < math.inf:
         raise ConfigError(f"--failure-days {failure_days:g} must be above 0, such as 60")
@@ -233,7 +236,9 @@ def _plan_cpu(config: RunConfig, args: argparse.Namespace) -> str:
     refuse_options(args, of_gpus, f"is about GPUs, not for --cluster {CPU}")
     if (args.nodes or 1) > 1:
         raise ConfigError(f"--cluster {CPU} is this machine alone; omit --nodes {args.nodes}")
-    plan = make_cpu_plan(config, args.world_size or 1)
+    ranks = args.world_size or 1
+    config = resolve_precision(config, CPU_FORMATS, is_cpu_process=ranks == 1)
+    plan = make_cpu_plan(config, ranks)
     return json.dumps(plan.to_dict(), indent=1) if args.json else _describe_cpu_plan(plan)
 
 

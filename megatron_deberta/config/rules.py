@@ -416,7 +416,8 @@ def check_stage(precision: PrecisionConfig) -> None:
     Raises:
         ConfigError: stage 0 with a 16-bit format.
     """
-    if precision.engine == "deepspeed" and precision.zero_stage == 0 and precision.dtype != "fp32":
+    is_half = precision.dtype in ("bf16", "fp16")
+    if precision.engine != "plain" and precision.zero_stage == 0 and is_half:
         raise ConfigError(
             f"precision.zero_stage=0 with precision.dtype={precision.dtype} computes wrong updates "
             "in DeepSpeed; use precision.zero_stage=1, which has no overhead on one rank"
@@ -424,7 +425,7 @@ def check_stage(precision: PrecisionConfig) -> None:
 
 
 def _check_precision(precision: PrecisionConfig) -> None:
-    sharded = precision.engine == "deepspeed" and precision.zero_stage > 0
+    sharded = precision.engine != "plain" and precision.zero_stage > 0
     check_stage(precision)
     if precision.offload_optimizer and not sharded:
         raise ConfigError(

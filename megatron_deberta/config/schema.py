@@ -33,6 +33,8 @@ Head = Literal[
     "choices",
 ]
 ObjectiveName = Literal[Head, "mlm+ar"]
+DType = Literal["fp32", "bf16", "fp16"]
+EngineName = Literal["deepspeed", "plain"]
 PRETRAINING_HEADS: tuple[Head, ...] = ("mlm", "autoregressive", "rtd")
 """Heads that are trained on text without labels."""
 LANGUAGE_MODEL_HEADS: tuple[Head, ...] = ("mlm", "autoregressive")
@@ -386,10 +388,12 @@ class OptimizerConfig(Section):
 class PrecisionConfig(Section):
     """Number formats, engine and ZeRO stage."""
 
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Dtype of weights and activations; 16-bit formats have fp32 master weights."""
-    engine: Literal["deepspeed", "plain"] = "deepspeed"
-    """``plain`` is the reference engine that tests compare DeepSpeed with."""
+    dtype: Literal[DType, "auto"] = "auto"
+    """Dtype of weights and activations; 16-bit formats have fp32 master weights. ``auto``: bf16
+    where all GPUs have it, else fp16 (V100), fp32 on a CPU; a resumed run keeps its own."""
+    engine: Literal[EngineName, "auto"] = "auto"
+    """``plain`` is the reference engine, without sharding. ``auto``: ``plain`` for one process on a
+    CPU, where it is faster, else ``deepspeed``; a run that began with ``deepspeed`` keeps it."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """Sharded over data-parallel ranks: 1 optimizer, 2 gradients, 3 weights. 0 needs fp32."""
     offload_optimizer: bool = False

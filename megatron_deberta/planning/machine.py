@@ -44,7 +44,7 @@ class Device:
 
     def flops_per_second(self, dtype: str) -> float:
         """Return the data sheet's matrix rate for ``precision.dtype``."""
-        return 1e12 * (self.single_tflops if dtype == "fp32" else self.half_tflops)
+        return 1e12 * (self.single_tflops if dtype in ("auto", "fp32") else self.half_tflops)
 
 
 CHUNKED_BYTES = 248

@@ -112,7 +112,7 @@ def test_an_open_vocabulary_size_is_shown_as_auto(
         (["finetune", "sst"], ["sst2"]),
         (["submit", "RUN.yaml", "--cluster", "dgx_"], ["dgx_h100"]),
         (["plan", "RUN.yaml", "--task", "sst"], ["sst2"]),
-        (["pretrain", "RUN.yaml", "precision.dtype="], ["fp32", "bf16", "fp16"]),
+        (["pretrain", "RUN.yaml", "precision.dtype="], ["fp32", "bf16", "fp16", "auto"]),
         (["launch", "RUN.yaml", "parallel.sequence_parallel=t"], ["true"]),
         (["inspect", "sh"], ["shards"]),
         (["evaluate", "task", "sst"], ["sst2"]),
