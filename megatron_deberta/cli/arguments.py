@@ -22,7 +22,10 @@ FORMER_OPTIONS = {
     "--plan": "--estimate",
     "--restarts": "--max-restarts",
     "--tokens": "--max-new-tokens",
+    "--world-size": "--ranks",
+    "verify --jobs": "--workers",
 }
+"""New by old option; with a command before it, of this command only."""
 MAX_RESTARTS = 10
 """Restarts after failures of ranks that run on this machine."""
 _RUN_FILES = ("config.yaml", "metrics.jsonl", "chain.jsonl", "checkpoints", "lock", "submissions")
@@ -122,10 +125,6 @@ SHARED: dict[str, dict[str, Any]] = {
         "help": "use every n-th kept checkpoint, and the last one",
     },
     "--form": {"choices": ("masked", "autoregressive")},
-    "--jobs": {
-        "type": number(int, 1), "default": len(os.sched_getaffinity(0)), "metavar": "N",
-        "help": "number of threads (default: the CPU cores, %(default)s here)",
-    },
     "--json": {"action": "store_true", "help": "print JSON"},
     "--leaderboard": {
         "default": "", "metavar": "DIR", "help": "folder for the leaderboard's files",
@@ -254,13 +253,14 @@ def run_folder(run_dir: str) -> Path:
     return folder
 
 
-def with_current_names(arguments: Sequence[str], program: str) -> list[str]:
-    """Replace options by the names that they have now, and warn of each."""
+def with_current_names(arguments: Sequence[str], command: str) -> list[str]:
+    """Replace options of a command by the names that they have now, and warn of each."""
     current = []
     for argument in arguments:
         option, equals, value = argument.partition("=")
-        if name := FORMER_OPTIONS.get(option, ""):
-            print(f"{program}: warning: {option} is now {name}", file=sys.stderr)
+        name = FORMER_OPTIONS.get(f"{command} {option}", FORMER_OPTIONS.get(option, ""))
+        if name:
+            print(f"megatron-deberta {command}: warning: {option} is now {name}", file=sys.stderr)
         current.append(f"{name or option}{equals}{value}")
     return current
 

@@ -100,7 +100,7 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_shared(parser, "--sequence-length", help="tokens per row (default: data.sequence_length)")
     parser.add_argument(
-        "--generator", type=Path, metavar="RUN",
+        "--generator", default="", metavar="DIR",
         help="run or checkpoint of replaced-token detection that draws pieces",
     )  # fmt: skip
 
@@ -126,7 +126,7 @@ def _inspect_data(args: argparse.Namespace) -> None:
         args.prefix.append(args.run.pop(0))
     config = _config(args)
     tokenizer = load_tokenizer(tokenizer_path(config))
-    generate = _open_generator(args.generator, tokenizer) if args.generator else None
+    generate = _open_generator(Path(args.generator), tokenizer) if args.generator else None
     vocabulary = Vocabulary.of(tokenizer)
     # Without a run, write no index files.
     cache = IndexCache(config.data.index_cache or "") if args.prefix else None

@@ -238,8 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug: bool = overview.debug
     try:
         module = import_command(command)
-        program = f"megatron-deberta {command.name}"
-        arguments = with_current_names(overview.arguments, program)
+        arguments = with_current_names(overview.arguments, command.name)
         run, parser, arguments = _choose(command, module, arguments)
         args = parser.parse_intermixed_args(arguments)
         debug = debug or args.debug

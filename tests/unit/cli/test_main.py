@@ -12,6 +12,7 @@ import pytest
 
 from megatron_deberta import __version__, errors
 from megatron_deberta.cli import main as cli
+from megatron_deberta.cli.arguments import FORMER_OPTIONS
 from megatron_deberta.cli.evaluate import describe_metrics
 
 NAMES = [command.name for command in cli.COMMANDS]
@@ -29,6 +30,61 @@ def test_every_entry_of_the_table_works(
     assert f"megatron-deberta {command.name} " in shown.partition("options:")[2], (
         f"the help of {command.name} ends without an example"
     )
+
+
+def all_options() -> dict[str, dict[str, argparse.Action]]:
+    """Return the options of all commands and subcommands: name of the command to its action."""
+    found: dict[str, dict[str, argparse.Action]] = {}
+    for command in cli.COMMANDS:
+        for form, parser in cli.command_parsers(command, cli.import_command(command)).items():
+            for action in parser._actions:
+                for option in action.option_strings:
+                    found.setdefault(option, {})[f"{command.name} {form}".strip()] = action
+    return found
+
+
+def test_an_option_means_the_same_in_every_command() -> None:
+    """Its type, number of values and placeholder are equal; only choices may be fewer."""
+    # Where the result goes: a file or several, a folder, or the beginning of names.
+    may_differ = {"--output": ("nargs", "type")}
+    for option, actions in all_options().items():
+        seen = {
+            tuple(
+                getattr(getattr(action, name), "__name__", getattr(action, name))
+                for name in may_differ.get(option, ("nargs", "type", "metavar"))
+            )
+            for action in actions.values()
+        }
+        assert len(seen) == 1, f"{option} differs between {sorted(actions)}: {seen}"
+        choices = [set(action.choices) for action in actions.values() if action.choices]
+        assert all(one <= max(choices, key=len) for one in choices), option
+
+
+def test_one_name_for_one_thing() -> None:
+    """``--ranks``: training processes; ``--workers``: processes or threads of a text command."""
+    options = all_options()
+    synonyms = {
+        "--ranks": "--world-size --num-ranks --nproc --nproc-per-node --processes --gpus",
+        "--workers": "--num-workers --threads --procs",
+        "--jobs": "",
+        "--model": "--model-path --model-dir",
+        "--checkpoint": "--ckpt --checkpoint-dir",
+        "--seeds": "--num-seeds",
+        "--seed": "--random-seed",
+        "--output": "--out --output-dir --output-file --output-path",
+        "--max-new-tokens": "--tokens --max-tokens",
+        "--max-restarts": "--restarts --retries",
+        "--mfu": "--achieved --utilization",
+    }
+    for name, others in synonyms.items():
+        assert name in options
+        assert not options.keys() & set(others.split()), f"use {name}"
+    assert set(options["--jobs"]) == {"search"}, "use --workers"
+    for former, new in FORMER_OPTIONS.items():
+        command, _, option = former.rpartition(" ")
+        assert new in options
+        assert option not in options or command not in options[option], f"{former} is now {new}"
+        assert command or option not in options
 
 
 @pytest.mark.parametrize("name", ["inspect", "evaluate"])
@@ -169,10 +225,10 @@ def test_only_required_arguments_are_called_required(
 
 def test_numbers_out_of_range_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     for value, message in (
-        ("0", "argument --jobs: 0 must be at least 1"),
-        ("two", "argument --jobs: invalid int value: 'two'"),
+        ("0", "argument --workers: 0 must be at least 1"),
+        ("two", "argument --workers: invalid int value: 'two'"),
     ):
-        assert cli.main(["verify", "shard", "--jobs", value]) == errors.EXIT_USAGE
+        assert cli.main(["verify", "shard", "--workers", value]) == errors.EXIT_USAGE
         assert message in capsys.readouterr().err
 
 
@@ -360,6 +416,8 @@ def test_options_without_effect_are_refused(
         ("plan RUN --achieved 40", "--mfu", "RUN: "),
         ("launch RUN --ranks=1 --restarts=-1", "--max-restarts", "--max-restarts: -1 must be"),
         ("generate RUN text --tokens 0", "--max-new-tokens", "--max-new-tokens: 0 must be"),
+        ("plan RUN --world-size 0", "--ranks", "--ranks: 0 must be at least 1"),
+        ("verify x --jobs 0", "--workers", "--workers: 0 must be at least 1"),
     ],
 )
 def test_former_options_work_with_a_warning(
