@@ -34,16 +34,20 @@ if TYPE_CHECKING:
     from megatron_deberta.evaluate.language_models import Perplexity
     from megatron_deberta.evaluate.likelihood import Metric
     from megatron_deberta.evaluate.minimal_pairs import MinimalPairScores
+    from megatron_deberta.tasks.class_scores import ClassScores
 
 GROUP_PREFIX = "accuracy_"
 """Names of the metrics of an example's ``group``."""
 _MOST_GROUPS = 12
+_MOST_COLUMNS = 20
+"""Classes of a confusion matrix that is printed; ``--output`` has it anyway."""
 FORMER_SUBCOMMAND = "task"
 """Subcommand of ``evaluate sst2``, as it was written before."""
 _TASK_TEXT = """Compute the metrics of a fine-tuned model on a task.
 
 MODEL is the run or checkpoint of `finetune`, or an export of it; of a run, the best checkpoint is
-used. TASK is a task file or the name of a packaged one (`finetune --list-tasks`).
+used. TASK is a task file or the name of a packaged one (`finetune --list-tasks`). Of classes, also
+precision, recall and F1 of each and the confusion matrix; of taggers, by type of entity.
 
 Examples:
   megatron-deberta evaluate task sst2 --model runs/sst2 --data glue/SST-2
@@ -124,7 +128,8 @@ def _run_task(args: argparse.Namespace) -> None:
         raise ConfigError(f"{args.task} is no task; write evaluate {args.task} before the options")
     prepare_output("--output", args.output)
     from megatron_deberta.evaluate.predict import open_predictor
-    from megatron_deberta.tasks.scoring import score
+    from megatron_deberta.tasks.class_scores import class_scores
+    from megatron_deberta.tasks.scoring import predict, score
 
     with (
         refusals(),
@@ -136,7 +141,12 @@ def _run_task(args: argparse.Namespace) -> None:
         if predictor.groups.rank == 0:
             metrics = score(predictor.task, split.examples, split.encoded, outputs)
             metrics = {"loss": loss, **metrics}
-            _show(args, describe_metrics(metrics), metrics)
+            text, values = describe_metrics(metrics), dict[str, object](metrics)
+            predictions = predict(predictor.task, split.examples, split.encoded, outputs)
+            if scores := class_scores(predictor.task, split.examples, predictions):
+                text += "\n\n" + describe_classes(scores)
+                values["class_scores"] = scores.to_dict()
+            _show(args, text, values)
 
 
 def _show(args: argparse.Namespace, text: str, values: Mapping[str, object]) -> None:
@@ -159,6 +169,26 @@ def describe_metrics(metrics: dict[str, float]) -> str:
             f"{len(groups)} groups: from {groups[low]:.4f} ({low.removeprefix(GROUP_PREFIX)}) to "
             f"{groups[high]:.4f} ({high.removeprefix(GROUP_PREFIX)}); --output FILE has all"
         )
+    return "\n".join(lines)
+
+
+def describe_classes(scores: ClassScores) -> str:
+    """Format precision, recall and F1 by class, and the confusion matrix of a few classes."""
+    names = [each.name for each in scores.classes]
+    width = max([len("class"), *map(len, names)])
+    lines = [f"{'class':<{width}}  {scores.unit:>9}  predicted  precision  recall      F1"]
+    lines += [
+        f"{each.name:<{width}}  {each.labelled:>9,}  {each.predicted:>9,}  {each.precision:>9.4f}"
+        f"  {each.recall:.4f}  {each.f1:.4f}"
+        for each in scores.classes
+    ]
+    if scores.confusion and len(names) <= _MOST_COLUMNS:
+        cells = [[f"{count:,}" for count in row] for row in scores.confusion]
+        widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
+        lines += ["", "confusion matrix: rows are labels, columns are predictions"]
+        for first, row in zip(["", *names], [names, *cells], strict=True):
+            columns = zip(row, widths, strict=True)
+            lines.append(f"{first:<{width}}  " + "  ".join(f"{c:>{w}}" for c, w in columns))
     return "\n".join(lines)
 
 
