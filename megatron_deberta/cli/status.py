@@ -82,7 +82,8 @@ def describe_runs(statuses: Sequence[RunStatus]) -> str:
                 "-" if status.loss is None else f"{status.loss:.4f}",
                 format_duration(status.seconds_left) if status.seconds_left else "-",
                 "-" if age is None else f"{format_duration(age)} ago",
-                str(len(status.attempts) + len(status.earlier_attempts)),
+                # There are none of `pretrain` without a supervisor.
+                str(len(status.attempts) + len(status.earlier_attempts) or "-"),
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

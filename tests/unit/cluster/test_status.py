@@ -262,7 +262,7 @@ def test_a_table_of_many_runs(
     assert header.split() == [
         "run", "state", "step", "tokens/s", "loss", "ETA", "last", "record", "attempts",
     ]  # fmt: skip
-    assert first.split() == [str(runs / "a"), "stopped", "0/0", "-", "-", "-", "-", "0"]
+    assert first.split() == [str(runs / "a"), "stopped", "0/0", "-", "-", "-", "-", "-"]
     name, state, step, speed, loss, eta, age, ago, attempts = second.split()
     assert (name, state, step, speed) == (str(runs / "b"), "running", "320/1,000", "10,000")
     assert (loss, eta, age[:6], ago, attempts) == ("2.5000", "0:22:40", "1:02:0", "ago", "3")
