@@ -83,7 +83,7 @@ megatron-deberta finetune "$task" --model "$model" --data "$data" "train.run_dir
   precision.engine=plain "${settings[@]}"
 
 say "2/3 Scores on dev"
-megatron-deberta evaluate "$task" --model "$output/run" --data "$data" --split dev
+megatron-deberta evaluate task "$task" --model "$output/run" --data "$data" --split dev
 
 say "3/3 Predictions for the split $split"
 megatron-deberta predict "$task" --model "$output/run" --data "$data" --split "$split" \

@@ -103,6 +103,9 @@ def check_resume(
     for key, (old, new) in changed.items():
         if key in FREE or (key in WITH_FLAG and allow_change):
             continue
+        if key == "precision.dtype" and (new == "auto" or (old, new) == ("auto", "fp32")):
+            # The run keeps its own; see ``config.precision``. Unresolved, ``auto`` is fp32.
+            continue
         # What is determined by another key, which the user has changed.
         from_epochs = config.finetune.task and key == "train.steps"
         cause = " (given, or of finetune.epochs and the examples)" if from_epochs else ""

@@ -1,4 +1,4 @@
-"""The parser of subcommands, and arguments that several of them share."""
+"""The parser of subcommands, arguments that several of them share, and tables of text."""
 
 from __future__ import annotations
 
@@ -8,21 +8,43 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import did_you_mean
 
 FORMER_OPTIONS = {
     "--all-links": "--all-attempts",
+    "--achieved": "--mfu",
     "--allow-bad": "--max-bad-fraction",
     "--least-nodes": "--min-nodes",
     "--links": "--max-attempts",
     "--plan": "--estimate",
+    "--restarts": "--max-restarts",
+    "--tokens": "--max-new-tokens",
+    "--world-size": "--ranks",
+    "verify --jobs": "--workers",
 }
+"""New by old option; with a command before it, of this command only."""
+MAX_RESTARTS = 10
+"""Restarts after failures of ranks that run on this machine."""
 _RUN_FILES = ("config.yaml", "metrics.jsonl", "chain.jsonl", "checkpoints", "lock", "submissions")
 _MOST = sys.float_info.max
 _DEFAULT = " (default: %(default)s)"
+
+
+class Subcommand(NamedTuple):
+    """A form of a command with arguments of its own, such as ``inspect data``.
+
+    Attributes:
+        text: summary, then description and examples, as in the docstring of a command's module.
+        add_arguments: declares the arguments.
+        run: runs it; returns the exit code, or None for 0.
+    """
+
+    text: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int | None]
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -102,13 +124,14 @@ SHARED: dict[str, dict[str, Any]] = {
         "type": number(int, 1), "metavar": "N",
         "help": "use every n-th kept checkpoint, and the last one",
     },
-    "--jobs": {
-        "type": number(int, 1), "default": len(os.sched_getaffinity(0)), "metavar": "N",
-        "help": "number of threads (default: the CPU cores, %(default)s here)",
-    },
+    "--form": {"choices": ("masked", "autoregressive")},
     "--json": {"action": "store_true", "help": "print JSON"},
     "--leaderboard": {
         "default": "", "metavar": "DIR", "help": "folder for the leaderboard's files",
+    },
+    "--max-restarts": {
+        "type": number(int, 0), "metavar": "N", "default": MAX_RESTARTS,
+        "help": "most restarts after failures",
     },
     "--model": {
         "required": True, "metavar": "MODEL", "help": "run, checkpoint, export or release",
@@ -121,12 +144,14 @@ SHARED: dict[str, dict[str, Any]] = {
     "--nodes": {
         "type": int, "metavar": "N", "help": "number of nodes (default: cluster.nodes)",
     },
+    "--num-samples": {"type": number(int, 0), "default": 3, "metavar": "N"},
     "--output": {"default": "", "metavar": "FILE"},
     "--prefix": {
         "action": "append", "default": [], "metavar": "SHARD", "help": "the same, as an option",
     },
     "--ranks": {"type": number(int, 1), "metavar": "N"},
     "--seed": {"type": int, "metavar": "N"},
+    "--sequence-length": {"type": int, "metavar": "N"},
     "--settings": {"default": "", "metavar": "NAME"},
     "--split": {"metavar": "NAME"},
     "--task": {"default": "", "metavar": "TASK", "help": "task file, or name such as sst2"},
@@ -213,13 +238,13 @@ def add_task_arguments(parser: argparse.ArgumentParser, *, is_required: bool = T
     add_shared(parser, "--tokenizer", "overrides")
 
 
-def run_folder(args: argparse.Namespace) -> Path:
+def run_folder(run_dir: str) -> Path:
     """Return the folder of a run.
 
     Raises:
         ConfigError: it does not exist, or no run has begun there.
     """
-    folder = Path(args.run_dir)
+    folder = Path(run_dir)
     if not folder.is_dir():
         hint = did_you_mean(folder) or "; give the run folder (train.run_dir)"
         raise ConfigError(f"{folder}: no such folder{hint}")
@@ -228,15 +253,35 @@ def run_folder(args: argparse.Namespace) -> Path:
     return folder
 
 
-def with_current_names(arguments: Sequence[str], program: str) -> list[str]:
-    """Replace options by the names that they have now, and warn of each."""
+def with_current_names(arguments: Sequence[str], command: str) -> list[str]:
+    """Replace options of a command by the names that they have now, and warn of each."""
     current = []
     for argument in arguments:
         option, equals, value = argument.partition("=")
-        if name := FORMER_OPTIONS.get(option, ""):
-            print(f"{program}: warning: {option} is now {name}", file=sys.stderr)
+        name = FORMER_OPTIONS.get(f"{command} {option}", FORMER_OPTIONS.get(option, ""))
+        if name:
+            print(f"megatron-deberta {command}: warning: {option} is now {name}", file=sys.stderr)
         current.append(f"{name or option}{equals}{value}")
     return current
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table; without a terminal, tab-separated lines without a header, for grep and cut."""
+    if not sys.stdout.isatty():
+        for row in rows:
+            print("\t".join(row))
+        return
+    # Imported here because --help does not need it.
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(*columns, box=SIMPLE)
+    table.columns[0].no_wrap = True
+    for row in rows:
+        table.add_row(*map(escape, row))
+    Console(file=sys.stdout, highlight=False).print(table)
 
 
 def shard_names(args: argparse.Namespace, *, each_once: bool = True) -> list[str]:

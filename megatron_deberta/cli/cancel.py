@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Cancel all jobs of the run's last submission."""
-    history = JobHistory(run_folder(args))
+    history = JobHistory(run_folder(args.run_dir))
     jobs = history.submitted_jobs()
     if not jobs:
         raise ConfigError(f"{args.run_dir}: no job was submitted for it; give the run's folder")

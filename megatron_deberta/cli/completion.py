@@ -20,9 +20,8 @@ from argcomplete.completers import FilesCompleter
 from argcomplete.shell_integration import shellcode
 
 from megatron_deberta.cli import main
-from megatron_deberta.cli.config import choices, list_keys
+from megatron_deberta.cli.config import choices, list_keys, packaged_files
 from megatron_deberta.cluster.profile import PROFILES
-from megatron_deberta.config.loader import CONFIG_ROOTS
 from megatron_deberta.tasks.task import task_names
 
 
@@ -49,21 +48,27 @@ def complete(**options: Any) -> None:
     for command in main.COMMANDS:
         each = commands.add_parser(command.name, help=command.help)
         if [command.name] == typed:
-            main.import_command(command).add_arguments(each)
-            for action in each._actions:
-                if completer := COMPLETERS.get(action.dest):
-                    action.completer = completer  # type: ignore[attr-defined]
-                if not action.option_strings:
-                    # argparse takes none of them before an option, and then would complete no more.
-                    action.nargs = {"*": "+", "?": None}.get(str(action.nargs), action.nargs)
+            module = main.import_command(command)
+            if not hasattr(module, "SUBCOMMANDS"):
+                _add_arguments(each, module.add_arguments)
+                continue
+            forms = each.add_subparsers()
+            for name, subcommand in module.SUBCOMMANDS.items():
+                _add_arguments(forms.add_parser(name), subcommand.add_arguments)
     argcomplete.autocomplete(parser, always_complete_options=False, **options)
 
 
-def packaged_files(folder: str) -> list[str]:
-    """Return the names of packaged files, such as ``configs/runs/small.yaml``."""
-    return [
-        f"{folder}/{path.name}" for root in CONFIG_ROOTS for path in root.glob(f"{folder}/*.yaml")
-    ]
+def _add_arguments(
+    parser: argparse.ArgumentParser, declare: Callable[[argparse.ArgumentParser], None]
+) -> None:
+    """Declare a command's arguments with their completers."""
+    declare(parser)
+    for action in parser._actions:
+        if completer := COMPLETERS.get(action.dest):
+            action.completer = completer  # type: ignore[attr-defined]
+        if not action.option_strings:
+            # argparse takes none of them before an option, and then would complete no more.
+            action.nargs = {"*": "+", "?": None}.get(str(action.nargs), action.nargs)
 
 
 def with_files(names: Callable[[], list[str]]) -> Callable[..., list[str]]:

@@ -1,10 +1,14 @@
-"""List the configuration keys, or print the resolved configuration of a run.
+"""List configuration keys, packaged runs or models, or print the configuration of a run.
 
 With RUN.yaml: every key with its value, after the defaults, the files under `base` and the
-overrides. With --list: type, default and meaning of every key, or of those of a section.
+overrides. With --list: type, default and meaning of every key, or of those of a section. With
+--runs or --models: the packaged files; `finetune --list-tasks` lists the packaged tasks. Without a
+terminal, the columns are separated by tabs.
 
 Examples:
   megatron-deberta config --list train
+  megatron-deberta config --runs
+  megatron-deberta config --models
   megatron-deberta config RUN.yaml train.steps=1000 > resolved.yaml
 """
 
@@ -15,20 +19,16 @@ import ast
 import inspect
 import itertools
 import json
-import sys
 import types
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
-from megatron_deberta.cli.arguments import add_run_arguments, refuse_options
+from megatron_deberta.cli.arguments import add_run_arguments, print_table, refuse_options
 from megatron_deberta.config import RunConfig, load_config, schema
-from megatron_deberta.config.loader import config_to_yaml
+from megatron_deberta.config.loader import CONFIG_ROOTS, config_to_yaml
+from megatron_deberta.config.schema import AUTO, ModelConfig
 from megatron_deberta.errors import ConfigError
 
 _TITLE = """\
@@ -55,33 +55,99 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--list", nargs="?", const="all", metavar="SECTION", dest="section",
         help="list the keys of a section, such as train (default: of all sections)",
     )  # fmt: skip
+    parser.add_argument("--runs", action="store_true", help="list the packaged runs")
+    parser.add_argument("--models", action="store_true", help="list the packaged models")
     parser.add_argument("--markdown", action="store_true", help="list them as docs/keys.md")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print a configuration or the keys."""
-    if bool(args.config) == bool(args.section):
-        raise ConfigError("give either RUN.yaml, to print what it resolves to, or --list [SECTION]")
-    if args.config:
+    """Print a configuration or a list."""
+    ways = (args.config, args.section, args.runs, args.models)
+    if sum(map(bool, ways)) != 1:
+        raise ConfigError(
+            "give one of RUN.yaml, to print what it resolves to, --list [SECTION], --runs and "
+            "--models"
+        )
+    if not args.section:
         refuse_options(args, ["markdown"], "is for --list")
+    if args.config:
         print(config_to_yaml(load_config(args.config, args.overrides)), end="")
-        return
+    elif args.runs:
+        print_table(
+            ("run", "parameters", "hardware", "batch", "steps", "what"),
+            map(_run_row, packaged_files("configs/runs")),
+        )
+    elif args.models:
+        print_table(
+            ("model", "parameters", "layers", "width", "heads", "vocabulary", "what"),
+            map(_model_row, packaged_files("configs/models")),
+        )
+    else:
+        _list_keys(args)
+
+
+def _list_keys(args: argparse.Namespace) -> None:
+    """Print the keys of a section, or of all."""
     sections = {section.name for section in fields(RunConfig)}
     if args.section not in {"all", *sections}:
         raise ConfigError(f"--list {args.section}: must be one of {', '.join(sorted(sections))}")
     keys = [key for key in list_keys() if args.section in ("all", key.name.split(".")[0])]
     if args.markdown:
         print(markdown(keys), end="")
-        return
-    if not sys.stdout.isatty():
-        # For grep and cut.
-        print("\n".join("\t".join(key) for key in keys))
-        return
-    console = Console(file=sys.stdout, highlight=False)
-    table = Table("key", "type", "default", "meaning", box=SIMPLE)
-    for key in keys:
-        table.add_row(*map(escape, key))
-    console.print(table)
+    else:
+        print_table(("key", "type", "default", "meaning"), keys)
+
+
+def packaged_files(folder: str) -> list[str]:
+    """Return the names of packaged files in order, such as ``configs/runs/small.yaml``."""
+    return sorted(
+        f"{folder}/{path.name}" for root in CONFIG_ROOTS for path in root.glob(f"{folder}/*.yaml")
+    )
+
+
+def _run_row(name: str) -> tuple[str, ...]:
+    """Return name, parameters, hardware, batch, steps and summary of a packaged run."""
+    config = load_config(name)
+    train, cluster = config.train, config.cluster
+    devices = (cluster.nodes or 0) * (cluster.ranks_per_node or 0)
+    where = f"{devices} GPUs" if devices else {"cpu": "CPU", "cuda": "GPU"}.get(train.device, "any")
+    return (
+        name, parameters_text(config.model), f"{where}, {config.precision.dtype}",
+        f"{train.global_batch_size:,}", f"{train.steps:,}", _summary(name),
+    )  # fmt: skip
+
+
+def _model_row(name: str) -> tuple[str, ...]:
+    """Return name, parameters, sizes and summary of a packaged model."""
+    model = load_config(name).model
+    rows = "auto" if model.vocab_size == AUTO else f"{model.vocab_size:,}"
+    sizes = map(str, (model.num_layers, model.hidden_size, model.num_heads))
+    return (name, parameters_text(model), *sizes, rows, _summary(name))
+
+
+def parameters_text(model: ModelConfig) -> str:
+    """Format the number of a model's parameters in millions.
+
+    If its vocabulary is that of a tokenizer: those of the rest, and of a vocabulary entry.
+    """
+    # Imported here because it imports torch.
+    from megatron_deberta.model.task_models import count_parameters
+
+    if model.vocab_size != AUTO:
+        return f"{count_parameters(model) / 1e6:,.1f}M"
+    # The embedding has a multiple of this many rows.
+    few, more = (count_parameters(replace(model, vocab_size=rows)) for rows in (1024, 2048))
+    per_row = (more - few) // 1024
+    return f"{(few - 1024 * per_row) / 1e6:,.1f}M + {per_row:,} x vocabulary"
+
+
+def _summary(name: str) -> str:
+    """Return the first sentence of the comment with which a packaged file begins."""
+    path = next(root / name for root in CONFIG_ROOTS if (root / name).is_file())
+    lines = itertools.takewhile(
+        lambda line: line.startswith("#"), Path(path).read_text(encoding="utf-8").splitlines()
+    )
+    return " ".join(line.lstrip("# ") for line in lines).split(". ")[0].rstrip(".:")
 
 
 def list_keys() -> list[Key]:

@@ -70,10 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="format of the weights (default: fp32): bf16 only for hf, int8 only for the ONNX "
         "graph; all: the three graphs of a published model",
     )  # fmt: skip
-    export.add_argument(
-        "--form", choices=["masked", "autoregressive"],
-        help="of a model with objective.name=mlm+ar (default: masked)",
-    )  # fmt: skip
+    add_shared(export, "--form", help="of a model with objective.name=mlm+ar (default: masked)")
     export.add_argument(
         "--encoder", action="store_true",
         help="onnx: write the graph of the encoder, not of the model's own head",

@@ -1,16 +1,11 @@
 """Compute a task's metrics, BLiMP's accuracies, or the perplexity of a text.
 
-MODEL is the run or checkpoint of `finetune`, or an export of it; of a run, the best checkpoint is
-used. Several ranks divide the examples under torchrun or srun. The task `blimp` scores minimal
-pairs of sentences by the pseudo-log-likelihood of a pretrained run, checkpoint, export or release
-(of an autoregressive model, the log-likelihood): a pair is correct if its acceptable sentence has
-the higher one. The task `perplexity` measures a text file such as WikiText-103's by word; the end
-of each line counts as a word.
+Several ranks divide the examples under torchrun or srun.
 
 Examples:
-  megatron-deberta evaluate sst2 --model runs/sst2 --data glue/SST-2 --split dev
-  megatron-deberta evaluate blimp --model runs/base --data blimp --limit 50 --output blimp.json
-  megatron-deberta evaluate perplexity --model runs/mt --data wiki.valid.tokens --stride 112
+  megatron-deberta evaluate task sst2 --model runs/sst2 --data glue/SST-2
+  megatron-deberta evaluate blimp --model runs/base --data blimp
+  megatron-deberta evaluate perplexity --model runs/mt --data wiki.valid.tokens
 """
 
 from __future__ import annotations
@@ -24,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_deberta.cli.arguments import (
+    Subcommand,
     add_shared,
     add_task_arguments,
     number,
@@ -38,68 +34,102 @@ if TYPE_CHECKING:
     from megatron_deberta.evaluate.language_models import Perplexity
     from megatron_deberta.evaluate.likelihood import Metric
     from megatron_deberta.evaluate.minimal_pairs import MinimalPairScores
+    from megatron_deberta.tasks.class_scores import ClassScores
 
-MINIMAL_PAIRS = "blimp"
-PERPLEXITY = "perplexity"
 GROUP_PREFIX = "accuracy_"
 """Names of the metrics of an example's ``group``."""
 _MOST_GROUPS = 12
-_OPTIONS = {
-    "split": None,
-    "limit": MINIMAL_PAIRS,
-    "metric": MINIMAL_PAIRS,
-    "form": PERPLEXITY,
-    "stride": PERPLEXITY,
-    "mask_every": PERPLEXITY,
-}
-"""Tasks of options; None: those that need fine-tuning."""
+_MOST_COLUMNS = 20
+"""Classes of a confusion matrix that is printed; ``--output`` has it anyway."""
+FORMER_SUBCOMMAND = "task"
+"""Subcommand of ``evaluate sst2``, as it was written before."""
+_TASK_TEXT = """Compute the metrics of a fine-tuned model on a task.
+
+MODEL is the run or checkpoint of `finetune`, or an export of it; of a run, the best checkpoint is
+used. TASK is a task file or the name of a packaged one (`finetune --list-tasks`). Of classes, also
+precision, recall and F1 of each and the confusion matrix; of taggers, by type of entity.
+
+Examples:
+  megatron-deberta evaluate task sst2 --model runs/sst2 --data glue/SST-2
+  megatron-deberta evaluate task task.yaml --model runs/own --data data --split test --output m.json
+"""
+_BLIMP_TEXT = """Compute BLiMP's accuracies: the share of minimal pairs ordered correctly.
+
+MODEL is a pretrained run, checkpoint, export or release. Pairs of sentences are scored by the
+pseudo-log-likelihood, or, of an autoregressive model, by the log-likelihood: a pair is correct if
+its acceptable sentence has the higher one.
+
+Examples:
+  megatron-deberta evaluate blimp --model runs/base --data blimp
+  megatron-deberta evaluate blimp --model runs/base --data blimp --limit 50 --output blimp.json
+"""
+_PERPLEXITY_TEXT = """Compute the perplexity of a text.
+
+MODEL is a pretrained run, checkpoint, export or release. The text, such as WikiText-103's, is
+measured by word, piece and byte; the end of each line counts as a word.
+
+Examples:
+  megatron-deberta evaluate perplexity --model runs/mt --data wiki.valid.tokens --stride 112
+  megatron-deberta evaluate perplexity --model runs/base --data wiki.valid.tokens --form masked
+"""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
+def _add_task_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``evaluate task``."""
     add_task_arguments(parser)
-    add_shared(parser, "--split", help="labelled split (default: dev)")
+    add_shared(parser, "--split", default="dev", help="labelled split")
     add_shared(parser, "--output", help="write the metrics as JSON")
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser, data: str) -> None:
+    """Declare the arguments that BLiMP and perplexity share, with the help of ``--data``."""
+    add_shared(parser, "--model")
+    add_shared(parser, "--data", required=True, help=data)
+    add_shared(parser, "--tokenizer", "overrides")
+    add_shared(parser, "--output", help="write the result as JSON")
+
+
+def _add_blimp_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``evaluate blimp``."""
+    _add_model_arguments(parser, "folder of BLiMP's .jsonl files")
     parser.add_argument(
         "--limit", type=number(int, 1), metavar="N",
-        help="blimp: first N pairs of each paradigm (default: all)",
+        help="first N pairs of each paradigm (default: all)",
     )  # fmt: skip
     parser.add_argument(
-        "--metric", choices=("original", "within_word_l2r"),
-        help="blimp: mask each token in turn (original, the default), or also the later tokens "
-        "of its word (Kauf and Ivanova 2023)",
+        "--metric", choices=("original", "within_word_l2r"), default="original",
+        help="mask each token in turn (original), or also the later tokens of its word (Kauf and "
+        "Ivanova 2023)",
     )  # fmt: skip
-    parser.add_argument(
-        "--form", choices=("autoregressive", "masked"),
-        help="perplexity: predict pieces from those before them, or masked ones from both sides "
-        "(default: autoregressive if the model was trained so)",
+
+
+def _add_perplexity_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``evaluate perplexity``."""
+    _add_model_arguments(parser, "text file; it may be compressed by gzip")
+    add_shared(
+        parser, "--form", 
+        help="predict pieces from those before them, or masked ones from both sides (default: "
+        "autoregressive if the model was trained so)",
     )  # fmt: skip
     parser.add_argument(
         "--stride", type=number(int, 1), metavar="N",
-        help="perplexity: pieces scored per row of data.sequence_length tokens; the others are "
-        "context (default: a quarter)",
+        help="pieces scored per row of data.sequence_length tokens; the others are context "
+        "(default: a quarter)",
     )  # fmt: skip
     parser.add_argument(
         "--mask-every", type=number(int, 1), metavar="K",
-        help="perplexity, masked: mask one in K pieces at once (default 7)",
+        help="masked: mask one in K pieces at once (default 7)",
     )  # fmt: skip
 
 
-def run(args: argparse.Namespace) -> None:
-    """Evaluate and print the metrics."""
-    own = args.task if args.task in (MINIMAL_PAIRS, PERPLEXITY) else None
-    for name, task in _OPTIONS.items():
-        if getattr(args, name) is not None and task != own:
-            owner = f"is for the task {task}, not for {args.task}"
-            reason = owner if task else f"{getattr(args, name)}: {args.task} has no splits"
-            raise ConfigError(f"--{name.replace('_', '-')} {reason}; remove it")
+def _run_task(args: argparse.Namespace) -> None:
+    """Compute and print a task's metrics."""
+    if args.task in SUBCOMMANDS:
+        raise ConfigError(f"{args.task} is no task; write evaluate {args.task} before the options")
     prepare_output("--output", args.output)
-
-    if own:
-        with refusals():
-            return (_run_minimal_pairs if own == MINIMAL_PAIRS else _run_perplexity)(args)
     from megatron_deberta.evaluate.predict import open_predictor
-    from megatron_deberta.tasks.scoring import score
+    from megatron_deberta.tasks.class_scores import class_scores
+    from megatron_deberta.tasks.scoring import predict, score
 
     with (
         refusals(),
@@ -107,11 +137,16 @@ def run(args: argparse.Namespace) -> None:
             args.task, Path(args.model), args.data, tuple(args.overrides), args.tokenizer
         ) as predictor,
     ):
-        split, outputs, loss = predictor.run(args.split or "dev")
+        split, outputs, loss = predictor.run(args.split)
         if predictor.groups.rank == 0:
             metrics = score(predictor.task, split.examples, split.encoded, outputs)
             metrics = {"loss": loss, **metrics}
-            _show(args, describe_metrics(metrics), metrics)
+            text, values = describe_metrics(metrics), dict[str, object](metrics)
+            predictions = predict(predictor.task, split.examples, split.encoded, outputs)
+            if scores := class_scores(predictor.task, split.examples, predictions):
+                text += "\n\n" + describe_classes(scores)
+                values["class_scores"] = scores.to_dict()
+            _show(args, text, values)
 
 
 def _show(args: argparse.Namespace, text: str, values: Mapping[str, object]) -> None:
@@ -137,11 +172,33 @@ def describe_metrics(metrics: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
+def describe_classes(scores: ClassScores) -> str:
+    """Format precision, recall and F1 by class, and the confusion matrix of a few classes."""
+    names = [each.name for each in scores.classes]
+    width = max([len("class"), *map(len, names)])
+    lines = [f"{'class':<{width}}  {scores.unit:>9}  predicted  precision  recall      F1"]
+    lines += [
+        f"{each.name:<{width}}  {each.labelled:>9,}  {each.predicted:>9,}  {each.precision:>9.4f}"
+        f"  {each.recall:.4f}  {each.f1:.4f}"
+        for each in scores.classes
+    ]
+    if scores.confusion and len(names) <= _MOST_COLUMNS:
+        cells = [[f"{count:,}" for count in row] for row in scores.confusion]
+        widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
+        lines += ["", "confusion matrix: rows are labels, columns are predictions"]
+        for first, row in zip(["", *names], [names, *cells], strict=True):
+            columns = zip(row, widths, strict=True)
+            lines.append(f"{first:<{width}}  " + "  ".join(f"{c:>{w}}" for c, w in columns))
+    return "\n".join(lines)
+
+
 def _run_minimal_pairs(args: argparse.Namespace) -> None:
+    """Compute and print the accuracies."""
+    prepare_output("--output", args.output)
     from megatron_deberta.evaluate.language_models import evaluate_minimal_pairs
 
-    metric: Metric = args.metric or "original"
-    with _progress(MINIMAL_PAIRS) as advance:
+    metric: Metric = args.metric
+    with refusals(), _progress("blimp") as advance:
         scores, is_first = evaluate_minimal_pairs(
             Path(args.model),
             args.data,
@@ -163,9 +220,11 @@ def _run_minimal_pairs(args: argparse.Namespace) -> None:
 
 
 def _run_perplexity(args: argparse.Namespace) -> None:
+    """Compute and print the perplexity."""
+    prepare_output("--output", args.output)
     from megatron_deberta.evaluate.language_models import evaluate_perplexity
 
-    with _progress(PERPLEXITY) as advance:
+    with refusals(), _progress("perplexity") as advance:
         result, is_first = evaluate_perplexity(
             Path(args.model),
             args.data,
@@ -228,3 +287,10 @@ def describe(scores: MinimalPairScores) -> str:
         lines.append(f"{field.replace('_', ' '):<{width}}  {count:>5}  {mean:>8.1%}")
     lines.append(f"{'all':<{width}}  {scores.num_pairs:>5}  {scores.accuracy:>8.1%}")
     return "\n".join(lines)
+
+
+SUBCOMMANDS = {
+    "task": Subcommand(_TASK_TEXT, _add_task_arguments, _run_task),
+    "blimp": Subcommand(_BLIMP_TEXT, _add_blimp_arguments, _run_minimal_pairs),
+    "perplexity": Subcommand(_PERPLEXITY_TEXT, _add_perplexity_arguments, _run_perplexity),
+}

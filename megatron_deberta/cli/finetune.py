@@ -7,6 +7,7 @@ your own data (CSV, TSV, JSON Lines, Parquet with columns text and label in DIR/
 custom_classification, or a task file with `base: configs/tasks/custom_classification.yaml`.
 
 Examples:
+  megatron-deberta finetune --list-tasks
   megatron-deberta finetune sst2 --model exports/base --data glue/SST-2 train.run_dir=runs/sst2
   megatron-deberta finetune task.yaml --model runs/base --data data --ranks 8 train.seed=2
   megatron-deberta finetune rte --model runs/mnli --data glue/RTE --save-config rte.yaml
@@ -19,9 +20,10 @@ import sys
 from pathlib import Path
 
 from megatron_deberta.cli.arguments import (
+    MAX_RESTARTS,
     add_shared,
     add_task_arguments,
-    number,
+    print_table,
     refuse_options,
 )
 from megatron_deberta.config import save_config
@@ -32,8 +34,27 @@ RUN_FILE = "finetune.yaml"
 """In the run folder: the resolved run, which ranks started by ``--ranks`` read."""
 
 
+class ListTasks(argparse.Action):
+    """Prints the packaged tasks and exits, as ``--help`` does, so that no argument is required."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        """Print a line per task, and exit."""
+        from megatron_deberta.tasks.task import load_task, task_names
+
+        rows = []
+        for task in map(load_task, task_names()):
+            files = dict.fromkeys(file for split in task.splits.values() for file in split.files)
+            data = f"{task.reader}: {', '.join(files)}"
+            rows.append((task.name, task.head, ", ".join(task.metrics), data, task.description))
+        print_table(("task", "kind", "metrics, the first selects", "files", "what"), rows)
+        parser.exit()
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
+    parser.add_argument(
+        "--list-tasks", action=ListTasks, nargs=0, help="list the packaged tasks, and exit"
+    )
     add_task_arguments(parser)
     add_shared(
         parser, "--settings",
@@ -41,9 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "else the task's default_settings)",
     )  # fmt: skip
     add_shared(parser, "--ranks", help="start and supervise this many ranks here, as launch does")
-    parser.add_argument(
-        "--restarts", type=number(int, 0), metavar="N",
-        help="with --ranks: restarts after failures (default: 10)",
+    add_shared(
+        parser, "--max-restarts", default=None,
+        help=f"with --ranks: most restarts after failures (default: {MAX_RESTARTS})",
     )  # fmt: skip
     parser.add_argument(
         "--save-config", default="", metavar="RUN.yaml",
@@ -62,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         refuse_options(args, ["save_config"], "writes a file, unlike --dry-run")
     if not args.ranks:
-        refuse_options(args, ["restarts"], "needs --ranks")
+        refuse_options(args, ["max_restarts"], "needs --ranks")
     from megatron_deberta.cli.pretrain import describe_run, train
     from megatron_deberta.evaluate.models import open_source_model
     from megatron_deberta.finetune.settings import describe_settings, finetune_config
@@ -87,5 +108,5 @@ def run(args: argparse.Namespace) -> int:
     from megatron_deberta.cli.launch import launch
 
     run_file = Path(config.train.run_dir, RUN_FILE)
-    restarts = 10 if args.restarts is None else args.restarts
+    restarts = MAX_RESTARTS if args.max_restarts is None else args.max_restarts
     return launch(config, args, [str(run_file)], restarts, run_file)

@@ -77,11 +77,11 @@ def run(args: argparse.Namespace) -> int:
         if option := _OWN_KEYS.get(override.partition("=")[0].strip()):
             raise ConfigError(f"{override}: set by finetune-checkpoints; use {option}")
     task = load_task(args.task)
-    output = Path(args.output or run_folder(args) / "finetuned" / task.name)
+    output = Path(args.output or run_folder(args.run_dir) / "finetuned" / task.name)
     if DEV not in task.splits:
         raise ConfigError(f"task {task.name} has no split {DEV!r}, whose score is the curve")
     with refusals():
-        runs = plan_runs(run_folder(args), output, args.every, args.seeds)
+        runs = plan_runs(run_folder(args.run_dir), output, args.every, args.seeds)
         tokenizer = open_source_model(runs[0].checkpoint, args.tokenizer).tokenizer_path
         settings = {
             "run": str(Path(args.run_dir).resolve()),

@@ -2,11 +2,11 @@
 
 MODEL is a run or a checkpoint of `pretrain` with objective.name=autoregressive or =mlm+ar; of a
 run, the newest checkpoint is used. Without --temperature the most probable token is appended each
-time (greedy). A text ends at [SEP], at --tokens, or at the model's last position. Keys and
+time (greedy). A text ends at [SEP], at --max-new-tokens, or at the model's last position. Keys and
 values are cached, so a new token costs a forward pass of that token.
 
 Examples:
-  megatron-deberta generate runs/mt "Once upon a time" --tokens 40
+  megatron-deberta generate runs/mt "Once upon a time" --max-new-tokens 40
   megatron-deberta generate runs/mt "The old man" --temperature 0.8 --top-k 50 --seed 7
 """
 
@@ -24,8 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="run or checkpoint")
     parser.add_argument("text", nargs="+", metavar="TEXT", help="beginning of a text")
     parser.add_argument(
-        "--tokens", type=number(int, 1), default=50, metavar="N", help="new tokens (default 50)"
-    )
+        "--max-new-tokens", type=number(int, 1), default=50, metavar="N",
+        help="most new tokens of each text",
+    )  # fmt: skip
     parser.add_argument(
         "--temperature", type=number(float, 0), default=0.0, metavar="T",
         help="divides the logits before a token is drawn; 0: greedy (default)",
@@ -59,4 +60,4 @@ def run(args: argparse.Namespace) -> None:
     with refusals():
         generator = open_generator(Path(args.model), args.tokenizer)
         for text in args.text:
-            print(generator.generate(text, args.tokens, sampling))
+            print(generator.generate(text, args.max_new_tokens, sampling))

@@ -1,18 +1,8 @@
 """Show training samples with their masks, or statistics of shards.
 
-`inspect data` prints training samples and statistics of their masks, separately for each sequence
-length. `inspect shards` prints numbers of documents, sequences and tokens, the distribution of
-document lengths (with --plot as a figure), the fill of rows in each packing, the most frequent
-tokens, and beginnings of documents.
-
 Examples:
-  megatron-deberta inspect data RUN.yaml [section.key=value ...]
-  megatron-deberta inspect data SHARD --sequence-length 128
-  megatron-deberta inspect shards shards/*.idx --sequence-length 512 --plot lengths.png
-
-In samples, {cat>[MASK]} is a masked token, {cat>dog} one replaced by a random token, and {cat=} one
-that is predicted but unchanged. With --generator, a run of replaced-token detection, each sample is
-followed by what its generator draws there: {cat>dog} is a replaced token, {cat=} one that is not.
+  megatron-deberta inspect data RUN.yaml
+  megatron-deberta inspect shards shards/*.idx --plot lengths.png
 """
 
 from __future__ import annotations
@@ -28,14 +18,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_deberta.cli.arguments import add_shared, refuse_options
+from megatron_deberta.cli.arguments import Subcommand, add_shared, number, shard_names
 from megatron_deberta.config import RunConfig, load_config
 from megatron_deberta.config.phases import segments
 from megatron_deberta.data.dataset.index_cache import IndexCache
 from megatron_deberta.data.dataset.rows import Row, RowBatch, RowSource
 from megatron_deberta.data.masking import MaskedRows
 from megatron_deberta.data.randomness import Purpose
-from megatron_deberta.data.shards.format import is_shard, shard_prefixes
+from megatron_deberta.data.shards.format import is_shard
 from megatron_deberta.data.shards.manifest import read_manifest
 from megatron_deberta.data.shards.reader import IndexedDataset
 from megatron_deberta.data.shards.statistics import (
@@ -60,8 +50,27 @@ Integers = npt.NDArray[np.int64]
 Generate = Callable[[Integers, Integers, int], Integers]
 """Function of masked tokens ``[N]``, positions ``[M]`` and the sample's index: drawn ``[M]``."""
 
-_DATA_OPTIONS = ("first_sample", "statistics", "generator")
-_SHARD_OPTIONS = ("top", "plot")
+_DATA_TEXT = """Show training samples with their masks, and statistics of the masks.
+
+In samples, {cat>[MASK]} is a masked token, {cat>dog} one replaced by a random token, and {cat=} one
+that is predicted but unchanged. With --generator, a run of replaced-token detection, each sample is
+followed by what its generator draws there: {cat>dog} is a replaced token, {cat=} one that is not.
+The statistics are separate for each sequence length.
+
+Examples:
+  megatron-deberta inspect data RUN.yaml [section.key=value ...]
+  megatron-deberta inspect data SHARD --sequence-length 128
+  megatron-deberta inspect data RUN.yaml --generator runs/rtd --num-samples 10 --statistics 0
+"""
+_SHARDS_TEXT = """Show statistics of shards.
+
+Numbers of documents, sequences and tokens, the distribution of document lengths (with --plot as a
+figure), the fill of rows in each packing, the most frequent tokens, and beginnings of documents.
+
+Examples:
+  megatron-deberta inspect shards shards/*.idx
+  megatron-deberta inspect shards shards --sequence-length 512 --plot lengths.png
+"""
 _NUM_BINS = 8
 """Bins of positions in a row, whose shares of targets are shown."""
 _BAR = 40
@@ -72,59 +81,52 @@ _MOST_TOKENS = 200_000_000
 """Tokens whose frequencies are counted."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument("what", choices=["data", "shards"], help="training samples, or shards")
+def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``inspect data``."""
     parser.add_argument(
-        "run",
-        nargs="*",
-        metavar="RUN.yaml|SHARD",
-        help="data: run file or shards, then section.key=value overrides; shards: the shards",
-    )
+        "run", nargs="*", metavar="RUN.yaml|SHARD",
+        help="run file or shards, then section.key=value overrides",
+    )  # fmt: skip
     add_shared(parser, "--prefix", help="shard instead of a run")
     add_shared(parser, "--tokenizer", help="tokenizer (default: the shards' own)")
-    parser.add_argument("--num-samples", type=int, default=3, help="samples printed (default 3)")
-    parser.add_argument("--first-sample", type=int, help="data: index of the first sample")
-    parser.add_argument("--statistics", type=int, help="data: samples averaged over (default 1000)")
+    add_shared(parser, "--num-samples", help="samples printed")
     parser.add_argument(
-        "--sequence-length",
-        type=int,
-        metavar="N",
-        help="tokens per row (default: data.sequence_length; shards: 512)",
-    )
+        "--first-sample", type=number(int, 0), default=0, metavar="N",
+        help="index of the first sample",
+    )  # fmt: skip
     parser.add_argument(
-        "--generator",
-        type=Path,
-        metavar="RUN",
-        help="data: run or checkpoint of replaced-token detection that draws pieces",
-    )
-    group = parser.add_argument_group("inspect shards")
-    group.add_argument("--top", type=int, help="most frequent pieces (default 20)")
-    group.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the document lengths")
+        "--statistics", type=number(int, 0), default=1000, metavar="N",
+        help="samples averaged over",
+    )  # fmt: skip
+    add_shared(parser, "--sequence-length", help="tokens per row (default: data.sequence_length)")
+    parser.add_argument(
+        "--generator", default="", metavar="DIR",
+        help="run or checkpoint of replaced-token detection that draws pieces",
+    )  # fmt: skip
 
 
-def run(args: argparse.Namespace) -> None:
-    """Print samples and averages."""
-    if args.num_samples < 0 or (args.first_sample or 0) < 0 or (args.statistics or 0) < 0:
-        raise ConfigError("--num-samples, --first-sample and --statistics must not be negative")
-    if args.what == "shards":
-        refuse_options(args, _DATA_OPTIONS, "is for inspect data, not for shards")
-        return _inspect_shards(args)
-    refuse_options(args, _SHARD_OPTIONS, "is for inspect shards, not for data")
-    return _inspect_data(args)
+def _add_shards_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``inspect shards``."""
+    add_shared(parser, "shards", "--prefix")
+    add_shared(parser, "--tokenizer", help="tokenizer (default: the shards' own)")
+    add_shared(parser, "--num-samples", help="documents of which the beginning is printed")
+    add_shared(parser, "--sequence-length", type=number(int, 3), default=512, help="tokens per row")
+    parser.add_argument(
+        "--top", type=number(int, 0), default=20, metavar="N", help="most frequent pieces"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the document lengths")
 
 
 def _inspect_data(args: argparse.Namespace) -> None:
     """Print samples and averages over samples."""
     from megatron_deberta.data.build import open_corpora, tokenizer_path
 
-    first = args.first_sample or 0
-    num_averaged = 1000 if args.statistics is None else args.statistics
+    first, num_averaged = args.first_sample, args.statistics
     while args.run and is_shard(args.run[0]):
         args.prefix.append(args.run.pop(0))
     config = _config(args)
     tokenizer = load_tokenizer(tokenizer_path(config))
-    generate = _open_generator(args.generator, tokenizer) if args.generator else None
+    generate = _open_generator(Path(args.generator), tokenizer) if args.generator else None
     vocabulary = Vocabulary.of(tokenizer)
     # Without a run, write no index files.
     cache = IndexCache(config.data.index_cache or "") if args.prefix else None
@@ -404,11 +406,8 @@ class _Statistics:
 
 def _inspect_shards(args: argparse.Namespace) -> None:
     """Print statistics of all shards named, together."""
-    length = 512 if args.sequence_length is None else args.sequence_length
-    top = 20 if args.top is None else args.top
-    if length < 3 or top < 0:
-        raise ConfigError("--sequence-length must be at least 3, and --top not negative")
-    prefixes = shard_prefixes([*args.prefix, *args.run])
+    length, top = args.sequence_length, args.top
+    prefixes = shard_names(args)
     shards = [IndexedDataset(prefix) for prefix in prefixes]
     tokenizer = _shard_tokenizer(prefixes, args.tokenizer)
     statistics = count_shards(shards, _MOST_TOKENS)
@@ -518,9 +517,9 @@ def _document_beginnings(
     """Return the beginnings of documents that are spread evenly over all."""
     lines = []
     numbers = np.cumsum([0, *(shard.num_documents for shard in shards)])
-    for number in np.unique(np.linspace(0, numbers[-1] - 1, count).astype(np.int64)).tolist():
-        place = int(np.searchsorted(numbers, number, side="right")) - 1
-        local = number - int(numbers[place])
+    for chosen in np.unique(np.linspace(0, numbers[-1] - 1, count).astype(np.int64)).tolist():
+        place = int(np.searchsorted(numbers, chosen, side="right")) - 1
+        local = chosen - int(numbers[place])
         tokens = shards[place].document(local)
         begin = tokens[:_SAMPLE_TOKENS].tolist()
         text = " ".join(map(str, begin)) if tokenizer is None else tokenizer.decode(begin)
@@ -547,3 +546,9 @@ def _draw_lengths(path: Path, lengths: npt.NDArray[np.int64], sequence_length: i
     fresh = temporary_name(path)
     figure.savefig(fresh, format="png", dpi=120)
     fresh.replace(path)
+
+
+SUBCOMMANDS = {
+    "data": Subcommand(_DATA_TEXT, _add_data_arguments, _inspect_data),
+    "shards": Subcommand(_SHARDS_TEXT, _add_shards_arguments, _inspect_shards),
+}

@@ -4,20 +4,22 @@ Each rank writes to logs/ in the run folder, and rank 0 also to the terminal. If
 crashes, its name and the reason are logged and all ranks restart from the newest checkpoint. Ctrl-C
 and SIGTERM save a checkpoint first.
 
-Example:
+Examples:
   megatron-deberta launch RUN.yaml --ranks 8 train.run_dir=runs/base
+  megatron-deberta launch RUN.yaml --ranks 8 --dry-run
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_deberta.checkpoint.resume import FLAG
-from megatron_deberta.cli.arguments import add_run_arguments, add_shared, number
+from megatron_deberta.cli.arguments import add_run_arguments, add_shared
 from megatron_deberta.cluster.run_lock import raise_if_locked
-from megatron_deberta.cluster.watchdog.local_job import run_local_job
+from megatron_deberta.cluster.watchdog.local_job import rank_command, run_local_job
 from megatron_deberta.config import load_config, save_config, validate_for_world
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import EXIT_DONE
@@ -31,10 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser, "--ranks", required=True,
         help="number of ranks (training processes), one per GPU",
     )  # fmt: skip
-    parser.add_argument(
-        "--restarts", type=number(int, 0), default=10, metavar="N", help="restarts after failures"
-    )
-    add_shared(parser, "--dry-run", "--allow-config-change")
+    add_shared(parser, "--max-restarts")
+    add_shared(
+        parser, "--dry-run",
+        help="print the resolved configuration, ranks, batch, parameters and the command of each "
+        "rank, and exit",
+    )  # fmt: skip
+    add_shared(parser, "--allow-config-change")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,8 +49,18 @@ def run(args: argparse.Namespace) -> int:
         from megatron_deberta.cli.pretrain import describe_run
 
         print(describe_run(config, args.ranks))
+        command = rank_command(_arguments(args, [args.config, *args.overrides]))
+        print(
+            f"starts {args.ranks} ranks, and up to {args.max_restarts} times again after a failure:"
+        )
+        print(f"  {shlex.join(command)}")
         return EXIT_DONE
-    return launch(config, args, [args.config, *args.overrides], args.restarts)
+    return launch(config, args, [args.config, *args.overrides], args.max_restarts)
+
+
+def _arguments(args: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of each rank's ``pretrain``."""
+    return [*arguments, *([FLAG] if args.allow_config_change else [])]
 
 
 def launch(
@@ -73,5 +88,4 @@ def launch(
     if run_file is not None:
         run_file.parent.mkdir(parents=True, exist_ok=True)
         save_config(config, run_file)
-    flags = [FLAG] if args.allow_config_change else []
-    return run_local_job(config, [*arguments, *flags], args.ranks, restarts)
+    return run_local_job(config, _arguments(args, arguments), args.ranks, restarts)

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the log."""
-    run_dir = run_folder(args)
+    run_dir = run_folder(args.run_dir)
     if not attempt_logs(run_dir / LOGS, args.rank) and not args.follow:
         ranks = sorted({int(log.stem[5:]) for log in (run_dir / LOGS).glob("*.*/rank_*.log")})
         remedy = (

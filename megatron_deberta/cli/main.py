@@ -1,8 +1,8 @@
 """Entry point of ``megatron-deberta``: runs a subcommand; errors become one line and an exit code.
 
 Each subcommand is a module of this package with ``add_arguments(parser)`` and ``run(args)``, which
-returns the exit code, or None for 0. It is imported only when it is called, so that ``--help`` does
-not import torch.
+returns the exit code, or None for 0; or with ``SUBCOMMANDS``, which have these two each. It is
+imported only when it is called, so that ``--help`` does not import torch.
 """
 
 from __future__ import annotations
@@ -13,14 +13,20 @@ import importlib
 import io
 import os
 import select
+import shlex
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import NamedTuple
 
 from megatron_deberta import __version__
-from megatron_deberta.cli.arguments import CommandParser, HelpFormatter, with_current_names
+from megatron_deberta.cli.arguments import (
+    CommandParser,
+    HelpFormatter,
+    Subcommand,
+    with_current_names,
+)
 from megatron_deberta.errors import (
     EXIT_DONE,
     EXIT_FAILURE,
@@ -139,17 +145,71 @@ def command_name(text: str) -> str:
 
 
 def build_parser(command: Command, module: ModuleType) -> argparse.ArgumentParser:
-    """Build a subcommand's parser; description and epilog are the module's docstring."""
-    lines = (module.__doc__ or command.help).strip().splitlines()
+    """Build a command's parser, of one with subcommands that which only takes their name."""
+    text = module.__doc__ or command.help
+    subcommands: Mapping[str, Subcommand] = getattr(module, "SUBCOMMANDS", {})
+    if not subcommands:
+        return _new_parser(command.name, text, module.add_arguments)
+    width = max(map(len, subcommands))
+    names = (f"  {name:<{width}}  {each.text.split('.')[0]}" for name, each in subcommands.items())
+
+    def add_name(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "subcommand", choices=list(subcommands), metavar="SUBCOMMAND",
+            help=f"{', '.join(subcommands)}; each has its own --help",
+        )  # fmt: skip
+
+    first, _, rest = text.partition("\n")
+    return _new_parser(command.name, "\n".join([first, "", *names, rest]), add_name)
+
+
+def _new_parser(
+    name: str, text: str, add_arguments: Callable[[argparse.ArgumentParser], None]
+) -> argparse.ArgumentParser:
+    """Build a parser whose description and epilog are the first line of a text and the rest."""
+    lines = text.strip().splitlines()
     parser = CommandParser(
-        prog=f"megatron-deberta {command.name}",
+        prog=f"megatron-deberta {name}",
         description=lines[0],
-        epilog="\n".join(lines[1:]).strip() or None,
+        epilog="\n".join(lines[1:]).strip("\n") or None,
         formatter_class=HelpFormatter,
     )
     parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
-    module.add_arguments(parser)
+    add_arguments(parser)
     return parser
+
+
+def command_parsers(command: Command, module: ModuleType) -> dict[str, argparse.ArgumentParser]:
+    """Return the parsers of a command's subcommands by name; else its own, with an empty name."""
+    subcommands: Mapping[str, Subcommand] = getattr(module, "SUBCOMMANDS", {})
+    return {
+        name: _new_parser(f"{command.name} {name}", each.text, each.add_arguments)
+        for name, each in subcommands.items()
+    } or {"": build_parser(command, module)}
+
+
+def _choose(
+    command: Command, module: ModuleType, arguments: list[str]
+) -> tuple[Callable[[argparse.Namespace], int | None], argparse.ArgumentParser, list[str]]:
+    """Return the function and the parser for these arguments, and the arguments to parse."""
+    subcommands: Mapping[str, Subcommand] = getattr(module, "SUBCOMMANDS", {})
+    if not subcommands:
+        return module.run, build_parser(command, module), arguments
+    default: str | None = getattr(module, "FORMER_SUBCOMMAND", None)
+    if arguments[:1] == ["--debug"]:
+        arguments = [*arguments[1:], "--debug"]
+    name, *rest = arguments or [""]
+    if name not in subcommands and default and name not in ("", "-h", "--help", "--debug"):
+        print(
+            f"megatron-deberta {command.name}: warning: write {command.name} {default} "
+            f"{shlex.join(arguments)}",
+            file=sys.stderr,
+        )
+        name, rest = default, arguments
+    elif name not in subcommands:
+        # Shows the help, or raises.
+        build_parser(command, module).parse_args(arguments)
+    return subcommands[name].run, command_parsers(command, module)[name], rest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -178,14 +238,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug: bool = overview.debug
     try:
         module = import_command(command)
-        parser = build_parser(command, module)
-        arguments = with_current_names(overview.arguments, parser.prog)
+        arguments = with_current_names(overview.arguments, command.name)
+        run, parser, arguments = _choose(command, module, arguments)
         args = parser.parse_intermixed_args(arguments)
         debug = debug or args.debug
         if not debug:
             # Dask's client logs a traceback per lost connection; the commands report one line.
             os.environ.setdefault("DASK_LOGGING", str(dict.fromkeys(_DASK_LOGGERS, "critical")))
-        return module.run(args) or EXIT_DONE
+        return run(args) or EXIT_DONE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except (MegatronDebertaError, OSError, UnicodeEncodeError, ModuleNotFoundError) as error:

@@ -7,11 +7,11 @@ docs/planning.md.
 
 Examples:
   megatron-deberta plan RUN.yaml
-  megatron-deberta plan RUN.yaml --cluster cpu --world-size 2
+  megatron-deberta plan RUN.yaml --cluster cpu --ranks 2
   megatron-deberta plan configs/runs/1.5b_dgx2.yaml --cluster dgx2
-  megatron-deberta plan configs/runs/1.5b_h100.yaml --cluster dgx_h100 --world-size 128
-  megatron-deberta plan RUN.yaml --cluster dgx_h100 --device H200 --achieved 0.42 --json
-  megatron-deberta plan RUN.yaml --cluster dgx2 --world-size 16 --task mnli --examples 392702
+  megatron-deberta plan configs/runs/1.5b_h100.yaml --cluster dgx_h100 --ranks 128
+  megatron-deberta plan RUN.yaml --cluster dgx_h100 --device H200 --mfu 0.42 --json
+  megatron-deberta plan RUN.yaml --cluster dgx2 --ranks 16 --task mnli --examples 392702
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from megatron_deberta.cli.arguments import add_run_arguments, add_shared, number
 from megatron_deberta.cluster.installation import query_gpus
 from megatron_deberta.cluster.profile import ClusterProfile, load_profile
 from megatron_deberta.config import RunConfig, load_config
+from megatron_deberta.config.precision import CPU_FORMATS, PREFERRED, resolve_precision
 from megatron_deberta.config.schema import AUTO, ModelConfig
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.observe.console import format_duration
@@ -60,19 +61,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"GPUs, or {DEFAULT_PROFILE})",
     )  # fmt: skip
     parser.add_argument(
-        "--world-size", type=number(int, 1), metavar="N",
+        "--ranks", type=number(int, 1), metavar="N",
         help="number of ranks (default: those of cluster.nodes full nodes, at least one)",
     )  # fmt: skip
     add_shared(
-        parser, "--nodes", type=number(int, 1), help="number of full nodes, instead of --world-size"
+        parser, "--nodes", type=number(int, 1), help="number of full nodes, instead of --ranks"
     )
     parser.add_argument(
         "--device", default="", metavar="NAME", help="GPU, such as A100 (default: the profile's)"
     )
     parser.add_argument(
-        "--achieved", type=float, metavar="SHARE",
-        help="share of the GPU's peak matrix rate that training reaches, such as 0.4; pretrain "
-        "prints it as MFU (default: an assumption, which is printed)",
+        "--mfu", type=float, metavar="SHARE",
+        help="model FLOPs utilization, the share of the GPU's peak matrix rate that training "
+        "reaches, such as 0.4, as pretrain prints it (default: an assumption, which is printed)",
     )  # fmt: skip
     parser.add_argument(
         "--layouts", type=number(int, 0), metavar="N",
@@ -122,10 +123,12 @@ def run(args: argparse.Namespace) -> None:
         print(_plan_cpu(config, args))
         return
     profile = load_profile(args.cluster, trusted=True) if args.cluster else default_profile()
-    machine = machine_of(profile, args.device, args.achieved or 0.0)
+    machine = machine_of(profile, args.device, args.mfu or 0.0)
+    formats = [dtype for dtype in PREFERRED if dtype in machine.dtypes]
     world_size = _world_size(config, args, machine.ranks_per_node)
     if args.task:
         config = _task_config(config, args, overrides, world_size)
+    config = resolve_precision(config, formats, is_cpu_process=False)
     failure_days = FAILURE_DAYS if args.failure_days is None else args.failure_days
     if not 0 < failure_days < math.inf:
         raise ConfigError(f"--failure-days {failure_days:g} must be above 0, such as 60")
@@ -145,13 +148,12 @@ def run(args: argparse.Namespace) -> None:
 
 def _world_size(config: RunConfig, args: argparse.Namespace, per_node: int) -> int:
     """Return the number of ranks to plan for."""
-    if args.nodes is not None and args.world_size is not None:
+    if args.nodes is not None and args.ranks is not None:
         raise ConfigError(
-            f"--nodes {args.nodes} and --world-size {args.world_size} contradict each other; give "
-            "one of them"
+            f"--nodes {args.nodes} and --ranks {args.ranks} contradict each other; give one of them"
         )
-    if args.world_size is not None:
-        return int(args.world_size)
+    if args.ranks is not None:
+        return int(args.ranks)
     world_size: int = (args.nodes or config.cluster.nodes or 1) * per_node
     if args.nodes is None and not args.cluster and not args.task:
         return _usable_devices(config, world_size)
@@ -166,7 +168,7 @@ def _usable_devices(config: RunConfig, devices: int) -> int:
             usable = dp_size * tp_size
             if usable < devices:
                 print(
-                    f"no --world-size: planning for {usable} of the {devices} devices, which "
+                    f"no --ranks: planning for {usable} of the {devices} devices, which "
                     f"train.global_batch_size={train.global_batch_size} allows with "
                     f"train.micro_batch_size={train.micro_batch_size}",
                     file=sys.stderr,
@@ -208,7 +210,7 @@ def default_profile() -> ClusterProfile:
             profile = replace(profile, ranks_per_node=len(gpus), device=device.name, dtypes=dtypes)
     print(
         f"no --cluster: planning for {where}, {profile.ranks_per_node} x {profile.device} per "
-        "node; --world-size sets the number of devices, --cluster cpu plans for this machine's CPU",
+        "node; --ranks sets the number of devices, --cluster cpu plans for this machine's CPU",
         file=sys.stderr,
     )
     return profile
@@ -229,11 +231,13 @@ def _plan_cpu(config: RunConfig, args: argparse.Namespace) -> str:
     """
     from megatron_deberta.planning.plan import make_cpu_plan
 
-    of_gpus = ["device", "achieved", "layouts", "failure_days"]
+    of_gpus = ["device", "mfu", "layouts", "failure_days"]
     refuse_options(args, of_gpus, f"is about GPUs, not for --cluster {CPU}")
     if (args.nodes or 1) > 1:
         raise ConfigError(f"--cluster {CPU} is this machine alone; omit --nodes {args.nodes}")
-    plan = make_cpu_plan(config, args.world_size or 1)
+    ranks = args.ranks or 1
+    config = resolve_precision(config, CPU_FORMATS, is_cpu_process=ranks == 1)
+    plan = make_cpu_plan(config, ranks)
     return json.dumps(plan.to_dict(), indent=1) if args.json else _describe_cpu_plan(plan)
 
 
@@ -254,7 +258,7 @@ def _describe_cpu_plan(plan: CpuPlan) -> str:
         (
             "ranks",
             f"{plan.world_size} = TP {config.parallel.tensor_parallel_size} x DP {batch.dp_size}, "
-            f"{config.precision.dtype}; --world-size sets the number",
+            f"{config.precision.dtype}; --ranks sets the number",
         ),
         (
             "batch",

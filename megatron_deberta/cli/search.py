@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_deberta.cli.arguments import add_shared
+from megatron_deberta.cli.arguments import add_shared, number
 from megatron_deberta.cli.submit import check_fit, submission_problem
 from megatron_deberta.cluster.profile import load_profile
 from megatron_deberta.cluster.slurm.submit import describe_arrays, profile_of_ranks, submit_arrays
@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="replaces a key of the search (seeds=3), or of its grid "
         "(optimizer.learning_rate=[1e-5,2e-5], finetune.epochs=3)",
     )  # fmt: skip
-    add_shared(
-        parser, "--jobs", default=None,
+    parser.add_argument(
+        "--jobs", type=number(int, 1), metavar="N",
         help="runs at a time (default: as many as the GPUs, or the cores and the memory, allow; "
         "with --cluster: no limit)",
     )  # fmt: skip

@@ -1,33 +1,97 @@
-"""Show the status of a run: condition, queue, step, loss, speed, ETA, last event and attempts.
+"""Show the status of runs: condition, queue, step, loss, speed, ETA, last event and attempts.
 
-Reads the run folder and SLURM's queue; works without SLURM, too. `next` is the command that one
-would usually give next.
+Reads the run folders and SLURM's queue; works without SLURM, too. Of one run, everything; `next` is
+the command that one would usually give next. Of several, a table with a row per run, in which
+folders without a run are left out.
 
-Example:
+Examples:
   megatron-deberta status runs/base
+  megatron-deberta status runs/*
+  megatron-deberta status runs/* --json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
+import time
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from megatron_deberta.cli.arguments import add_shared, run_folder
 from megatron_deberta.cluster.slurm.status import JobAttemptStatus, RunStatus, gather
-from megatron_deberta.errors import printable
+from megatron_deberta.errors import (
+    EXIT_DONE,
+    EXIT_FAILURE,
+    ConfigError,
+    MegatronDebertaError,
+    printable,
+)
 from megatron_deberta.observe.console import format_duration
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_shared(parser, "run_dir", "--json")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN_DIR",
+        help="folder of a run (train.run_dir of its configuration)",
+    )  # fmt: skip
+    add_shared(parser, "--json", help="print JSON; of several runs, a list")
 
 
-def run(args: argparse.Namespace) -> None:
-    """Print the status."""
-    status = gather(run_folder(args))
-    print(json.dumps(asdict(status), indent=1) if args.json else printable(describe(status)))
+def run(args: argparse.Namespace) -> int:
+    """Print the status of one run, or a table of several."""
+    if len(args.runs) == 1:
+        status = gather(run_folder(args.runs[0]))
+        print(json.dumps(asdict(status), indent=1) if args.json else printable(describe(status)))
+        return EXIT_DONE
+    statuses, damaged, refused = [], False, None
+    for run_dir in args.runs:
+        try:
+            folder = run_folder(run_dir)
+        except ConfigError as error:
+            refused = error
+            continue
+        try:
+            statuses.append(gather(folder))
+        except (MegatronDebertaError, OSError) as error:
+            print(printable(f"megatron-deberta: warning: {run_dir}: {error}"), file=sys.stderr)
+            damaged = True
+    if refused is not None and not statuses and not damaged:
+        raise refused
+    if args.json:
+        print(json.dumps(list(map(asdict, statuses)), indent=1))
+    else:
+        print(printable(describe_runs(statuses)))
+    return EXIT_FAILURE if damaged else EXIT_DONE
+
+
+def describe_runs(statuses: Sequence[RunStatus]) -> str:
+    """Format a table with a row per run."""
+    rows = [("run", "state", "step", "tokens/s", "loss", "ETA", "last record", "attempts")]
+    for status in statuses:
+        speed, recorded = status.tokens_per_second, status.record_time
+        age = None if recorded is None else max(0.0, time.time() - recorded)
+        rows.append(
+            (
+                status.run_dir,
+                status.condition,
+                f"{status.step:,}/{status.target_step:,}",
+                "-" if speed is None else f"{speed:,.0f}",
+                "-" if status.loss is None else f"{status.loss:.4f}",
+                format_duration(status.seconds_left) if status.seconds_left else "-",
+                "-" if age is None else f"{format_duration(age)} ago",
+                # There are none of `pretrain` without a supervisor.
+                str(len(status.attempts) + len(status.earlier_attempts) or "-"),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  "
+        + "  ".join(f"{cell:>{width}}" for cell, width in zip(row[2:], widths[2:], strict=True))
+        for row in rows
+    )
 
 
 def describe(status: RunStatus) -> str:

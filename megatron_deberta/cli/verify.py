@@ -8,15 +8,16 @@ Every shard is read completely. Each problem is printed with its file and place:
 
 Examples:
   megatron-deberta verify shards/books_text_document
-  megatron-deberta verify shards/*.idx --tokenizer tokenizer --jobs 8
+  megatron-deberta verify shards/*.idx --tokenizer tokenizer --workers 8
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
-from megatron_deberta.cli.arguments import add_shared, shard_names
+from megatron_deberta.cli.arguments import add_shared, number, shard_names
 from megatron_deberta.data.shards.verify import ShardReport, verify_shards
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE
 from megatron_deberta.tokenizer import load_tokenizer
@@ -24,7 +25,11 @@ from megatron_deberta.tokenizer import load_tokenizer
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_shared(parser, "shards", "--prefix", "--jobs")
+    add_shared(parser, "shards", "--prefix")
+    parser.add_argument(
+        "--workers", type=number(int, 1), default=len(os.sched_getaffinity(0)), metavar="N",
+        help="threads (default: the CPU cores, %(default)s here)",
+    )  # fmt: skip
     add_shared(parser, "--tokenizer", help="check that the shards were made with this tokenizer")
 
 
@@ -36,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         prefixes,
         fingerprint=tokenizer.fingerprint if tokenizer else None,
         vocab_size=tokenizer.vocab_size if tokenizer else None,
-        jobs=args.jobs,
+        jobs=args.workers,
         report=_show,
     )
     if bad and len(prefixes) > 1:

@@ -170,7 +170,7 @@ def check_dtype(dtype: str, supported: Sequence[str]) -> None:
     Raises:
         ConfigError: it is not supported.
     """
-    if dtype not in supported:
+    if dtype != "auto" and dtype not in supported:
         raise ConfigError(
             f"precision.dtype={dtype} is not supported by the cluster's devices; use "
             f"{' or '.join(supported)}"

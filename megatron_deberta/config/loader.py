@@ -23,7 +23,14 @@ import yaml
 
 from megatron_deberta.config.phases import resolve_durations
 from megatron_deberta.config.rules import validate
-from megatron_deberta.config.schema import AUTO, PHASE_KEYS, RENAMED_VALUES, Phase, RunConfig
+from megatron_deberta.config.schema import (
+    AUTO,
+    PHASE_KEYS,
+    RENAMED_VALUES,
+    Phase,
+    RunConfig,
+    head_of,
+)
 from megatron_deberta.config.yaml_reader import (
     PlainScalar,
     TextLoader,
@@ -239,6 +246,8 @@ def merge_layers(
 ) -> RunConfig:
     """Apply layers to a config, key by key; later layers win.
 
+    ``model.head`` follows from ``objective.name`` if no layer sets it.
+
     Args:
         layers: origin of the data, for messages, and sections of keys.
         is_stored: the data are a saved config, so do not warn of 0 and "" for none.
@@ -267,6 +276,8 @@ def merge_layers(
                         source, section, key, typed,
                     )  # fmt: skip
                 merged.setdefault(section, {})[key] = typed
+    if objective := merged.get("objective", {}).get("name"):
+        merged.setdefault("model", {}).setdefault("head", head_of(objective))
     base = RunConfig()
     sections = {name: replace(getattr(base, name), **values) for name, values in merged.items()}
     return replace(base, **sections)

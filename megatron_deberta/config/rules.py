@@ -27,6 +27,7 @@ from megatron_deberta.config.schema import (
     RTDConfig,
     RunConfig,
     check_ranges,
+    head_of,
 )
 from megatron_deberta.errors import ConfigError, MegatronDebertaError, TopologyError
 
@@ -300,10 +301,11 @@ def _check_masking(objective: ObjectiveConfig) -> None:
 
 def _check_head(config: RunConfig) -> None:
     model, objective = config.model, config.objective
-    if model.head != ("mlm" if objective.name == "mlm+ar" else objective.name):
+    head = head_of(objective.name)
+    if model.head != head:
         raise ConfigError(
-            f"objective.name={objective.name} does not fit model.head={model.head}; use the same "
-            "for both, or objective.name=mlm+ar with model.head=mlm"
+            f"objective.name={objective.name} does not fit model.head={model.head}; set "
+            f"model.head={head}, which is the default, or objective.name={model.head}"
         )
     if model.head in ("classification", "tokens") and len(model.labels) < 2:
         raise ConfigError(
@@ -414,7 +416,8 @@ def check_stage(precision: PrecisionConfig) -> None:
     Raises:
         ConfigError: stage 0 with a 16-bit format.
     """
-    if precision.engine == "deepspeed" and precision.zero_stage == 0 and precision.dtype != "fp32":
+    is_half = precision.dtype in ("bf16", "fp16")
+    if precision.engine != "plain" and precision.zero_stage == 0 and is_half:
         raise ConfigError(
             f"precision.zero_stage=0 with precision.dtype={precision.dtype} computes wrong updates "
             "in DeepSpeed; use precision.zero_stage=1, which has no overhead on one rank"
@@ -422,7 +425,7 @@ def check_stage(precision: PrecisionConfig) -> None:
 
 
 def _check_precision(precision: PrecisionConfig) -> None:
-    sharded = precision.engine == "deepspeed" and precision.zero_stage > 0
+    sharded = precision.engine != "plain" and precision.zero_stage > 0
     check_stage(precision)
     if precision.offload_optimizer and not sharded:
         raise ConfigError(

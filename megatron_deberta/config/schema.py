@@ -33,10 +33,19 @@ Head = Literal[
     "choices",
 ]
 ObjectiveName = Literal[Head, "mlm+ar"]
+DType = Literal["fp32", "bf16", "fp16"]
+EngineName = Literal["deepspeed", "plain"]
 PRETRAINING_HEADS: tuple[Head, ...] = ("mlm", "autoregressive", "rtd")
 """Heads that are trained on text without labels."""
 LANGUAGE_MODEL_HEADS: tuple[Head, ...] = ("mlm", "autoregressive")
 """Heads that predict tokens; their weights are the same."""
+
+
+def head_of(objective: ObjectiveName) -> Head:
+    """Return the head that a model needs for an objective."""
+    return "mlm" if objective == "mlm+ar" else objective
+
+
 AUTO = 0
 """Value of ``model.vocab_size: auto`` until the tokenizer is known."""
 
@@ -193,7 +202,8 @@ class ModelConfig(KnownSettings):
     next_sentence_head: bool = False
     """Add a head on [CLS] that predicts whether the second segment follows the first."""
     head: Head = "mlm"
-    """Head of the model: ``mlm``, ``autoregressive`` or ``rtd`` for pretraining, or that of a
+    """Head of the model; where no file and no override sets it, it follows from
+    ``objective.name``: ``mlm``, ``autoregressive`` or ``rtd`` for pretraining, or that of a
     labelled task (docs/finetuning.md), which ``finetune`` sets. ``discriminator``: one of the two
     models of ``rtd``, in exports."""
     generator_layers: int | None = positive(None)
@@ -260,8 +270,8 @@ class ObjectiveConfig(Section):
     """Masked language modelling with dynamic span masking, or the loss of a labelled task."""
 
     name: ObjectiveName = "mlm"
-    """The training task; the same as ``model.head``. ``mlm+ar`` (DeBERTa-MT), with ``model.head:
-    mlm``: masked and autoregressive batches."""
+    """The training task, which also decides ``model.head``. ``mlm+ar`` (DeBERTa-MT): masked and
+    autoregressive batches."""
     autoregressive_fraction: float = fraction(0.5)
     """``mlm+ar``: fraction of the steps whose batch is autoregressive."""
     mask_probability: float = fraction(0.15)
@@ -378,10 +388,12 @@ class OptimizerConfig(Section):
 class PrecisionConfig(Section):
     """Number formats, engine and ZeRO stage."""
 
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Dtype of weights and activations; 16-bit formats have fp32 master weights."""
-    engine: Literal["deepspeed", "plain"] = "deepspeed"
-    """``plain`` is the reference engine that tests compare DeepSpeed with."""
+    dtype: Literal[DType, "auto"] = "auto"
+    """Dtype of weights and activations; 16-bit formats have fp32 master weights. ``auto``: bf16
+    where all GPUs have it, else fp16 (V100), fp32 on a CPU; a resumed run keeps its own."""
+    engine: Literal[EngineName, "auto"] = "auto"
+    """``plain`` is the reference engine, without sharding. ``auto``: ``plain`` for one process on a
+    CPU, where it is faster, else ``deepspeed``; a run that began with ``deepspeed`` keeps it."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """Sharded over data-parallel ranks: 1 optimizer, 2 gradients, 3 weights. 0 needs fp32."""
     offload_optimizer: bool = False

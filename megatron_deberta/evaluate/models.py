@@ -266,7 +266,9 @@ def open_ranks(config: RunConfig, source: SourceModel) -> Iterator[tuple[nn.Modu
             verified = pool.submit(
                 source.verify, share=groups.rank, num_shares=environment.world_size
             )
-            sharded = build_model(config, groups, DTYPES[config.precision.dtype])
+            # An import has no format of its own.
+            dtype = "fp32" if config.precision.dtype == "auto" else config.precision.dtype
+            sharded = build_model(config, groups, DTYPES[dtype])
             with raise_on_all_ranks(groups):
                 # First: a damaged file is named by its hash, not by what its tensors look like.
                 verified.result()
@@ -318,7 +320,7 @@ def evaluation_config(run: RunConfig, source: SourceModel, overrides: Sequence[s
     run = replace(
         run,
         parallel=replace(run.parallel, tensor_parallel_size=1, sequence_parallel=False),
-        precision=PrecisionConfig(engine="plain"),
+        precision=PrecisionConfig(dtype="fp32", engine="plain"),
         tokenizer=replace(run.tokenizer, path=source.tokenizer_path),
     )
     return config_from_layers([(str(source.path), config_to_dict(run))], overrides)

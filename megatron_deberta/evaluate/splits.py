@@ -32,10 +32,11 @@ from megatron_deberta.model.heads import num_outputs
 from megatron_deberta.model.inputs import ModelInputs, RowPacking
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.ops.cross_entropy import IGNORED_LABEL
+from megatron_deberta.tasks.class_scores import class_scores
 from megatron_deberta.tasks.encoding import EncodedDataset, encode
 from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.reading import read_examples
-from megatron_deberta.tasks.scoring import Outputs, nonfinite_rows, score
+from megatron_deberta.tasks.scoring import Outputs, nonfinite_rows, predict, score
 from megatron_deberta.tasks.task import TaskConfig
 from megatron_deberta.tokenizer import Tokenizer
 
@@ -357,6 +358,7 @@ def validate_split(
         return None
     outputs, evaluation = found
     metrics: dict[str, float] = {}
+    classes = None
     with raise_on_all_ranks(groups):
         if groups.rank == 0:
             # A run goes on: the guard may roll it back, and no such step is the best.
@@ -370,10 +372,12 @@ def validate_split(
                 metrics = {str(name): math.nan for name in task.metrics}
             else:
                 metrics = score(task, split.examples, split.encoded, outputs)
+                predictions = predict(task, split.examples, split.encoded, outputs)
+                classes = class_scores(task, split.examples, predictions)
     metrics = json.loads(broadcast_text(json.dumps(metrics), groups))
     values = {"loss": evaluation.metrics["loss"], **metrics, SCORE: metrics[task.metrics[0]]}
     shown = [f"{name.replace('_', ' ')} {values[name]:.4f}" for name in ("loss", *task.metrics)]
-    return Evaluation(values, " | ".join(shown))
+    return Evaluation(values, " | ".join(shown), classes)
 
 
 def run_split(

@@ -14,6 +14,7 @@ from megatron_deberta.data.batch import MicroBatch
 from megatron_deberta.distributed.control import sum_over_batch_ranks
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.objectives import Mean, ModelLosses, Objective
+from megatron_deberta.tasks.class_scores import ClassScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +24,12 @@ class Evaluation:
     Attributes:
         metrics: by name, as recorded in ``metrics.jsonl``.
         text: what is shown.
+        class_scores: scores by class of a labelled task that has classes, on rank 0 only.
     """
 
     metrics: dict[str, float]
     text: str = ""
+    class_scores: ClassScores | None = None
 
 
 @contextmanager

@@ -428,7 +428,9 @@ def _check_unchanged(config: RunConfig, before: RunConfig, path: Path) -> None:
     for section in sorted(new.keys() - set(_MAY_CHANGE)):
         for key, value in new[section].items():
             name = f"{section}.{key}"
-            if old[section][key] != value and name not in _MAY_CHANGE:
+            # A run keeps the format and the engine with which it began.
+            is_kept = section == "precision" and value == "auto"
+            if old[section][key] != value and name not in _MAY_CHANGE and not is_kept:
                 raise ConfigError(
                     f"{path}: {name} was {old[section][key]!r} and is now {value!r}; restore it, "
                     "or give the search another output"

@@ -44,14 +44,14 @@ class Device:
 
     def flops_per_second(self, dtype: str) -> float:
         """Return the data sheet's matrix rate for ``precision.dtype``."""
-        return 1e12 * (self.single_tflops if dtype == "fp32" else self.half_tflops)
+        return 1e12 * (self.single_tflops if dtype in ("auto", "fp32") else self.half_tflops)
 
 
 CHUNKED_BYTES = 248
 """Memory traffic per attention score of the ``chunked`` backend, see `Device.attention_bytes`.
 
 Counted: 25 GB per layer of the 1.5B model and 8,192 tokens in rows of 512."""
-MEASURED = "--achieved"
+MEASURED = "--mfu"
 """Source of a share that was measured of whole steps."""
 
 _HOPPER_SOURCE = "assumed; no measurement of this project yet"
@@ -138,7 +138,7 @@ def machine_of(profile: ClusterProfile, device: str = "", achieved: float = 0.0)
             "the cluster profile has no network_gbit_per_second; add the bandwidth of a node"
         )
     if not 0 <= achieved <= 1:
-        raise ConfigError(f"--achieved {achieved} must be between 0 and 1, such as 0.4")
+        raise ConfigError(f"--mfu {achieved} must be between 0 and 1, such as 0.4")
     found = find_device(name)
     if achieved:
         # A measured share is one of whole steps.

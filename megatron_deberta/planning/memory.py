@@ -30,7 +30,8 @@ from megatron_deberta.ops.batched import block_size, strip_size
 from megatron_deberta.ops.cross_entropy import chunk_rows
 from megatron_deberta.tasks.task import load_task, run_task_name
 
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+ELEMENT_BYTES = {"auto": 4, "fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes by ``precision.dtype``; ``auto`` that nothing has resolved is fp32."""
 _STATISTICS = 8
 """Bytes per token that LayerNorm keeps: mean and deviation in fp32."""
 

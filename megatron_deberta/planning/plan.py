@@ -477,11 +477,11 @@ def _check_machine(config: RunConfig, machine: Machine, world_size: int) -> None
     check_dtype(config.precision.dtype, machine.dtypes)
     per_node = machine.ranks_per_node
     if world_size < 1:
-        raise TopologyError(f"--world-size {world_size} must be at least 1, such as {per_node}")
+        raise TopologyError(f"--ranks {world_size} must be at least 1, such as {per_node}")
     if world_size > per_node and world_size % per_node:
         below = world_size // per_node * per_node
         raise TopologyError(
-            f"--world-size {world_size} does not fill nodes of {per_node} ranks; use {below} or "
+            f"--ranks {world_size} does not fill nodes of {per_node} ranks; use {below} or "
             f"{below + per_node}"
         )
     check_tensor_parallel_divides(

@@ -16,6 +16,7 @@ from megatron_deberta.report.charts import NUM_COLORS, DrawnChart, draw
 from megatron_deberta.report.run_charts import CHART_GROUPS
 from megatron_deberta.report.run_folder import RunFolder, flatten, read_run, run_names
 from megatron_deberta.report.tables import (
+    class_tables,
     config_differences,
     data_statistics,
     events,
@@ -59,6 +60,7 @@ def write_page(folders: Sequence[Path]) -> tuple[str, list[str]]:
         overview=overview(runs),
         groups=_draw_groups(runs),
         events=[events(run) for run in runs],
+        classes=[class_tables(run) for run in runs],
         statistics=[table for table, _ in statistics],
         samples=[tables for tables, _ in samples],
         differences=config_differences(runs, dict(flatten(config_to_dict(RunConfig())))),

@@ -24,6 +24,7 @@ HISTORY = "chain.jsonl"
 BAD_NODES = "bad_nodes.jsonl"
 TIMELINE = "timeline.jsonl"
 SAMPLES = "samples.jsonl"
+CLASS_SCORES = "class_scores.jsonl"
 _LONGEST_LINE = 1 << 24
 _MOST_NAMED = 5
 _LARGEST = 1e300
@@ -48,6 +49,7 @@ class RunFolder:
         bad_nodes: records of ``bad_nodes.jsonl``.
         timeline: records of ``timeline.jsonl``.
         samples: records of ``samples.jsonl``.
+        class_scores: records of ``class_scores.jsonl``, of fine-tuning runs.
         checkpoints: time in seconds since the epoch by step, of committed checkpoints.
         finetuned: content of ``finetuned/*/curve.json``.
         problems: one line per damaged file or group of lines.
@@ -61,6 +63,7 @@ class RunFolder:
     bad_nodes: Sequence[Record]
     timeline: Sequence[Record]
     samples: Sequence[Record]
+    class_scores: Sequence[Record]
     checkpoints: Mapping[int, float]
     finetuned: Sequence[Record]
     problems: Sequence[str]
@@ -171,6 +174,9 @@ def read_run(folder: Path, name: str) -> RunFolder:
         bad_nodes=reader.json_lines(BAD_NODES, {"node": str, "time": number}),
         timeline=reader.json_lines(TIMELINE, {"event": str, "time": number, "step": int}),
         samples=reader.json_lines(SAMPLES, {"step": int, "samples": list}),
+        class_scores=reader.json_lines(
+            CLASS_SCORES, {"step": int, "unit": str, "classes": list, "confusion": list}
+        ),
         checkpoints=reader.checkpoints(),
         finetuned=[
             curve

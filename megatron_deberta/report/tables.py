@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -29,6 +30,10 @@ MAX_VALIDATIONS = 10
 MAX_SAMPLES = 4
 """Rows of the validation set shown per run."""
 _WORD_START = "▁"
+_CLASS_COUNTS = ("labelled", "predicted", "right")
+_CLASS_RATES = ("precision", "recall", "f1")
+MAX_COLUMNS = 40
+"""Classes of a confusion matrix that is shown."""
 MAX_EVENTS = 200
 """Restarts and faults listed, and skipped updates, the last ones each."""
 _HIDDEN_KEYS = ("train.run_dir", "cluster.notify")
@@ -174,6 +179,65 @@ def _describe_guard(record: Record) -> str:
         )
         return f"run again, {record.get('cause')}: {record.get('verdict')}{where}"
     return f"update skipped: {record.get('skip') or 'unknown reason'}"
+
+
+@dataclass(frozen=True, slots=True)
+class ClassTables:
+    """Scores by class of one validation.
+
+    Attributes:
+        step: of the validation: the best one, or else the last.
+        scores: a row per class.
+        confusion: a row per label and a column per prediction; None: not recorded, or too large.
+    """
+
+    step: int
+    scores: Table
+    confusion: Table | None
+
+
+def class_tables(run: RunFolder) -> ClassTables | None:
+    """Return the scores by class of a fine-tuning run's best validation; None without any."""
+    records = {record["step"]: record for record in run.class_scores if _is_scored(record)}
+    if not records:
+        return None
+    scores = {step: score for step, score in points(run.of_kind("validation"), "score")}
+    step = max(records, key=lambda known: (scores.get(known, -math.inf), known))
+    record = records[step]
+    names = [each["name"] for each in record["classes"]]
+    rows = [
+        [
+            each["name"],
+            *(f"{each[key]:,}" for key in _CLASS_COUNTS),
+            *(f"{each[key]:.4f}" for key in _CLASS_RATES),
+        ]
+        for each in record["classes"]
+    ]
+    header = ["class", record["unit"], "predicted", "right", "precision", "recall", "F1"]
+    matrix = record["confusion"]
+    is_square = len(matrix) == len(names) and all(
+        isinstance(row, list) and len(row) == len(names) and all(map(is_number, row))
+        for row in matrix
+    )
+    confusion = None
+    if matrix and is_square and len(names) <= MAX_COLUMNS:
+        cells = ([f"{count:,}" for count in row] for row in matrix)
+        confusion = Table(
+            ["label / prediction", *names],
+            [[name, *row] for name, row in zip(names, cells, strict=True)],
+        )
+    return ClassTables(step, Table(header, rows), confusion)
+
+
+def _is_scored(record: Record) -> bool:
+    """Return whether a record holds the scores of at least one class, and nothing else."""
+    keys = (*_CLASS_COUNTS, *_CLASS_RATES)
+    return bool(record["classes"]) and all(
+        isinstance(each, dict)
+        and isinstance(each.get("name"), str)
+        and all(is_number(each.get(key)) for key in keys)
+        for each in record["classes"]
+    )
 
 
 def data_statistics(run: RunFolder) -> tuple[Table, list[str]]:

@@ -24,6 +24,7 @@ from megatron_deberta.evaluate.validation_samples import SampleRecorder, SampleW
 from megatron_deberta.observe.metrics import JsonLines, RecordKind, StepRecord
 from megatron_deberta.observe.progress import Section
 from megatron_deberta.observe.timeline import Timeline
+from megatron_deberta.tasks.class_scores import FILE_NAME as CLASS_SCORES_FILE
 from megatron_deberta.train.data import Validator
 from megatron_deberta.train.records import RunRecords
 from megatron_deberta.train.state import Ending, StepResult
@@ -236,6 +237,7 @@ class Validate(PeriodicEvaluation):
     def __init__(self) -> None:
         self._evaluate: Evaluate | None = None
         self._writer: SampleWriter | None = None
+        self._classes: JsonLines | None = None
 
     def on_start(self, trainer: Trainer) -> None:
         """Prepare the validation; make that of the last step if an interrupted process did not."""
@@ -252,6 +254,10 @@ class Validate(PeriodicEvaluation):
             lines.cut_after(records.first_step)
             path = trainer.data.identity.tokenizer_path
             self._writer = SampleWriter(lines, recorder, path)
+            self._classes = JsonLines(
+                records.run_dir / CLASS_SCORES_FILE, trainer.saver.fence.check
+            )
+            self._classes.cut_after(records.first_step)
         self._repeat_missing(trainer)
 
     def _repeat_missing(self, trainer: Trainer) -> None:
@@ -288,11 +294,15 @@ class Validate(PeriodicEvaluation):
         return self._evaluate()
 
     def show(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Record the metrics and the samples."""
+        """Record the metrics, the samples and the scores by class."""
         assert trainer.records is not None
         assert self._writer is not None
-        trainer.records.report(trainer.state.step, evaluation)
-        self._writer.write(trainer.state.step)
+        assert self._classes is not None
+        step = trainer.state.step
+        trainer.records.report(step, evaluation)
+        self._writer.write(step)
+        if evaluation.class_scores is not None:
+            self._classes.append({"step": step, **evaluation.class_scores.to_dict()})
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,12 @@ from megatron_deberta.train.callbacks import (
 from megatron_deberta.train.data import OpenData, open_pretraining_data
 from megatron_deberta.train.local_checkpoints import LocalCheckpoints, SaveLocalCheckpoints
 from megatron_deberta.train.preemption import StopSignal
-from megatron_deberta.train.setup import build_rank_model, choose_background_saves, set_determinism
+from megatron_deberta.train.setup import (
+    build_rank_model,
+    choose_background_saves,
+    choose_precision,
+    set_determinism,
+)
 from megatron_deberta.train.stability.guard import Guard
 from megatron_deberta.train.start import OpenWeights, choose_start, load_start
 from megatron_deberta.train.state import Ending, FolderLock
@@ -183,7 +188,7 @@ def _init_rank(
         environment,
         lambda: stop.received is not None,
     )
-    return config, groups
+    return choose_precision(config, groups), groups
 
 
 def _enter_folder(

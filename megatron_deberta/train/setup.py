@@ -3,24 +3,96 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import os
 from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
 
 import psutil
 import torch
 
+from megatron_deberta.checkpoint.layout import COMMITTED_FILE
+from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.saver import FREE_SHARE, copy_bytes, state_bytes
-from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.distributed.control import all_reduce_any
+from megatron_deberta.checkpoint.store import find_newest
+from megatron_deberta.config import config_from_dict
+from megatron_deberta.config.precision import PREFERRED, formats_of, resolve_precision
+from megatron_deberta.config.schema import DType, EngineName, RunConfig
+from megatron_deberta.distributed.control import (
+    all_reduce_any,
+    all_reduce_max,
+    broadcast_text,
+    raise_on_all_ranks,
+)
 from megatron_deberta.distributed.environment import RankEnvironment, read_environment
 from megatron_deberta.distributed.parallelize.build import ShardedModel, build_model
 from megatron_deberta.distributed.parallelize.plan import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.observe.throughput import StepWork, ThroughputMeter, measure_matmul_rate
 
-# Values of ``precision.dtype`` as torch dtypes
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Values of ``precision.dtype`` as torch dtypes; ``auto`` that nothing has resolved is fp32.
+DTYPES = {
+    "auto": torch.float32,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+logger = logging.getLogger(__name__)
+
+
+def choose_precision(config: RunConfig, groups: ProcessGroups) -> RunConfig:
+    """Replace ``auto`` of ``precision.dtype`` and ``.engine``. Collective over all ranks.
+
+    Raises:
+        ConfigError: the run in the folder began in a format that a device lacks.
+    """
+    if "auto" not in (config.precision.dtype, config.precision.engine):
+        return config
+    device = groups.device
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    formats = formats_of(capability)
+    if capability is not None:
+        # Devices may differ: what all of them have.
+        first = all_reduce_max(torch.tensor(PREFERRED.index(formats[0]), device=device), groups)
+        formats = PREFERRED[int(first.item()) :]
+    resolved = resolve_precision(
+        config, formats,
+        is_cpu_process=groups.world_size == 1 and device.type == "cpu",
+        resumed=_began_with(config, groups),
+    )  # fmt: skip
+    for key in ("dtype", "engine"):
+        if getattr(config.precision, key) == "auto":
+            value = getattr(resolved.precision, key)
+            logger.info("precision.%s: auto is %s on these devices", key, value)
+    return resolved
+
+
+def _began_with(config: RunConfig, groups: ProcessGroups) -> tuple[DType, EngineName] | None:
+    """Return format and engine of the checkpoint that a run resumes or continues. Collective.
+
+    None: it begins.
+    """
+    text = ""
+    with raise_on_all_ranks(groups):
+        newest = find_newest(config.train.run_dir)
+        if newest is None and (given := config.checkpoint.continue_from):
+            is_checkpoint = Path(given, COMMITTED_FILE).exists()
+            newest = Path(given) if is_checkpoint else find_newest(given)
+        if groups.rank == 0 and newest is not None:
+            saved = config_from_dict(CheckpointReader(newest).metadata.config, str(newest))
+            text = f"{saved.precision.dtype} {saved.precision.engine}"
+    text = broadcast_text(text, groups)
+    if not text:
+        return None
+    # What a program has saved without resolving it was fp32 and DeepSpeed.
+    dtype, engine = text.split()
+    return (
+        "fp32" if dtype == "auto" else cast(DType, dtype),
+        "deepspeed" if engine == "auto" else cast(EngineName, engine),
+    )
 
 
 def set_determinism(device: torch.device, environment: RankEnvironment) -> None:
@@ -56,7 +128,7 @@ def build_rank_model(config: RunConfig, groups: ProcessGroups) -> ShardedModel:
     Parameters are partitioned over data-parallel ranks under ZeRO-3.
     """
     partition = None
-    if config.precision.engine == "deepspeed" and config.precision.zero_stage == 3:
+    if config.precision.engine != "plain" and config.precision.zero_stage == 3:
         # Imported here because importing DeepSpeed is slow and reads the environment.
         from megatron_deberta.engine.deepspeed_engine import zero3_partition
 

@@ -168,7 +168,9 @@ def _continued(
     for change in changed:
         logger.info("changed since then: %s", change)
     dtype = reader.metadata.config["precision"]["dtype"]
-    return Start(state, guard, reader, other_dtype=dtype != config.precision.dtype)
+    # Unresolved, ``auto`` is fp32.
+    used = {"fp32" if name == "auto" else name for name in (dtype, config.precision.dtype)}
+    return Start(state, guard, reader, other_dtype=len(used) > 1)
 
 
 def load_start(

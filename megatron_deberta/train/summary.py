@@ -44,6 +44,8 @@ def describe_start(
         predicted_bytes: predicted peak memory of a rank; 0: not predicted.
     """
     model, precision, train = config.model, config.precision, config.train
+    sharding = "" if precision.engine == "plain" else f", ZeRO stage {precision.zero_stage}"
+    engine = f"{precision.engine} engine{sharding}"
     origin = "a new run"
     if start.reader is not None:
         origin = f"a new run with the weights of {start.reader.path}"
@@ -63,7 +65,7 @@ def describe_start(
             "layout",
             f"{groups.world_size} {'rank' if groups.world_size == 1 else 'ranks'} = "
             f"{groups.tp_size} tensor-parallel x {groups.dp_size} data-parallel, "
-            f"{precision.engine}, ZeRO stage {precision.zero_stage}, {precision.dtype}",
+            f"{engine}, {precision.dtype}",
         ),
         ("device", _device(groups.device)),
     ]

@@ -237,6 +237,8 @@ def pretrain(name: str, folder: Path) -> Json:
     config["data"] |= {"sequence_length": 48, **settings.get("data", {})}
     config["train"] = {"run_dir": str(run_dir), "steps": steps, "device": "cpu", "eval_every": 0}
     config["train"] |= {"global_batch_size": 8, "micro_batch_size": 2}
+    # The default when the golden file was written; now it is the plain engine for one process.
+    config["precision"] = {"engine": "deepspeed", **settings.get("precision", {})}
     path = folder / "run.yaml"
     path.write_text(json.dumps(config))  # JSON is YAML.
     if count == 1:

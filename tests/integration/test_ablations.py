@@ -63,7 +63,7 @@ def test_a_tiny_version_runs_end_to_end(name: str, run_yaml: Path, tmp_path: Pat
         settings = [word for word in TINY if not word.startswith("model.")]
         settings += ["optimizer.warmup_fraction=null", f"train.run_dir={folder}"]
         assert main(["finetune", *arguments, "--model", str(run_dir), *settings]) == EXIT_DONE
-        command = ["evaluate", *arguments, "--model", str(folder), "--output", str(output)]
+        command = ["evaluate", "task", *arguments, "--model", str(folder), "--output", str(output)]
         assert main(command) == EXIT_DONE
         scores = json.loads(output.read_text())
         assert math.isfinite(scores["loss"])

@@ -15,7 +15,7 @@ from tests.support.jobs import Run, records
 from tests.support.minimal_pairs import write_pairs
 
 BOTH = ("objective.name=mlm+ar",)
-ALONE = ("objective.name=autoregressive", "model.head=autoregressive")
+ALONE = ("objective.name=autoregressive",)
 TEXT = "The old man walked to the river .\n \n = He sat down = \nand looked at the water .\n"
 OPTIONS = ("--stride", "8", "data.sequence_length=32", "train.micro_batch_size=2")
 
@@ -63,9 +63,9 @@ def test_both_forms_are_trained_and_resumed(
             math.exp(values["loss"] / values["num_words"])
         )
     assert found["masked"]["mask_every"] == 7
-    assert main(["generate", str(run_dir), "The old", "", "--tokens", "4"]) == EXIT_DONE
+    assert main(["generate", str(run_dir), "The old", "", "--max-new-tokens", "4"]) == EXIT_DONE
     assert "The old" in capfd.readouterr().out
-    options = ["--temperature", "1", "--top-k", "20", "--seed", "3", "--tokens", "4"]
+    options = ["--temperature", "1", "--top-k", "20", "--seed", "3", "--max-new-tokens", "4"]
     assert main(["generate", str(run_dir), "The old", *options]) == EXIT_DONE
     assert main(["fill-mask", str(run_dir), "The [MASK] man"]) == EXIT_DONE
     exported = str(tmp_path / "exported")
@@ -90,7 +90,7 @@ def test_autoregressive_alone(
         records(run_dir, "minimal_pairs")[2]["accuracy"]
     )
     assert evaluate("perplexity", run_dir, text, *OPTIONS)["form"] == "autoregressive"
-    assert main(["generate", str(run_dir), "The old", "--tokens", "4"]) == EXIT_DONE
+    assert main(["generate", str(run_dir), "The old", "--max-new-tokens", "4"]) == EXIT_DONE
     capfd.readouterr()
     model, data, absent = ["--model", str(run_dir)], ["--data", str(text)], tmp_path / "x"
     for words, message in (
@@ -102,7 +102,8 @@ def test_autoregressive_alone(
         (["evaluate", "perplexity", *model, *data, "--form", "masked"], "--form masked"),
         (["evaluate", "perplexity", *model, *data, "--mask-every", "3"], "for the masked form"),
         (["evaluate", "perplexity", *model, *data, "--stride", "999"], "--stride 999 exceeds"),
-        (["evaluate", "perplexity", *model, *data, "--limit", "9"], "is for the task blimp"),
+        (["evaluate", "perplexity", *model, *data, "--limit", "9"],
+         "unrecognized arguments: --limit"),
         (["evaluate", "blimp", *model, "--data", str(pairs), "--metric", "within_word_l2r"],
          "is for masked language models"),
         (["generate", str(run_dir), "The", "--top-k", "3"], "needs --temperature"),

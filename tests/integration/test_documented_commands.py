@@ -67,7 +67,7 @@ LABELLED = {
 }  # fmt: skip
 """Header with and without labels, row with and without a label."""
 TRAINED = {
-    "runs/rtd": ("model.head=rtd", "objective.name=rtd"),
+    "runs/rtd": ("objective.name=rtd",),
     "runs/mt": ("objective.name=mlm+ar",),
     "runs/averaged": ("optimizer.ema_decay=0.999",),
 }

@@ -149,8 +149,18 @@ def test_the_best_checkpoint_is_kept_and_used(
 
     task = [str(data / "task.yaml"), "--model", str(run_dir), "--data", str(data)]
     report, output = tmp_path / "metrics.json", tmp_path / "predictions.jsonl"
-    assert main(["evaluate", *task, "--output", str(report)]) == EXIT_DONE
-    assert json.loads(report.read_text())["accuracy"] == pytest.approx(best_score)
+    assert main(["evaluate", "task", *task, "--output", str(report)]) == EXIT_DONE
+    found = json.loads(report.read_text())
+    assert found["accuracy"] == pytest.approx(best_score)
+    classes = found["class_scores"]
+    assert [each["name"] for each in classes["classes"]] == ["bad", "good"]
+    total = sum(map(sum, classes["confusion"]))
+    assert sum(each["right"] for each in classes["classes"]) / total == found["accuracy"]
+    assert "confusion matrix" in capsys.readouterr().out
+    lines = (run_dir / "class_scores.jsonl").read_text().splitlines()
+    recorded = {line["step"]: line for line in map(json.loads, lines)}
+    assert list(recorded) == [step for _, step in scored]
+    assert {"step": best_step, **classes} == recorded[best_step]
     board = tmp_path / "board"
     options = ["--output", str(output), "--leaderboard", str(board)]
     capsys.readouterr()

@@ -54,7 +54,7 @@ def test_wrong_arguments_are_one_line(
     output, model = tmp_path / "out.json", GOLDEN / "run"
     for data, options, message in (
         (tmp_path / "absent", (), "absent: no such folder"),
-        (pairs, ("--split", "dev"), "blimp has no splits"),
+        (pairs, ("--split", "dev"), "unrecognized arguments: --split"),
         (pairs, ("--metric", "x"), "invalid choice"),
     ):
         try:
@@ -64,9 +64,9 @@ def test_wrong_arguments_are_one_line(
         assert code != EXIT_DONE
         assert message in capsys.readouterr().err
         assert not output.exists()
-    task = ["evaluate", "sst2", "--model", str(model), "--data", str(pairs)]
+    task = ["evaluate", "task", "sst2", "--model", str(model), "--data", str(pairs)]
     assert main([*task, "--limit", "3"]) == EXIT_USAGE
-    assert "--limit is for the task blimp" in capsys.readouterr().err
+    assert "unrecognized arguments: --limit" in capsys.readouterr().err
 
 
 def test_generator_of_replaced_token_detection(

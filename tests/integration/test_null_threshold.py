@@ -34,7 +34,7 @@ def test_the_threshold_of_dev_is_applied(tmp_path: Path) -> None:
     )  # fmt: skip
     assert main(["finetune", *common, "--model", str(MODEL), *settings]) == EXIT_DONE
     trained = [*common, "--model", str(run_dir)]
-    assert main(["evaluate", *trained, "--output", str(report)]) == EXIT_DONE
+    assert main(["evaluate", "task", *trained, "--output", str(report)]) == EXIT_DONE
     scores = json.loads(report.read_text())
 
     def unanswered(name: str, *options: str) -> tuple[set[str], dict[str, float]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_deberta.checkpoint.layout import committed_steps, step_dir
+from megatron_deberta.config import load_config
 from megatron_deberta.data.sample_log import check_sample_log, read_sample_log
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
@@ -134,3 +135,24 @@ def test_damaged_newest_checkpoint_falls_back_to_the_previous(
     assert f"{file}: SHA-256 differs from the manifest's" in job.output()
     assert f"resuming from {step_dir(run_dir, 7)}" in job.output()
     assert losses(run_dir) == whole
+
+
+def test_auto_precision_is_recorded_and_kept(pretrain: Run, tmp_path: Path) -> None:
+    """A resumed run keeps format and engine, whatever a new run would take here."""
+    auto = ("precision.dtype=auto", "precision.engine=auto")
+
+    def recorded(folder: str) -> tuple[str, str]:
+        precision = load_config(tmp_path / folder / "config.yaml").precision
+        return precision.dtype, precision.engine
+
+    assert pretrain(*auto, run_dir="new")[0] == EXIT_DONE
+    assert recorded("new") == ("fp32", "plain")
+    began = ("precision.dtype=bf16", "precision.engine=deepspeed", "train.exit_step=1")
+    assert pretrain(*began, run_dir="other")[0] == EXIT_DONE
+    assert pretrain(*auto, run_dir="other")[0] == EXIT_DONE
+    assert recorded("other") == ("bf16", "deepspeed")
+    assert committed_steps(tmp_path / "other")[-1] == 2
+    # A format that is set is another experiment.
+    code, error = pretrain("precision.dtype=fp32", "precision.engine=auto", run_dir="other")
+    assert code != EXIT_DONE
+    assert "precision.dtype='fp32' but the checkpoint of step 2 was trained with 'bf16'" in error

@@ -130,6 +130,8 @@ class RunStatus:
     committed_step: int
     checkpoint_time: float | None
     """When that checkpoint was committed, in seconds since the epoch."""
+    record_time: float | None
+    """When the metrics were last written, in seconds since the epoch; None: there are none."""
     target_step: int
     skipped_updates: int
     """Updates that the guard has skipped, without overflows of fp16."""
@@ -188,14 +190,14 @@ def gather(run_dir: str | os.PathLike[str], *, ask_slurm: bool = True) -> RunSta
     has_eta = not over and (is_alive or history.is_running())
     saved = checkpoint_time(folder)
     starts: list[float] = [event["time"] for event in events if event["event"] == "start"]
-    recorded = metrics.stat().st_mtime if metrics.exists() else 0.0
+    recorded = metrics.stat().st_mtime if metrics.exists() else None
     condition, reason = find_condition(
         folder,
         events,
         over,
         process,
         state=state if jobs else "" if state == slurm.NOT_QUEUED else None,
-        quiet=time.time() - max(saved or 0.0, recorded, process.since(), *starts),
+        quiet=time.time() - max(saved or 0.0, recorded or 0.0, process.since(), *starts),
         longest=Limits(cluster).longest() + 2 * _record_seconds(records, target),
     )
     bad_nodes = BadNodes(folder, cluster.bad_node_hours).current().values()
@@ -209,6 +211,7 @@ def gather(run_dir: str | os.PathLike[str], *, ask_slurm: bool = True) -> RunSta
         step=step,
         committed_step=history.committed_step(),
         checkpoint_time=saved,
+        record_time=recorded,
         target_step=target,
         skipped_updates=skipped,
         rollbacks=rollbacks,

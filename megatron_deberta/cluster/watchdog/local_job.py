@@ -29,6 +29,15 @@ from megatron_deberta.errors import (
 logger = logging.getLogger(__name__)
 
 
+def rank_command(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Return the command of each rank.
+
+    Args:
+        arguments: of ``pretrain``.
+    """
+    return (sys.executable, "-m", "megatron_deberta", "pretrain", *arguments)
+
+
 def run_local_job(config: RunConfig, arguments: Sequence[str], ranks: int, restarts: int) -> int:
     """Train on this machine until the run has finished, cannot continue, or was told to stop.
 
@@ -131,7 +140,7 @@ def _node_plan(config: RunConfig, arguments: Sequence[str], ranks: int, attempt:
         num_nodes=1,
         host=socket.gethostname(),
         ranks_per_node=ranks,
-        command=(sys.executable, "-m", "megatron_deberta", "pretrain", *arguments),
+        command=rank_command(arguments),
         environment={**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
         logs=log_folder(config.train.run_dir, attempt),
         exit_wait_seconds=30.0,

@@ -35,7 +35,8 @@ def mutated(key: str) -> RunConfig:
     section_name, name = key.split(".")
     config = RunConfig()
     section: Any = getattr(config, section_name)
-    value = getattr(section, name)
+    # ``auto`` that nothing has resolved is fp32.
+    value = "fp32" if key == "precision.dtype" else getattr(section, name)
     choices = get_args(get_type_hints(type(section))[name])
     other: Any
     if type(None) in choices:
@@ -122,6 +123,20 @@ def test_every_key(reader: CheckpointReader, key: str) -> None:
     else:
         with pytest.raises(CheckpointError, match=key):
             resume(reader, config, allow_change=True)
+
+
+def test_auto_is_the_format_with_which_the_run_began(tmp_path: Path) -> None:
+    """Training resolves it; ``doctor`` and ``submit`` compare the configuration as it is."""
+    default = RunConfig()
+    half, full = (
+        replace(default, precision=replace(default.precision, dtype=dtype))
+        for dtype in ("bf16", "fp32")
+    )
+    began_in_bf16 = CheckpointReader(save_alone(tmp_path, 8))
+    began_in_bf16.metadata = metadata(8, half)
+    assert resume(began_in_bf16, default) == ["precision.dtype: 'bf16' -> 'auto'"]
+    with pytest.raises(CheckpointError, match="precision.dtype='fp32' but .* with 'bf16'"):
+        resume(began_in_bf16, full)
 
 
 @pytest.mark.parametrize(

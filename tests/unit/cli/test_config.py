@@ -16,6 +16,7 @@ from megatron_deberta.cli.completion import complete
 from megatron_deberta.cli.config import list_keys, markdown
 from megatron_deberta.cli.main import main
 from megatron_deberta.config import RunConfig, load_config
+from megatron_deberta.tasks.task import task_names
 
 ROOT = Path(__file__).parents[3]
 RUN = str(ROOT / "configs" / "runs" / "small.yaml")
@@ -49,6 +50,38 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert "model.num_layers" in capsys.readouterr().out
 
 
+def test_packaged_runs_and_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--runs"]) == 0
+    rows = {line.split("\t")[0]: line.split("\t")[1:] for line in lines_of(capsys)}
+    files = {f"configs/runs/{path.name}" for path in (ROOT / "configs" / "runs").glob("*.yaml")}
+    assert rows.keys() == files
+    assert rows["configs/runs/base_dgx2.yaml"] == [
+        "139.6M", "64 GPUs, fp16", "2,048", "1,000,000",
+        "DeBERTa-base of the paper (Table 8): four DGX-2, 64 V100",
+    ]  # fmt: skip
+    assert rows["configs/runs/small.yaml"][0] == "5.1M + 257 x vocabulary"
+    assert main(["config", "--models"]) == 0
+    models = {line.split("\t")[0]: line.split("\t")[1:] for line in lines_of(capsys)}
+    assert models["configs/models/v3_large.yaml"][:5] == ["435.7M", "24", "1024", "16", "128,100"]
+    assert all(row[-1] for row in (*rows.values(), *models.values())), "a file has no comment"
+
+
+def test_packaged_tasks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["finetune", "--list-tasks"])
+    assert caught.value.code == 0
+    rows = [line.split("\t") for line in lines_of(capsys)]
+    assert [row[0] for row in rows] == task_names()
+    (sst2,) = [row for row in rows if row[0] == "sst2"]
+    assert sst2[1:4] == ["classification", "accuracy", "tsv: train.tsv, dev.tsv, test.tsv"]
+    assert all(len(row) == 5 and all(row) for row in rows)
+
+
+def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return the lines printed since the last call."""
+    return capsys.readouterr().out.splitlines()
+
+
 def test_resolved_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["config", RUN, "train.steps=700"]) == 0
     copy = tmp_path / "run.yaml"
@@ -79,8 +112,11 @@ def test_an_open_vocabulary_size_is_shown_as_auto(
         (["finetune", "sst"], ["sst2"]),
         (["submit", "RUN.yaml", "--cluster", "dgx_"], ["dgx_h100"]),
         (["plan", "RUN.yaml", "--task", "sst"], ["sst2"]),
-        (["pretrain", "RUN.yaml", "precision.dtype="], ["fp32", "bf16", "fp16"]),
+        (["pretrain", "RUN.yaml", "precision.dtype="], ["fp32", "bf16", "fp16", "auto"]),
         (["launch", "RUN.yaml", "parallel.sequence_parallel=t"], ["true"]),
+        (["inspect", "sh"], ["shards"]),
+        (["evaluate", "task", "sst"], ["sst2"]),
+        (["evaluate", "blimp", "--me"], ["--metric"]),
         (["convert", "--dtype", "fp"], ["fp32", "fp16"]),
         (["convert", "--dtype=b"], ["bf16"]),
     ],

@@ -3,6 +3,7 @@
 import argparse
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from megatron_deberta import __version__, errors
 from megatron_deberta.cli import main as cli
+from megatron_deberta.cli.arguments import FORMER_OPTIONS
 from megatron_deberta.cli.evaluate import describe_metrics
 
 NAMES = [command.name for command in cli.COMMANDS]
@@ -28,6 +30,96 @@ def test_every_entry_of_the_table_works(
     assert f"megatron-deberta {command.name} " in shown.partition("options:")[2], (
         f"the help of {command.name} ends without an example"
     )
+
+
+def all_options() -> dict[str, dict[str, argparse.Action]]:
+    """Return the options of all commands and subcommands: name of the command to its action."""
+    found: dict[str, dict[str, argparse.Action]] = {}
+    for command in cli.COMMANDS:
+        for form, parser in cli.command_parsers(command, cli.import_command(command)).items():
+            for action in parser._actions:
+                for option in action.option_strings:
+                    found.setdefault(option, {})[f"{command.name} {form}".strip()] = action
+    return found
+
+
+def test_an_option_means_the_same_in_every_command() -> None:
+    """Its type, number of values and placeholder are equal; only choices may be fewer."""
+    # Where the result goes: a file or several, a folder, or the beginning of names.
+    may_differ = {"--output": ("nargs", "type")}
+    for option, actions in all_options().items():
+        seen = {
+            tuple(
+                getattr(getattr(action, name), "__name__", getattr(action, name))
+                for name in may_differ.get(option, ("nargs", "type", "metavar"))
+            )
+            for action in actions.values()
+        }
+        assert len(seen) == 1, f"{option} differs between {sorted(actions)}: {seen}"
+        choices = [set(action.choices) for action in actions.values() if action.choices]
+        assert all(one <= max(choices, key=len) for one in choices), option
+
+
+def test_one_name_for_one_thing() -> None:
+    """``--ranks``: training processes; ``--workers``: processes or threads of a text command."""
+    options = all_options()
+    synonyms = {
+        "--ranks": "--world-size --num-ranks --nproc --nproc-per-node --processes --gpus",
+        "--workers": "--num-workers --threads --procs",
+        "--jobs": "",
+        "--model": "--model-path --model-dir",
+        "--checkpoint": "--ckpt --checkpoint-dir",
+        "--seeds": "--num-seeds",
+        "--seed": "--random-seed",
+        "--output": "--out --output-dir --output-file --output-path",
+        "--max-new-tokens": "--tokens --max-tokens",
+        "--max-restarts": "--restarts --retries",
+        "--mfu": "--achieved --utilization",
+    }
+    for name, others in synonyms.items():
+        assert name in options
+        assert not options.keys() & set(others.split()), f"use {name}"
+    assert set(options["--jobs"]) == {"search"}, "use --workers"
+    for former, new in FORMER_OPTIONS.items():
+        command, _, option = former.rpartition(" ")
+        assert new in options
+        assert option not in options or command not in options[option], f"{former} is now {new}"
+        assert command or option not in options
+
+
+@pytest.mark.parametrize("name", ["inspect", "evaluate"])
+def test_subcommands_have_help_of_their_own(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = next(command for command in cli.COMMANDS if command.name == name)
+    forms = cli.command_parsers(command, cli.import_command(command))
+    assert len(forms) > 1
+    with pytest.raises(SystemExit):
+        cli.main([name, "--help"])
+    overview = capsys.readouterr().out
+    own: dict[str, set[str]] = {}
+    for form in forms:
+        with pytest.raises(SystemExit) as caught:
+            cli.main([name, form, "--help"])
+        assert caught.value.code == 0
+        shown = capsys.readouterr().out
+        assert f"usage: megatron-deberta {name} {form} " in shown
+        assert f"  megatron-deberta {name} {form} " in shown.partition("Examples:")[2]
+        assert f"\n  {form} " in overview
+        own[form] = set(re.findall(r"^  (--[\w-]+)", shown, re.MULTILINE))
+    if name == "inspect":
+        assert own["data"] - own["shards"] == {"--first-sample", "--statistics", "--generator"}
+        assert own["shards"] - own["data"] == {"--top", "--plot"}
+
+
+def test_the_former_spelling_of_evaluate_works_with_a_warning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["no_task", "--model", "m", "--data", "d d"]
+    assert cli.main(["evaluate", "--debug", "task", *arguments]) == errors.EXIT_USAGE
+    assert "Traceback" in capsys.readouterr().err
+    assert cli.main(["evaluate", *arguments]) == errors.EXIT_USAGE
+    warning, error = capsys.readouterr().err.splitlines()
+    assert warning.endswith("warning: write evaluate task no_task --model m --data 'd d'")
+    assert "no task 'no_task'" in error or "m: " in error
 
 
 def test_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,10 +225,10 @@ def test_only_required_arguments_are_called_required(
 
 def test_numbers_out_of_range_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     for value, message in (
-        ("0", "argument --jobs: 0 must be at least 1"),
-        ("two", "argument --jobs: invalid int value: 'two'"),
+        ("0", "argument --workers: 0 must be at least 1"),
+        ("two", "argument --workers: invalid int value: 'two'"),
     ):
-        assert cli.main(["verify", "shard", "--jobs", value]) == errors.EXIT_USAGE
+        assert cli.main(["verify", "shard", "--workers", value]) == errors.EXIT_USAGE
         assert message in capsys.readouterr().err
 
 
@@ -270,11 +362,13 @@ def test_tools_call_the_command(script: str, program: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("config", "give either RUN.yaml, to print what it resolves to, or --list"),
+        ("config", "give one of RUN.yaml, to print what it resolves to, --list"),
         ("config --list trains", "--list trains: must be one of checkpoint, cluster, "),
+        ("config --runs --models", "give one of RUN.yaml"),
+        ("config --models --markdown", "--markdown is for --list"),
         ("config runs/base --markdown", "--markdown is for --list"),
         ("ensemble . --split dev", "--split needs --output or --leaderboard"),
-        ("finetune sst2 --model m --data d --restarts 3", "--restarts needs --ranks"),
+        ("finetune sst2 --model m --data d --max-restarts 3", "--max-restarts needs --ranks"),
         ("finetune sst2 --model m --data d --dry-run --ranks 2", "--ranks starts training"),
         (
             "finetune sst2 --model m --data d --dry-run --save-config r.yaml",
@@ -295,8 +389,15 @@ def test_tools_call_the_command(script: str, program: str) -> None:
             "split --input x --output y --executor local --array-task 0/2",
             "--array-task is not for --executor local",
         ),
-        ("inspect data x --top 3", "--top is for inspect shards, not for data"),
-        ("inspect shards x --statistics 3", "--statistics is for inspect data, not for shards"),
+        ("inspect data x --top 3", "--top 3; see megatron-deberta inspect data --help"),
+        ("inspect shards x --statistics 3", "--statistics 3; see megatron-deberta inspect shards"),
+        ("inspect rows x", "invalid choice: 'rows' (choose from"),
+        ("evaluate", "required: SUBCOMMAND; see megatron-deberta evaluate --help"),
+        (
+            "evaluate task s --model m --data d --limit 3",
+            "--limit 3; see megatron-deberta evaluate",
+        ),
+        ("evaluate task blimp --model m --data d", "write evaluate blimp before the options"),
     ],
 )
 def test_options_without_effect_are_refused(
@@ -307,6 +408,25 @@ def test_options_without_effect_are_refused(
     assert cli.main(arguments.split()) == errors.EXIT_USAGE
     assert said in " ".join(capsys.readouterr().err.split())
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "new", "said"),
+    [
+        ("plan RUN --achieved 40", "--mfu", "RUN: "),
+        ("launch RUN --ranks=1 --restarts=-1", "--max-restarts", "--max-restarts: -1 must be"),
+        ("generate RUN text --tokens 0", "--max-new-tokens", "--max-new-tokens: 0 must be"),
+        ("plan RUN --world-size 0", "--ranks", "--ranks: 0 must be at least 1"),
+        ("verify x --jobs 0", "--workers", "--workers: 0 must be at least 1"),
+    ],
+)
+def test_former_options_work_with_a_warning(
+    arguments: str, new: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments.split()) == errors.EXIT_USAGE
+    warning, error = capsys.readouterr().err.splitlines()
+    assert warning.endswith(f" is now {new}")
+    assert said in error
 
 
 @pytest.mark.parametrize(

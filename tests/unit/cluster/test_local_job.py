@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -193,5 +194,15 @@ def test_dry_run_describes_the_ranks_and_starts_none(
     settings = ["model.vocab_size=8000", f"train.run_dir={tmp_path}/run"]
     run = ["launch", "configs/runs/quickstart.yaml", "--ranks", "2", *settings]
     assert main([*run, "--dry-run"]) == 0
-    assert "ranks: 2 = 1 data-parallel x 2 tensor-parallel" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "ranks: 2 = 1 data-parallel x 2 tensor-parallel" in shown
+    assert shown.endswith(
+        "starts 2 ranks, and up to 10 times again after a failure:\n"
+        f"  {sys.executable} -m megatron_deberta pretrain {' '.join(run[1:2] + settings)}\n"
+    )
+    assert main([*run, "--dry-run", "--max-restarts", "3"]) == 0
+    assert "and up to 3 times again" in capsys.readouterr().out
+    # What the ranks would refuse is refused here.
+    assert main([*run, "--dry-run", "train.global_batch_size=33"]) == 2
+    assert "train.global_batch_size=33" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

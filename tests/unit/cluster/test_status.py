@@ -243,6 +243,43 @@ def test_a_folder_without_a_run_is_refused(
     assert "no run has begun in this folder" in capsys.readouterr().err
 
 
+def test_a_table_of_many_runs(
+    run_dir: Path,
+    condition: Condition,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Without SLURM; what is no run is left out, and a damaged run is named."""
+    runs = tmp_path_factory.mktemp("runs")
+    (runs / "notes.txt").touch()
+    (runs / "b").symlink_to(run_dir)
+    metrics = run_dir / FILE_NAME
+    os.utime(metrics, (time.time() - 3723, time.time() - 3723))
+    (runs / "a" / "checkpoints").mkdir(parents=True)
+    words = ["status", *map(str, sorted(runs.iterdir()))]
+    assert main(words) == 0
+    header, first, second = capsys.readouterr().out.splitlines()
+    assert header.split() == [
+        "run", "state", "step", "tokens/s", "loss", "ETA", "last", "record", "attempts",
+    ]  # fmt: skip
+    assert first.split() == [str(runs / "a"), "stopped", "0/0", "-", "-", "-", "-", "-"]
+    name, state, step, speed, loss, eta, age, ago, attempts = second.split()
+    assert (name, state, step, speed) == (str(runs / "b"), "running", "320/1,000", "10,000")
+    assert (loss, eta, age[:6], ago, attempts) == ("2.5000", "0:22:40", "1:02:0", "ago", "3")
+    assert len({len(line) for line in (header, first, second)}) == 1
+    assert main([*words, "--json"]) == 0
+    statuses = json.loads(capsys.readouterr().out)
+    assert [status["run_dir"] for status in statuses] == [str(runs / "a"), str(runs / "b")]
+    assert (statuses[1]["condition"], statuses[1]["reason"]) == condition(run_dir)
+    assert statuses[1]["record_time"] == metrics.stat().st_mtime
+    metrics.write_text("{]\n")
+    assert main(words) == 1
+    shown = capsys.readouterr()
+    assert f"warning: {runs / 'b'}: " in shown.err
+    assert len(shown.out.splitlines()) == 2
+    assert main(["status", str(runs / "notes.txt"), str(runs / "none")]) == 2
+
+
 def test_last_event_and_next_command(run_dir: Path, show: Show) -> None:
     history = JobHistory(run_dir)
 

@@ -45,6 +45,33 @@ def test_later_bases_win_and_bases_have_bases(tmp_path: Path) -> None:
     assert (config.train.seed, config.train.steps, config.log.every) == (2, 20000, 3)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "head"),
+    [
+        (["objective.name=rtd"], "rtd"),
+        (["objective.name=autoregressive"], "autoregressive"),
+        (["objective.name=mlm+ar"], "mlm"),
+        ([], "mlm"),
+    ],
+)
+def test_the_head_follows_from_the_objective(
+    tmp_path: Path, overrides: list[str], head: str
+) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text("model: {num_layers: 2}\n")
+    config = load_config(run, overrides)
+    assert (config.model.head, config.model.num_layers) == (head, 2)
+    save_config(config, run)
+    assert load_config(run) == config
+    # What a file sets stays, and is refused where it does not fit.
+    other = "mlm" if head != "mlm" else "rtd"
+    run.write_text(f"model: {{head: {other}}}\n")
+    with pytest.raises(
+        ConfigError, match=f"does not fit model.head={other}; set model.head={head}"
+    ):
+        load_config(run, overrides)
+
+
 def test_values_take_the_type_of_their_field() -> None:
     config = load_config(
         None, ["optimizer.learning_rate=1e-4", "data.train=[0.3, a, 0.7, b]", "train.run_dir=2024"]

@@ -372,7 +372,7 @@ def test_damaged_weights_predict_nothing(
     data, model = str(trained / "data"), str(run.folder)
     for command in (
         ["predict", "--model", model, "--text", "the cat"],
-        ["evaluate", f"{data}/task.yaml", "--model", model, "--data", data],
+        ["evaluate", "task", f"{data}/task.yaml", "--model", model, "--data", data],
     ):
         assert main(command) == EXIT_USAGE
         assert "SHA-256 differs from the manifest's" in capsys.readouterr().err
@@ -404,7 +404,7 @@ def test_outputs_that_cannot_be_written_are_refused_before_the_work(
     for command in (
         ["predict", *task, "--output"],
         ["predict", *task, "--leaderboard"],
-        ["evaluate", *task, "--output"],
+        ["evaluate", "task", *task, "--output"],
         ["compare", model, model, "--output"],
         ["ensemble", model, "--best", "1", "--output"],
         ["report", model, "--output"],
@@ -457,7 +457,7 @@ def test_predictions_leave_nothing_in_the_current_folder(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     data = str(trained / "data")
-    command = ["evaluate", f"{data}/task.yaml", "--data", data, "--model"]
+    command = ["evaluate", "task", f"{data}/task.yaml", "--data", data, "--model"]
     assert main(["convert", "--checkpoint", str(run.folder), "--output", str(tmp_path / "x")]) == 0
     assert main([*command, str(tmp_path / "x")]) == EXIT_DONE
     assert main([*command, str(run.folder)]) == EXIT_DONE

@@ -166,7 +166,7 @@ def test_command_prints_json(capsys: pytest.CaptureFixture[str], large: RunConfi
 
 
 def test_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--world-size", "32", "--layouts", "3", "parallel.tensor_parallel_size=4"]
+    arguments = ["--ranks", "32", "--layouts", "3", "parallel.tensor_parallel_size=4"]
     assert main(["plan", str(RUNS / "1.5b_dgx2.yaml"), "--cluster", "dgx2", *arguments]) == 0
     shown = capsys.readouterr().out
     for text in ("accumulation 32 x DP 8", "tensor: layers", "data: gradients", "the first: "):
@@ -177,7 +177,7 @@ def test_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
 def test_fine_tuning_is_planned_by_task(
     capsys: pytest.CaptureFixture[str], large: RunConfig
 ) -> None:
-    common = ["--json", "--layouts", "0", "--world-size", "16", "--settings", "release_xlarge"]
+    common = ["--json", "--layouts", "0", "--ranks", "16", "--settings", "release_xlarge"]
     mnli = plan_json(capsys, *common, "--task", "mnli", "--examples", "392702")
     assert mnli["batch"]["micro_batch_size"] == 4  # 64 examples over 16 ranks
     assert mnli["parameters"] < make_plan(large, DGX2, 256, search=False).parameters
@@ -202,9 +202,9 @@ def test_fine_tuning_is_planned_by_task(
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--world-size", "96"], ["train.global_batch_size=2048", "1536, 2304"]),
-        (["--world-size", "100"], ["--world-size 100", "96 or 112"]),
-        (["--world-size", "0"], ["--world-size: 0 must be at least 1"]),
+        (["--ranks", "96"], ["train.global_batch_size=2048", "1536, 2304"]),
+        (["--ranks", "100"], ["--ranks 100", "96 or 112"]),
+        (["--ranks", "0"], ["--ranks: 0 must be at least 1"]),
         (["--examples", "5"], ["--examples needs --task NAME"]),
         (["--settings", "none"], ["--settings needs --task NAME"]),
         (["--failure-days", "3"], ["--failure-days needs checkpoint.local_every"]),
@@ -213,10 +213,10 @@ def test_fine_tuning_is_planned_by_task(
             ["--layouts is about GPUs"],
         ),
         (["--cluster", "cpu", "--nodes", "2"], ["--nodes 2", "this machine alone"]),
-        (["--nodes", "2", "--world-size", "32"], ["--nodes 2 and --world-size 32 contradict"]),
+        (["--nodes", "2", "--ranks", "32"], ["--nodes 2 and --ranks 32 contradict"]),
         (["--task", "mnli"], ["--task needs --examples"]),
         (["--device", "V1000"], ["V1000", "did you mean v100?"]),
-        (["--achieved", "40"], ["--achieved 40"]),
+        (["--mfu", "40"], ["--mfu 40"]),
         (["precision.dtype=bf16"], ["precision.dtype=bf16", "fp16 or fp32"]),
         (
             ["parallel.tensor_parallel_size=3", "cluster.ranks_per_node=null"],
@@ -255,7 +255,7 @@ def test_command_without_options(
         program.chmod(0o755)
     assert main(["plan", "--layouts", "0", "--json"]) == 0
     printed = capsys.readouterr()
-    assert f"planning for {planned} per node; --world-size sets" in printed.err
+    assert f"planning for {planned} per node; --ranks sets" in printed.err
     assert f"{json.loads(printed.out)['world_size']} x" in planned
     assert main(["plan", "train.steps=50000", "--layouts", "0"]) == 0
     assert "; 50,000 steps in" in capsys.readouterr().out
@@ -279,7 +279,7 @@ def test_a_run_without_tokenizer_is_planned(
 
 
 def test_a_cpu_is_planned_without_times(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "configs/models/tiny.yaml", "--cluster", "cpu", "--world-size", "2"]
+    arguments = ["plan", "configs/models/tiny.yaml", "--cluster", "cpu", "--ranks", "2"]
     assert main(arguments) == 0
     done = capsys.readouterr()
     assert done.err == ""
@@ -294,7 +294,7 @@ def test_a_cpu_is_planned_without_times(capsys: pytest.CaptureFixture[str]) -> N
     assert plan["memory_bytes"]["none"]["total"] == predicted
     assert main(["plan", "configs/models/tiny.yaml", "train.device=cpu"]) == 0
     assert "not predicted for CPUs" in capsys.readouterr().out
-    assert main([*arguments, "--achieved", "0.4"]) == 2
+    assert main([*arguments, "--mfu", "0.4"]) == 2
     assert "is about GPUs" in capsys.readouterr().err
     assert main([*arguments, "train.micro_batch_size=200000"]) == 2
     big = ["train.micro_batch_size=500000", "train.global_batch_size=1000000"]

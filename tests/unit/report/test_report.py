@@ -88,6 +88,42 @@ def test_samples_show_what_fills_a_mask_at_each_validation(page: str) -> None:
     assert cells == [("", other, "the", "50%"), (' class="right"', other, "mat", "50%")]
 
 
+def test_classes_of_the_best_validation(run: Path, tmp_path: Path) -> None:
+    """Of two runs, each with the name of its own; damaged records are left out."""
+    keys = ("name", "labelled", "predicted", "right", "precision", "recall", "f1")
+    rows = [("bad", 3, 2, 2, 1.0, 2 / 3, 0.8), ("<b>good</b>", 2, 3, 2, 2 / 3, 1.0, 0.8)]
+    scores = {
+        "unit": "examples",
+        "classes": [dict(zip(keys, row, strict=True)) for row in rows],
+        "confusion": [[2, 1], [0, 2]],
+    }
+    odd = [
+        {"step": 50, **scores, "classes": [{"name": 3}]},
+        {"step": 60, **scores, "classes": []},
+        {"step": 61, **scores, "classes": [{**scores["classes"][0], "f1": "x"}]},
+    ]
+    other = write_run(tmp_path / "other" / "base")
+    with (other / "metrics.jsonl").open("a") as metrics:
+        for step, score in ((20, 0.9), (40, 0.5)):
+            record = {"step": step, "kind": "validation", "loss": 1.0, "score": score}
+            metrics.write(json.dumps(record) + "\n")
+    lines = [{"step": 20, **scores}, {"step": 40, **scores, "confusion": [[1]]}, *odd]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (other / "class_scores.jsonl").write_text(text)
+    shown = plain(report(tmp_path / "report.html", run, other))
+    assert "Classes other/base, dev split, step 20 class examples predicted" in shown
+    assert "bad 3 2 2 1.0000 0.6667 0.8000 &lt;b&gt;good&lt;/b&gt; 2 3 2 0.6667" in shown
+    assert (
+        "label / prediction bad &lt;b&gt;good&lt;/b&gt; bad 2 1 &lt;b&gt;good&lt;/b&gt; 0 2"
+        in shown
+    )
+    # Without scores the last one counts; a matrix of another size is left out.
+    (run / "class_scores.jsonl").write_text(text)
+    shown = plain(report(tmp_path / "one.html", run))
+    assert "Classes dev split, step 40 class" in shown
+    assert "label / prediction" not in shown
+
+
 def test_several_runs_are_compared(comparison: str) -> None:
     text = plain(comparison)
     # Names are the shortest ends of the paths that differ.

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, step_dir
-from megatron_deberta.config.schema import RunConfig, TrainConfig
+from megatron_deberta.config.schema import PrecisionConfig, RunConfig, TrainConfig
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.observe.metrics import MetricsWriter
 from megatron_deberta.train.data import describe_tokens
@@ -32,7 +32,8 @@ def config_of(run_dir: Path, **train: Any) -> RunConfig:
 
 def test_start_of_a_run(tmp_path: Path) -> None:
     groups = single_process_groups(torch.device("cpu"))
-    config = config_of(tmp_path)
+    precision = PrecisionConfig(dtype="bf16", engine="deepspeed")
+    config = replace(config_of(tmp_path), precision=precision)
     amount = describe_tokens(config, 1, CORPORA)
     text = describe_start(config, groups, amount, Start(TrainState(0, 0)), 1_234_567, 3 << 29)
     lines = dict(line.split(maxsplit=1) for line in text.splitlines())
@@ -43,7 +44,12 @@ def test_start_of_a_run(tmp_path: Path) -> None:
         "(2 per micro batch x 4 accumulated x 1 data-parallel)"
     )
     assert lines["training"] == "500 steps = 512,000 tokens = 8 epochs"
-    assert lines["layout"].startswith("1 rank = 1 tensor-parallel x 1 data-parallel, deepspeed")
+    layout = "1 rank = 1 tensor-parallel x 1 data-parallel"
+    assert lines["layout"] == f"{layout}, deepspeed engine, ZeRO stage 1, bf16"
+    plain = replace(config, precision=PrecisionConfig(dtype="fp32", engine="plain"))
+    assert f"{layout}, plain engine, fp32\n" in describe_start(
+        plain, groups, amount, Start(TrainState(0, 0)), 1, 0
+    )
     assert lines["device"].startswith("CPU, ")
     assert lines["memory"] == "1.5 GiB per rank, predicted"
     assert len({line.index(line.split()[1]) for line in text.splitlines()}) == 1

@@ -1,0 +1,134 @@
+"""Precision, recall and F1 of single classes or entity types, and the confusion matrix."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_deberta.tasks.examples import Example, Prediction, sentences
+from megatron_deberta.tasks.task import TaskConfig, entities, entity_labels
+
+FILE_NAME = "class_scores.jsonl"
+"""In the folder of a fine-tuning run: the scores of each validation."""
+MAX_CLASSES = 200
+"""Tasks with more classes have no scores by class."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassScore:
+    """Counts of a class, or of a type of entity.
+
+    Attributes:
+        name: of the class.
+        right: examples (entities, words) that are of the class and predicted so.
+        labelled: those of the class.
+        predicted: those predicted to be.
+    """
+
+    name: str
+    right: int
+    labelled: int
+    predicted: int
+
+    @property
+    def precision(self) -> float:
+        """Share of the predicted ones that are right; 0 if there are none."""
+        return self.right / self.predicted if self.predicted else 0.0
+
+    @property
+    def recall(self) -> float:
+        """Share of the labelled ones that are found; 0 if there are none."""
+        return self.right / self.labelled if self.labelled else 0.0
+
+    @property
+    def f1(self) -> float:
+        """Harmonic mean of precision and recall; 0 if nothing is right."""
+        return 2 * self.right / (self.labelled + self.predicted) if self.right else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClassScores:
+    """Scores by class.
+
+    Attributes:
+        unit: what is counted: ``examples``, ``entities`` or ``words``.
+        classes: one per class, in the task's order; of entities by name.
+        confusion: examples by class, one row per label and one column per prediction; empty for
+            taggers.
+    """
+
+    unit: str
+    classes: tuple[ClassScore, ...]
+    confusion: tuple[tuple[int, ...], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the scores as JSON types."""
+        return {
+            "unit": self.unit,
+            "classes": [
+                {
+                    "name": each.name, "labelled": each.labelled, "predicted": each.predicted,
+                    "right": each.right, "precision": each.precision, "recall": each.recall,
+                    "f1": each.f1,
+                }
+                for each in self.classes
+            ],
+            "confusion": [list(row) for row in self.confusion],
+        }  # fmt: skip
+
+
+def class_scores(
+    task: TaskConfig, examples: Sequence[Example], predictions: Sequence[Prediction]
+) -> ClassScores | None:
+    """Compute scores by class; None for tasks without classes, or with more than MAX_CLASSES.
+
+    Args:
+        task: the task.
+        examples: labelled examples.
+        predictions: their predictions, in the same order.
+    """
+    if task.head not in ("classification", "tokens") or len(task.labels) > MAX_CLASSES:
+        return None
+    if task.head == "tokens":
+        return _tag_scores(task, examples, predictions)
+    size = len(task.labels)
+    confusion = np.zeros((size, size), np.int64)
+    truth = np.array([example.label for example in examples], np.int64)
+    found = np.array([prediction.index for prediction in predictions], np.int64)
+    np.add.at(confusion, (truth, found), 1)
+    counts = zip(
+        task.label_names or task.labels,
+        np.diagonal(confusion).tolist(),
+        confusion.sum(axis=1).tolist(),
+        confusion.sum(axis=0).tolist(),
+        strict=True,
+    )
+    classes = tuple(ClassScore(*each) for each in counts)
+    return ClassScores("examples", classes, tuple(map(tuple, confusion.tolist())))
+
+
+def _tag_scores(
+    task: TaskConfig, examples: Sequence[Example], predictions: Sequence[Prediction]
+) -> ClassScores:
+    """Count entities by type, as conlleval does; words by label if the labels have no scheme."""
+    has_scheme = entity_labels(task.labels) is not None
+    right, labelled, predicted = Counter[str](), Counter[str](), Counter[str]()
+    for example, prediction in zip(examples, predictions, strict=True):
+        assert isinstance(prediction.value, tuple)
+        truth, found = tuple(task.labels[tag] for tag in example.tags), prediction.value
+        if has_scheme:
+            sets = [entities(task.labels, sentences(example, side)) for side in (truth, found)]
+        else:
+            sets = [{(tag, at, at) for at, tag in enumerate(side)} for side in (truth, found)]
+        right.update(kind for kind, *_ in sets[0] & sets[1])
+        labelled.update(kind for kind, *_ in sets[0])
+        predicted.update(kind for kind, *_ in sets[1])
+    names = sorted({*labelled, *predicted}) if has_scheme else task.labels
+    classes = tuple(
+        ClassScore(name, right[name], labelled[name], predicted[name]) for name in names
+    )
+    return ClassScores("entities" if has_scheme else "words", classes)

@@ -1,0 +1,94 @@
+"""Scores by class, compared with scikit-learn and seqeval."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from seqeval.metrics import classification_report
+from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
+
+from megatron_deberta.cli.evaluate import describe_classes
+from megatron_deberta.tasks import Example
+from megatron_deberta.tasks.class_scores import MAX_CLASSES, ClassScores, class_scores
+from megatron_deberta.tasks.examples import Prediction
+from tests.support.task_files import make_task
+
+
+def classified(truth: list[int], found: list[int], labels: list[str]) -> ClassScores:
+    task = make_task("classification", "accuracy", labels=labels)
+    examples = [Example(id=str(i), text="x", label=label) for i, label in enumerate(truth)]
+    predictions = [Prediction(id=str(i), index=c, value=labels[c]) for i, c in enumerate(found)]
+    scores = class_scores(task, examples, predictions)
+    assert scores is not None
+    return scores
+
+
+def test_classes_are_those_of_scikit_learn() -> None:
+    random = np.random.default_rng(7)
+    # The last class is neither labelled nor predicted.
+    truth, found = random.integers(0, 4, (2, 60)).tolist()
+    scores = classified(truth, found, ["a", "b", "c", "d", "e"])
+    expected = precision_recall_fscore_support(truth, found, labels=range(5), zero_division=0)
+    for each, *values in zip(scores.classes, *expected, strict=True):
+        assert [each.precision, each.recall, each.f1, each.labelled] == pytest.approx(values)
+    matrix = confusion_matrix(truth, found, labels=range(5)).tolist()
+    assert scores.to_dict()["confusion"] == matrix
+
+
+def tagged(labels: list[str], truth: list[list[int]], found: list[list[int]]) -> ClassScores:
+    task = make_task("tokens", "accuracy", labels=labels)
+    examples = [
+        Example(id=str(i), words=("w",) * len(tags), tags=tuple(tags))
+        for i, tags in enumerate(truth)
+    ]
+    predictions = [
+        Prediction(id=str(i), value=tuple(labels[tag] for tag in tags))
+        for i, tags in enumerate(found)
+    ]
+    scores = class_scores(task, examples, predictions)
+    assert scores is not None
+    return scores
+
+
+def test_entities_are_those_of_seqeval() -> None:
+    labels = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC", "B-MISC", "I-MISC"]
+    random = np.random.default_rng(3)
+    truth, found = random.integers(0, 7, (2, 20, 9)).tolist()
+    found = [t if i % 3 else f for i, (t, f) in enumerate(zip(truth, found, strict=True))]
+    scores = tagged(labels, truth, found)
+    sides = [[[labels[tag] for tag in tags] for tags in side] for side in (truth, found)]
+    expected = classification_report(*sides, output_dict=True, zero_division=0)
+    assert scores.unit == "entities"
+    assert [each.name for each in scores.classes] == ["LOC", "MISC", "PER"]
+    for each in scores.classes:
+        row = expected[each.name]
+        values = [row["precision"], row["recall"], row["f1-score"], row["support"]]
+        assert [each.precision, each.recall, each.f1, each.labelled] == pytest.approx(values)
+    assert scores.confusion == ()
+
+
+def test_words_are_counted_where_labels_have_no_scheme() -> None:
+    scores = tagged(["O", "noun", "verb"], [[0, 1, 2, 1]], [[0, 1, 1, 2]])
+    assert scores.unit == "words"
+    counts = [(each.name, each.right, each.labelled, each.predicted) for each in scores.classes]
+    assert counts == [("O", 1, 1, 1), ("noun", 1, 2, 2), ("verb", 0, 1, 1)]
+
+
+def test_what_has_no_classes_has_no_scores() -> None:
+    assert class_scores(make_task("regression", "pearson"), [], []) is None
+    many = [str(number) for number in range(MAX_CLASSES + 1)]
+    assert class_scores(make_task("classification", "accuracy", labels=many), [], []) is None
+
+
+def test_text() -> None:
+    scores = classified([0, 0, 0, 1, 1], [0, 0, 1, 1, 1], ["bad", "good"])
+    assert describe_classes(scores).splitlines() == [
+        "class   examples  predicted  precision  recall      F1",
+        "bad            3          2     1.0000  0.6667  0.8000",
+        "good           2          3     0.6667  1.0000  0.8000",
+        "",
+        "confusion matrix: rows are labels, columns are predictions",
+        "       bad  good",
+        "bad      2     1",
+        "good     0     2",
+    ]
