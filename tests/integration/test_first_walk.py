@@ -39,7 +39,8 @@ SMALLER = {
     "warmup_steps: 50": "warmup_steps: 5",
     "steps: 1500": f"steps: {STEPS}",
     "global_batch_size: 32\n  micro_batch_size: 32": "global_batch_size: 4\n  micro_batch_size: 4",
-    "every: 50": "every: 1",
+    "eval_every: 250": "eval_every: 50",
+    "  every: 50": "  every: 1",
     "finetune.epochs: 3": "finetune.epochs: 2",
 }
 STOPPED_AFTER = 20
