@@ -36,8 +36,12 @@ class BuildWithConfigs(build_py):
 
 
 def read_description() -> str:
-    """Return README.md with links to the repository, because relative ones fail on PyPI."""
+    """Return README.md with links to the repository, because relative ones fail on PyPI.
+
+    GitHub shows a page at a picture's address below ``blob`` and the picture itself below ``raw``.
+    """
     text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"(!\[[^\]]*\]\()(?![a-z]+:)", rf"\g<1>{REPOSITORY}/raw/main/", text)
     return re.sub(r"\]\((?![a-z]+:|#)", f"]({REPOSITORY}/blob/main/", text)
 
 

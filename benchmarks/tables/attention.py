@@ -84,7 +84,7 @@ def interpreted(record: Result) -> str:
 
 
 def summary(record: Result) -> str:
-    """Speed and memory of the operator against transformers' eager form, for the README."""
+    """Speed and memory of the operator against transformers' eager form, in short."""
     header = ("attention operator alone, forward and backward", "speed / eager",
               "peak memory, MiB: ours / eager")  # fmt: skip
     rows = []

@@ -9,7 +9,7 @@ The text between two markers is generated:
     python -m benchmarks.tables --write
     python -m benchmarks.tables --check
 
-A table without a result file reads "Not measured yet."
+So are the pictures of ``FIGURES``. A table without a result file reads "Not measured yet."
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 
 from benchmarks.lib.campaigns import read_lines
 from benchmarks.lib.provenance import ROOT
-from benchmarks.tables import attention, data, faults, gpu, judges, learn, onnx, step, text
-from benchmarks.tables.common import NOTHING
+from benchmarks.tables import attention, data, faults, figures, gpu, judges, learn, onnx, step, text
+from benchmarks.tables.common import NOTHING, Result
 from megatron_deberta.files import write_atomically
 
 BLOCK = re.compile(
@@ -120,6 +120,11 @@ TABLES: dict[str, Callable[[str], str]] = {
     "slurm": _of_lines(faults.slurm, "slurm_campaign"),
 }
 
+FIGURES: dict[str, tuple[str, str, Callable[[Result], figures.Bars], str]] = {
+    "docs/images/step.png": ("cpu", "step", figures.step_bars, "tokens per second, one CPU"),
+}
+"""Device and name of the results, what is shown, and the label of its axis, by picture."""
+
 
 def rewrite(page: str) -> str:
     """Return a page with regenerated tables.
@@ -139,17 +144,29 @@ def stale_pages() -> dict[Path, str]:
     return {page: new for page, old in contents.items() if (new := rewrite(old)) != old}
 
 
+def stale_figures() -> dict[Path, bytes]:
+    """Return the pictures that show other numbers than the results, as they should be."""
+    stale = {}
+    for name, (device, file, bars_of, label) in FIGURES.items():
+        record = load(device, file)
+        if record is not None and (bars := bars_of(record)) != figures.shown_bars(ROOT / name):
+            stale[ROOT / name] = figures.draw_bars(bars, label)
+    return stale
+
+
 def main() -> None:
-    """Check or write the tables."""
+    """Check or write tables and pictures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--check", action="store_true", help="fail if a table is out of date")
-    action.add_argument("--write", action="store_true", help="update all tables")
+    action.add_argument("--check", action="store_true", help="fail if one is out of date")
+    action.add_argument("--write", action="store_true", help="update all")
     args = parser.parse_args()
-    stale = stale_pages()
-    for page, content in stale.items():
-        print(f"{page.relative_to(ROOT)}: {'written' if args.write else 'out of date'}")
+    pages = {page: content.encode() for page, content in stale_pages().items()}
+    stale = pages | stale_figures()
+    for path, content in stale.items():
+        print(f"{path.relative_to(ROOT)}: {'written' if args.write else 'out of date'}")
         if args.write:
-            write_atomically(page, content.encode())
+            path.parent.mkdir(exist_ok=True)
+            write_atomically(path, content)
     if stale and args.check:
         raise SystemExit("run: python -m benchmarks.tables --write")

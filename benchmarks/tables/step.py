@@ -31,7 +31,7 @@ def summary(record: Result) -> str:
     return markdown(
         header,
         [
-            (_case(row), f"{row['speedup']['huggingface']:.1f}x",
+            (case_title(row), f"{row['speedup']['huggingface']:.1f}x",
              f"{gib(row['sides']['ours']['peak_bytes'])} / "
              f"{gib(row['sides']['huggingface']['peak_bytes'])}")
             for row in rows
@@ -51,7 +51,7 @@ def comparison(record: Result) -> str:
             ratio = row["speedup"].get(name)
             aimed = f"{row['target']:.3g}" if row["target"] and name == first_other else ""
             cells.append((
-                _case(row) if name == "ours" else "", TITLES[name],
+                case_title(row) if name == "ours" else "", TITLES[name],
                 _number(side, "parameters", "{:.0f}", 1e6),
                 _number(side, "gflop_per_token", "{:.2f}"),
                 f"{side['seconds']:.3g}", f"{side['tokens_per_second']:,.0f}",
@@ -376,7 +376,7 @@ def _caption(record: Result, rows: Iterable[dict[str, Any]]) -> str:
     return f"\n({'; '.join(sorted(places))}{threads}; {record['tokens']:,} tokens per step.)\n"
 
 
-def _case(row: dict[str, Any]) -> str:
+def case_title(row: dict[str, Any]) -> str:
     """The name of a case with its sequence length."""
     length = f"N={row['length']}"
     name: str = row["name"]

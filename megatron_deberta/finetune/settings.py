@@ -84,7 +84,7 @@ def finetune_config(
     }
     _shorten_warmup(layers, overrides)
     config = config_from_layers([(f"task {task.name}", layers)], overrides)
-    if "train.micro_batch_size" in given:
+    if "train.micro_batch_size" in given or "micro_batch_size" in layers["train"]:
         return config
     micro = math.gcd(config.train.global_batch_size, _MICRO_BATCH)
     return config_from_layers(
@@ -164,7 +164,8 @@ def planned_config(
     if epochs and not any(item.startswith("train.steps=") for item in overrides):
         steps = math.ceil(epochs * -(-examples // train.global_batch_size))
         train = replace(train, steps=steps)
-    if not any(item.startswith("train.micro_batch_size=") for item in overrides):
+    is_given = any(item.startswith("train.micro_batch_size=") for item in overrides)
+    if not is_given and "micro_batch_size" not in layers["train"]:
         dp_size = max(1, world_size // config.parallel.tensor_parallel_size)
         share = max(1, train.global_batch_size // dp_size)
         train = replace(train, micro_batch_size=math.gcd(share, _MICRO_BATCH))

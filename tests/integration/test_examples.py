@@ -71,6 +71,22 @@ def test_the_snippets_of_the_page(tmp_path: Path) -> None:
     assert names["logits"].shape[:2] == (2, 16)
 
 
+def test_the_run_of_the_readme(run_yaml: Path, tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(from megatron_deberta.cluster.*?)```", readme, re.DOTALL)
+    for shown, existing in {
+        "configs/runs/small.yaml": str(run_yaml),
+        "data.train=shards/corpus_text_document": "train.exit_step=2",
+        "tokenizer.path=tokenizer": "precision.engine=plain",
+        "runs/first": f"{tmp_path}/run",
+    }.items():
+        assert shown in code
+        code = code.replace(shown, existing)
+    (script := tmp_path / "readme.py").write_text(code, encoding="utf-8")
+    runpy.run_path(str(script))
+    assert find_newest(tmp_path / "run") == step_dir(tmp_path / "run", 2)
+
+
 def test_train_in_forty_lines(run: Run) -> None:
     losses = [float(line.split()[-1]) for line in run("train_in_forty_lines.py", "40").splitlines()]
     assert len(losses) == 3

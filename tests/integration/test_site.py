@@ -39,6 +39,14 @@ def test_links_of_the_description_are_absolute(monkeypatch: pytest.MonkeyPatch) 
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    targets = re.findall(r"\]\(([^)]+)\)", module.read_description())
+    description = module.read_description()
+    targets = re.findall(r"\]\(([^)]+)\)", description)
     assert len(targets) > 20
     assert all(target.startswith("https://") for target in targets)
+    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", description)
+    assert len(pictures) == 2
+    for picture in pictures:
+        # A page would be shown at the address below "blob".
+        before, raw, path = picture.partition("/raw/main/")
+        assert (before, raw) == (module.REPOSITORY, "/raw/main/")
+        assert (ROOT / path).stat().st_size < 150_000

@@ -16,6 +16,27 @@ def test_pages_equal_the_results() -> None:
     assert not stale, "run: python -m benchmarks.tables --write"
 
 
+def test_pictures_show_the_results() -> None:
+    assert not tables.stale_figures(), "run: python -m benchmarks.tables --write"
+
+
+def test_new_result_changes_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = tables.load("cpu", "step")
+    assert record is not None
+    (results := tmp_path / "benchmarks/results/cpu").mkdir(parents=True)
+    (results / "step.json").write_text(json.dumps(record))
+    picture = tmp_path / "docs/images/step.png"
+    picture.parent.mkdir(parents=True)
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+
+    assert list(tables.stale_figures()) == [picture]
+    picture.write_bytes(tables.stale_figures()[picture])
+    assert not tables.stale_figures()
+    record["results"][0]["sides"]["ours"]["tokens_per_second"] += 1
+    (results / "step.json").write_text(json.dumps(record))
+    assert list(tables.stale_figures()) == [picture]
+
+
 def test_readme_has_generated_tables() -> None:
     readme = (tables.ROOT / "README.md").read_text(encoding="utf-8")
     assert tables.BLOCK.search(readme)

@@ -26,6 +26,7 @@ from megatron_deberta.finetune.settings import (
     choose_settings,
     describe_settings,
     finetune_config,
+    planned_config,
     settings_name,
 )
 from megatron_deberta.tasks import load_task
@@ -117,6 +118,25 @@ def published(tmp_path: Path) -> Callable[..., RunConfig]:
     task.write_text(task.read_text() + SETTINGS)
     model = open_source_model(MODEL)
     return lambda *overrides: finetune_config(str(task), model, str(data), overrides)
+
+
+@pytest.mark.parametrize(
+    ("in_task", "overrides", "expected"),
+    [("", (), 8), ("train.micro_batch_size: 16", (), 16),
+     ("train.micro_batch_size: 16", ("train.micro_batch_size=4",), 4)],
+)  # fmt: skip
+def test_the_micro_batch_is_that_of_the_task_unless_overridden(
+    tmp_path: Path, in_task: str, overrides: tuple[str, ...], expected: int
+) -> None:
+    data = write_task(tmp_path / "data")
+    task = data / "task.yaml"
+    settings = f"settings: {{own: {{train.global_batch_size: 32, {in_task}}}}}"
+    task.write_text(f"{task.read_text()}\ndefault_settings: own\n{settings}\n")
+    model = open_source_model(MODEL)
+    config = finetune_config(str(task), model, str(data), overrides)
+    assert config.train.micro_batch_size == expected
+    planned = planned_config(RunConfig(model=model.config), str(task), 100, 1, overrides)
+    assert planned.train.micro_batch_size == expected
 
 
 def test_published_warmup_shrinks_with_the_run(
