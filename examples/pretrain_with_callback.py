@@ -10,10 +10,7 @@ since that checkpoint are repeated and written again.
 import sys
 from pathlib import Path
 
-from megatron_deberta.cluster.run_lock import RunLock
-from megatron_deberta.config import load_config
-from megatron_deberta.train.preemption import StopSignal
-from megatron_deberta.train.run import pretrain
+from megatron_deberta import load_config, pretrain
 from megatron_deberta.train.state import StepResult
 from megatron_deberta.train.trainer import Callback, Trainer
 
@@ -32,6 +29,4 @@ class EveryStep(Callback):
 
 if __name__ == "__main__":
     config = load_config(sys.argv[1], sys.argv[2:])
-    with StopSignal() as stop:
-        lock = RunLock(config.train.run_dir, lambda: stop.received)
-        sys.exit(pretrain(config, stop, lock, callbacks=[EveryStep()]))
+    sys.exit(pretrain(config, callbacks=[EveryStep()]))

@@ -11,8 +11,7 @@ import sys
 import torch
 from torch import Tensor
 
-from megatron_deberta.cluster.run_lock import RunLock
-from megatron_deberta.config import load_config
+from megatron_deberta import load_config, pretrain
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.model import DropoutSeeds
 from megatron_deberta.objectives import (
@@ -23,8 +22,6 @@ from megatron_deberta.objectives import (
     MaskedLanguageModelling,
     ModelLosses,
 )
-from megatron_deberta.train.preemption import StopSignal
-from megatron_deberta.train.run import pretrain
 
 
 class PenalisedModel(MaskedLanguageModel):
@@ -66,6 +63,4 @@ class PenalisedModelling(MaskedLanguageModelling):
 if __name__ == "__main__":
     OBJECTIVES["mlm"] = PenalisedModelling
     config = load_config(sys.argv[1], sys.argv[2:])
-    with StopSignal() as stop:
-        lock = RunLock(config.train.run_dir, lambda: stop.received)
-        sys.exit(pretrain(config, stop, lock))
+    sys.exit(pretrain(config))

@@ -6,6 +6,8 @@ The names of ``__all__`` are imported on first access, so that the command line 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron_deberta.cli.pretrain import train as pretrain
+    from megatron_deberta.config import load_config
     from megatron_deberta.config.schema import ModelConfig as DebertaConfig
     from megatron_deberta.model import DebertaForMaskedLM, DebertaModel
     from megatron_deberta.ops import RelativePositions, disentangled_attention
@@ -17,6 +19,8 @@ __all__ = [
     "DebertaModel",
     "RelativePositions",
     "disentangled_attention",
+    "load_config",
+    "pretrain",
 ]
 
 
@@ -25,6 +29,14 @@ def __getattr__(name: str) -> Any:
         from megatron_deberta.config.schema import ModelConfig
 
         return ModelConfig
+    if name == "load_config":
+        from megatron_deberta.config import load_config
+
+        return load_config
+    if name == "pretrain":
+        from megatron_deberta.cli.pretrain import train
+
+        return train
     if name in ("DebertaForMaskedLM", "DebertaModel"):
         from megatron_deberta import model
 

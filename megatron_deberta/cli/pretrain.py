@@ -18,8 +18,9 @@ import re
 import signal
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_deberta.cli.arguments import add_run_arguments, add_shared
 from megatron_deberta.cluster import installation
@@ -32,6 +33,9 @@ from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_REQUEUE
 from megatron_deberta.processes import raise_open_file_limit
+
+if TYPE_CHECKING:
+    from megatron_deberta.train.trainer import Callback
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,8 +53,26 @@ def run(args: argparse.Namespace) -> int:
     return train(config, args.allow_config_change)
 
 
-def train(config: RunConfig, allow_config_change: bool = False) -> int:
-    """Train as one rank of a run; of a fine-tuning run if it has a task."""
+def train(
+    config: RunConfig, allow_config_change: bool = False, callbacks: Sequence[Callback] = ()
+) -> int:
+    """Train as one rank of a run; of a fine-tuning run if it has a task.
+
+    From Python it is ``megatron_deberta.pretrain``. Under torchrun, srun or mpirun every rank calls
+    it. Like the command it resumes from the newest checkpoint of ``train.run_dir``, and signals
+    that ask the run to stop end it with a checkpoint.
+
+    Args:
+        config: the run.
+        allow_config_change: resume with other optimizer settings than the checkpoint's.
+        callbacks: called beside the run's own; see ``train.trainer.Callback``.
+
+    Returns:
+        The command's exit code: 0 done, 75 stopped by a signal, 130 by Ctrl-C.
+
+    Raises:
+        MegatronDebertaError: see ``errors``.
+    """
     raise_open_file_limit()
     environment = read_environment()
     if environment.rank == 0 and environment.launcher != "srun":
@@ -74,6 +96,7 @@ def train(config: RunConfig, allow_config_change: bool = False) -> int:
                     stop,
                     RunLock(config.train.run_dir, lambda: stop.received),
                     heartbeat,
+                    callbacks=callbacks,
                     allow_config_change=allow_config_change,
                     predict_bytes=predict_bytes,
                     **task_functions(config),

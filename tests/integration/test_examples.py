@@ -11,16 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_deberta import load_config, pretrain
 from megatron_deberta.checkpoint.layout import step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.cli.main import main
-from megatron_deberta.cluster.run_lock import RunLock
-from megatron_deberta.config import load_config
 from megatron_deberta.objectives import OBJECTIVES
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
-from megatron_deberta.train.preemption import StopSignal
-from megatron_deberta.train.run import pretrain
 from tests.support.tiny_task import MODEL, write_task
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +70,7 @@ def test_the_snippets_of_the_page(tmp_path: Path) -> None:
 
 def test_the_run_of_the_readme(run_yaml: Path, tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(from megatron_deberta.cluster.*?)```", readme, re.DOTALL)
+    (code,) = re.findall(r"```python\n(from megatron_deberta import load.*?)```", readme, re.DOTALL)
     for shown, existing in {
         "configs/runs/small.yaml": str(run_yaml),
         "data.train=shards/corpus_text_document": "train.exit_step=2",
@@ -99,9 +96,7 @@ def test_pretrain_with_callback(run_yaml: Path, tmp_path: Path) -> None:
     for last in (10, 12):
         overrides = [f"train.run_dir={tmp_path / 'run'}", f"train.exit_step={last}"]
         config = load_config(str(run_yaml), overrides)
-        with StopSignal() as stop:
-            lock = RunLock(config.train.run_dir, lambda: stop.received)
-            assert pretrain(config, stop, lock, callbacks=[script["EveryStep"]()]) == 0
+        assert pretrain(config, callbacks=[script["EveryStep"]()]) == 0
     rows = (tmp_path / "run" / "steps.csv").read_text().splitlines()
     assert [int(row.split(",")[0]) for row in rows] == list(range(1, 13))
     assert all(float(row.split(",")[2]) > 0 for row in rows)
@@ -115,8 +110,7 @@ def test_pretrain_with_loss(
     config = load_config(
         str(run_yaml), [f"train.run_dir={tmp_path / 'run'}", "train.exit_step=6", "log.every=1"]
     )
-    with StopSignal() as stop:
-        assert pretrain(config, stop, RunLock(config.train.run_dir, lambda: stop.received)) == 0
+    assert pretrain(config) == 0
     records = read_metrics(tmp_path / "run" / FILE_NAME)
     penalties = [record["penalty_loss"] for record in records if record["kind"] == "train"]
     assert penalties[-1] < penalties[0]
