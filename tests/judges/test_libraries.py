@@ -104,9 +104,8 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         record(
             library.__name__,
             library.__version__,
-            f"{name}: ten training steps, then predictions, with use_fast_attention and without; "
-            f"{count} calls of our operator",
-            f"{max(differences):.1e}",
+            f"{name}: ten training steps, then predictions, with use_fast_attention and without",
+            f"{max(differences):.1e}; {count} calls of our operator",
             f"{LIMIT:.0e} of losses, {10 * LIMIT:.0e} of scores and weights",
             len(differences),
         )
