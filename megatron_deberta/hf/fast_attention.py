@@ -451,6 +451,9 @@ class _FastEncoder(_FastModule):
                 states = self._convolve(hidden_states, states, attention_mask, tokens)
             if every:
                 collected.append(tokens.unpack(states))
+                if states.requires_grad:
+                    # Gradients of the next layers flow through the states that are returned.
+                    states = tokens.pack(collected[-1])
         last = collected[-1] if every and len(self.layer) else tokens.unpack(states)
         everything = tuple(collected) if every else (last,)
         if not return_dict:

@@ -360,12 +360,16 @@ def finish_tag_metric(name: str, sums: Floats) -> Floats:
 def _correlation(x: Floats, y: Floats, weights: Floats) -> Floats:
     """Return Pearson's correlation of rows ``[C, n]`` (or ``[1, n]``), weighted."""
     total = weights.sum(axis=1, keepdims=True)
+    # Variances below this are rounding errors of constant values.
+    least = [1e-26 * total[:, 0] * np.square(v).max(axis=1) for v in (x, y)]
     x, y = (v - (weights * v).sum(axis=1, keepdims=True) / total for v in (x, y))
     covariance = (weights * x * y).sum(axis=1)
     spreads = [(weights * v * v).sum(axis=1) for v in (x, y)]
-    # Below this, rounding errors of constant values.
-    product = np.sqrt(spreads[0] * spreads[1])
-    return _ratio(covariance, np.where(product > 1e-12, product, 0.0))
+    deviations = [
+        np.sqrt(np.where(spread > bound, spread, 0.0))
+        for spread, bound in zip(spreads, least, strict=True)
+    ]
+    return _ratio(covariance, deviations[0] * deviations[1])
 
 
 def _weighted_ranks(values: Floats, weights: Floats) -> Floats:

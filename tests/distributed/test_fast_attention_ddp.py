@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from megatron_deberta.hf import use_fast_attention
-from tests.parity.test_fast_attention import build, inputs, labelled, results
 from tests.support.ranks import RankPool
+from tests.support.stock_models import build, inputs, labelled, results
 
 
 def run_rank(rank: int) -> dict[str, float]:

@@ -20,111 +20,23 @@ from megatron_deberta import hf
 from megatron_deberta.hf import FastAttentionHandle, fast_attention, use_fast_attention
 from tests.support.compiler import needs_compiler
 from tests.support.corpus import corpus_path
+from tests.support.stock_models import (
+    HEADS,
+    KINDS,
+    VOCABULARY,
+    assert_same,
+    build,
+    compare,
+    heads_of,
+    inputs,
+    labelled,
+    results,
+)
 from tests.support.tiny_models import tiny_tokenizer
 
-VOCABULARY = 50
-BASE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "relative_attention": True,
-    "position_biased_input": False,
-    "type_vocab_size": 0,
-    "layer_norm_eps": 1e-7,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "initializer_range": 0.2,
-}
-V3 = {
-    "position_buckets": 8,
-    "share_att_key": True,
-    "norm_rel_ebd": "layer_norm",
-    "pos_att_type": ["p2c", "c2p"],
-}
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "v1": ("Deberta", {"pos_att_type": ["c2p", "p2c"], "type_vocab_size": 2}),
-    "v1_p2c": ("Deberta", {"pos_att_type": ["p2c"]}),
-    "v1_c2p": ("Deberta", {"pos_att_type": ["c2p"], "position_biased_input": True}),
-    "v2": ("DebertaV2", V3 | {"conv_kernel_size": 3, "conv_act": "gelu"}),
-    "v2_separate": ("DebertaV2", {"pos_att_type": ["c2p", "p2c"], "conv_kernel_size": 3}),
-    "v3": ("DebertaV2", V3),
-    "v3_c2p": ("DebertaV2", V3 | {"pos_att_type": ["c2p"]}),
-    "v3_p2c": ("DebertaV2", V3 | {"pos_att_type": ["p2c"]}),
-    "v3_content": ("DebertaV2", {"relative_attention": False, "pos_att_type": []}),
-}
-HEADS = [
-    "Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification",
-    "ForQuestionAnswering", "ForMultipleChoice",
-]  # fmt: skip
 
-
-def build(kind: str, head: str = "Model", **fields: Any) -> Any:
-    family, own = KINDS[kind]
-    labels = {"num_labels": 2 if head == "ForQuestionAnswering" else 3}
-    config = getattr(transformers, f"{family}Config")(**BASE | own | labels | fields)
-    torch.manual_seed(0)
-    return getattr(transformers, f"{family}{head}")(config).train()
-
-
-def inputs(rows: int, length: int, side: str = "right", seed: int = 0) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(5, VOCABULARY, (rows, length), generator=generator)
-    lengths = torch.randint(1, length + 1, (rows, 1), generator=generator)
-    lengths[0] = length
-    mask = torch.arange(length) < lengths
-    mask = mask.flip(1) if side == "left" else mask
-    return {"input_ids": ids * mask, "attention_mask": mask.long()}
-
-
-def labelled(head: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    rows, length = batch["input_ids"].shape
-    ids, mask = batch["input_ids"], batch["attention_mask"]
-    if head == "ForQuestionAnswering":
-        last = torch.full((rows,), length - 1)
-        return batch | {"start_positions": torch.zeros_like(last), "end_positions": last // 2}
-    if head == "ForMultipleChoice":
-        twice = {name: torch.stack([value, value.flip(0)], 1) for name, value in batch.items()}
-        return twice | {"labels": torch.arange(rows) % 2}
-    labels = {
-        "ForMaskedLM": ids.masked_fill(mask == 0, -100),
-        "ForSequenceClassification": torch.arange(rows) % 3,
-        "ForTokenClassification": (ids % 3).masked_fill(mask == 0, -100),
-    }
-    return batch | ({"labels": labels[head]} if head in labels else {})
-
-
-def results(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return outputs and the gradients of all parameters."""
-    model.zero_grad()
-    out = model(**batch)
-    found = {name: value for name, value in out.items() if torch.is_tensor(value)}
-    loss = out["loss"] if "loss" in out else out.last_hidden_state.square().mean()
-    loss.backward()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {n: t.detach().clone() for n, t in (found | gradients).items()}
-
-
-def assert_same(ours: dict[str, Tensor], stock: dict[str, Tensor], limit: float = 1e-5) -> None:
-    assert ours.keys() == stock.keys()
-    for name, expected in stock.items():
-        error = (ours[name] - expected).abs().max() / expected.abs().max().clamp(min=1.0)
-        assert error <= limit, f"{name}: {error:.2g}"
-
-
-def compare(model: Any, batch: dict[str, Tensor], **options: Any) -> None:
-    stock = results(model, batch)
-    with use_fast_attention(model, **options):
-        ours = results(model, batch)
-    assert_same(ours, stock)
-
-
-# transformers has no multiple choice for v1.
 @pytest.mark.parametrize(
-    ("kind", "head"),
-    [(k, h) for h in HEADS for k in KINDS if h != "ForMultipleChoice" or KINDS[k][0] != "Deberta"],
+    ("kind", "head"), [(k, h) for h in HEADS for k in KINDS if h in heads_of(k)]
 )
 def test_outputs_and_gradients_of_every_head(kind: str, head: str) -> None:
     # Left padding: pooled heads read the state of a padding position, as in transformers.
@@ -135,7 +47,7 @@ def test_outputs_and_gradients_of_every_head(kind: str, head: str) -> None:
 @pytest.mark.parametrize("kind", ["v1", "v1_p2c", "v2", "v3", "v3_c2p"])
 def test_random_shapes(kind: str) -> None:
     draw = random.Random(kind)
-    heads = [h for h in HEADS if h != "ForMultipleChoice" or KINDS[kind][0] != "Deberta"]
+    heads = heads_of(kind)
     models = {head: build(kind, head) for head in heads}
     for number in range(16):
         head = heads[number % len(heads)]
@@ -302,13 +214,6 @@ def test_wrapped_projections_take_part() -> None:
         for name in ("query_proj", "key_proj", "value_proj"):
             attention = layer.attention.self
             setattr(attention, name, Adapted(getattr(attention, name)))
-    compare(model, inputs(3, 9))
-
-
-def test_peft_lora() -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["query_proj", "value_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(build("v3"), config)
     compare(model, inputs(3, 9))
 
 
@@ -524,20 +429,3 @@ def test_inside_other_modules() -> None:
         ours = [model[name](**batch)[0] for name in ("text", "words")]
         assert repr(model).count("FastV1Encoder") == 1
     torch.testing.assert_close(ours, stock, atol=1e-5, rtol=1e-5)
-
-
-def test_sentence_transformers(tmp_path: Path) -> None:
-    library = pytest.importorskip("sentence_transformers")
-    modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
-    build("v3").eval().save_pretrained(tmp_path)
-    words = {f"[{name}]": i for i, name in enumerate(["PAD", "UNK", "CLS", "SEP", "MASK"])}
-    words |= {letter: 5 + i for i, letter in enumerate("abcdefghij")}
-    (tmp_path / "vocab.txt").write_text("\n".join(words))
-    transformers.BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
-    transformer = modules.Transformer(str(tmp_path), max_seq_length=32)
-    model = library.SentenceTransformer(modules=[transformer, modules.Pooling(32)], device="cpu")
-    texts = ["a b c", "d", "e f g h i j a b c d"]
-    stock = model.encode(texts)
-    with use_fast_attention(model):
-        ours = model.encode(texts)
-    assert abs(ours - stock).max() < 1e-5
