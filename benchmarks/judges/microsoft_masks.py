@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import sentencepiece
 from scipy import stats
 
 from benchmarks.judges.rows import Comparison
@@ -194,6 +193,9 @@ def _histograms(ours: list[int], theirs: list[int]) -> list[list[int]]:
 def judged_tokenizer() -> tuple[Tokenizer, bytes]:
     """Return a tokenizer of the texts, and its SentencePiece model."""
     model = io.BytesIO()
+    # Optional: every other program of the benchmarks can be imported without it.
+    import sentencepiece
+
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(judged_lines()), model_writer=model, vocab_size=2000, minloglevel=2,
         pad_id=0, bos_id=1, eos_id=2, unk_id=3, pad_piece="[PAD]", bos_piece="[CLS]",

@@ -90,7 +90,8 @@ def compare_graph(
 
     Args:
         path: the graph.
-        reference: returns the model's fp32 output for a batch, in the form of `graph_runner`.
+        reference: returns the model's fp32 output for a batch of ``[B, N]`` inputs, in the form of
+            `graph_runner`.
         config: the architecture.
         kind: head of the graph.
         tokenizer: the tokenizer used in training.
