@@ -28,6 +28,8 @@ from tests.support.judges import package_folder, record, version
 from tests.support.machine_text import documents
 from tests.support.tiny_models import tiny_tokenizer
 
+pytestmark = pytest.mark.slow
+
 REQUIREMENTS = (
     "datatrove==0.10.1", "dill==0.4.1", "humanize==4.15.0", "loguru==0.7.3",
     "multiprocess==0.70.19",

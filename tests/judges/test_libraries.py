@@ -24,6 +24,8 @@ from tests.support.judges import package_folder, record
 from tests.support.stock_models import OperatorCalls
 from tests.support.tiny_models import TEXT, V2, random_weights, reader, tiny_tokenizer
 
+pytestmark = pytest.mark.slow
+
 # Dropout draws other bits with fast attention.
 CONFIG = replace(V2, num_layers=2, hidden_dropout=0.0, attention_dropout=0.0)
 LAYERS, STEPS, LIMIT = CONFIG.num_layers, 10, 1e-5

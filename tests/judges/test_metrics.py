@@ -22,6 +22,8 @@ from megatron_deberta.tasks.task import TaskConfig
 from tests.support.judges import record
 from tests.support.task_files import make_task
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 1e-12
 Labels = Sequence[int]
 

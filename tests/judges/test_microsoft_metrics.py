@@ -18,9 +18,12 @@ from megatron_deberta.tasks.metrics import CorrelationMetric, paired_metric
 from tests.support.judges import package_folder, record, version
 
 # scikit-learn, SciPy and seqeval warn of metrics that are not defined.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::UserWarning", "ignore::RuntimeWarning", "ignore:.*constant"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(
+        "ignore::UserWarning", "ignore::RuntimeWarning", "ignore:.*constant"
+    ),
+]
 PACKAGE = "DeBERTa"
 SEED = 7
 RANDOM_CASES = 40

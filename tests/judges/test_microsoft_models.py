@@ -23,6 +23,8 @@ from benchmarks.judges.models import (
 from benchmarks.judges.shims import microsoft_package
 from tests.support.judges import package_folder, record, version
 
+pytestmark = pytest.mark.slow
+
 PACKAGE = "DeBERTa"
 SEED = 20261126
 LIMIT = 1e-5

@@ -23,6 +23,8 @@ from tests.support.judges import package_folder, record, version
 from tests.support.minimal_pairs import PAIRS
 from tests.support.tiny_models import TEXT, V2, random_weights, reader, tiny_tokenizer
 
+pytestmark = pytest.mark.slow
+
 PLAIN = replace(V2, mask_decoder_passes=0, absolute_positions="none")
 CONFIGS = {
     "transformers' class": PLAIN,

@@ -37,6 +37,8 @@ from tests.support.stock_models import (
 )
 from tests.support.tiny_models import random_weights, reader
 
+pytestmark = pytest.mark.slow
+
 LAYERS, LIMIT = 2, 1e-5
 LEGACY_FALSE = "5.20.0"
 """First transformers whose masked language models with ``legacy: false`` can be made."""
