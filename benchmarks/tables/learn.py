@@ -7,6 +7,14 @@ from collections.abc import Sequence
 from benchmarks.learn.ablations import VARIANTS, mean_curves
 from benchmarks.learn.forms import MODELS as FORMS
 from benchmarks.learn.forms import PAPER as PAPER_FORMS
+from benchmarks.learn.same_batches import (
+    PEER,
+    WITH,
+    WITHOUT,
+    differences,
+    full_seeds,
+    mean_curve,
+)
 from benchmarks.tables.common import UNMEASURED, Result, markdown
 from megatron_deberta.tasks.task import load_task
 
@@ -20,20 +28,48 @@ PAPER = {
     "+shared projections": ("86.3/86.3", "92.2/86.2", "82.3/79.5", ""),
     "+convolution": ("86.3/86.5", "92.5/86.4", "82.5/79.7", ""),
 }
+SHOWN_STEPS = (100, 200, 300, 400, 600, 800, 1000, 1500, 2000)
+"""Validations in the table of learning curves on the same batches; the plot has all."""
 
 
 def same_batches(record: Result) -> str:
-    """Validation loss beside that of transformers' DeBERTa on the same batches."""
-    header = ("step", "tokens", "ours", "transformers")
-    theirs = {point["step"]: point["loss"] for point in record["huggingface"]}
-    ours = {point["step"]: point for point in record["ours"]}
+    """Validation loss with and without mask decoder, and of transformers' DeBERTa."""
+    header = (
+        "step", "tokens", "ours, mask decoder", "ours, none", "transformers",
+        "mask decoder - none", "none - transformers",
+    )  # fmt: skip
+    curves = [mean_curve(record, variant, "validation") for variant in (WITH, WITHOUT, PEER)]
+    seeds = full_seeds(record)
+    pairs = [
+        differences(record, variant, reference, "validation", seeds)
+        for variant, reference in ((WITH, WITHOUT), (WITHOUT, PEER))
+    ]
     rows = [
-        (str(step), f"{point['tokens'] / 1e6:.2f}M", f"{point['loss']:.3f}",
-         f"{theirs[step]:.3f}" if step in theirs else "")
-        for step, point in ours.items()
-    ]  # fmt: skip
-    unigram = f"\nUnigram cross-entropy of the same targets: {record['unigram_loss']:.3f} nat.\n"
-    return markdown(header, rows) + unigram
+        (
+            f"{step:,}",
+            f"{step * record['tokens_per_step'] / 1e6:.2f}M",
+            *(f"{curve[step]:.3f}" for curve in curves),
+            *(f"{pair[step][0]:+.3f} ± {pair[step][1]:.3f}" for pair in pairs),
+        )
+        for step in SHOWN_STEPS
+        if step in curves[0]
+    ]
+    every_seed = {run["seed"] for run in record["runs"]}
+    early = ", ".join(
+        f"{mean:+.3f} ± {half:.3f} at step {step}"
+        for step, (mean, half) in differences(
+            record, WITH, WITHOUT, "validation", every_seed
+        ).items()
+    )
+    more = f"With {len(every_seed)} seeds, mask decoder - none: {early}. "
+    largest = max(record["largest_difference_of_first_200_training_losses"])
+    return markdown(header, rows) + (
+        f"\n(Mean of {len(seeds)} seeds; differences with their 95 % interval, paired by seed. "
+        f"{more if len(every_seed) > len(seeds) else ''}Unigram cross-entropy of the targets "
+        f"{record['unigram_loss']:.3f} nat. The first 200 training losses of ours without mask "
+        f"decoder and of transformers differ by at most {largest:.0e} nat. {record['hardware']}, "
+        f"torch {record['torch']}, transformers {record['transformers']}.)\n"
+    )
 
 
 def _changed(overrides: Sequence[str], shared: Sequence[str]) -> list[str]:
