@@ -7,7 +7,9 @@ validated on the same masked rows at the same steps. Ours are ``megatron-deberta
 
     python -m benchmarks.learn.same_batches --seeds 3 --steps 2000
 
-``--early-seeds`` adds seeds with which our two models are trained for the first EARLY_STEPS only.
+``--early-seeds`` adds seeds with which our two models are trained for the first EARLY_STEPS only. A
+fourth run of as many steps shows what rounding does: ours without mask decoder, with another
+implementation of the same attention.
 Text is read from ``MEGATRON_DEBERTA_CORPUS``, else from ``../shared/corpus``, or ``--text``; its
 tokenizer and shards are made once, in ``--runs``. The config is that of the quickstart with the
 overrides SIZE; further arguments are overrides, too, as in ``model.hidden_size=256
@@ -25,7 +27,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,9 +69,17 @@ COMMON = (
 )  # fmt: skip
 NO_DECODER = ("model.mask_decoder_passes=0", "model.absolute_positions=none")
 WITH, WITHOUT, PEER = "mask decoder", "no mask decoder", "transformers"
-VARIANTS = {WITH: ("model.mask_decoder_passes=2",), WITHOUT: NO_DECODER, PEER: NO_DECODER}
+ROUNDED = "other rounding"
+VARIANTS = {
+    WITH: ("model.mask_decoder_passes=2",),
+    WITHOUT: NO_DECODER,
+    PEER: NO_DECODER,
+    ROUNDED: (*NO_DECODER, "parallel.attention_backend=reference"),
+}
 """Overrides by model."""
 EARLY_STEPS = 300
+FIRST_STEPS = (20, 40, 60, 80, 100, 200, 300)
+"""For each of these, the largest difference of training losses up to there is recorded."""
 
 
 class Peer:
@@ -266,35 +276,45 @@ def collect(jobs: Sequence[Job]) -> dict[str, Any]:
             }
             for run in runs
         ],
-        "largest_difference_of_first_200_training_losses": [
-            max(abs(a - b) for a, b in pairs) for pairs in _first_losses(runs, 200)
-        ],
+        "largest_training_differences": {
+            variant: _divergence(runs, variant) for variant in (PEER, ROUNDED)
+        },
     }
 
 
-def _first_losses(runs: list[dict[str, Any]], steps: int) -> Iterator[list[tuple[float, float]]]:
-    """Yield, for each seed, the training losses of ours without decoder and of transformers."""
-    by = {(run["variant"], run["seed"]): run["training"][:steps] for run in runs}
-    for (variant, seed), losses in by.items():
-        if variant == WITHOUT and (PEER, seed) in by:
-            yield list(zip(losses, by[PEER, seed], strict=True))
+def _divergence(runs: list[dict[str, Any]], variant: str) -> dict[int, float]:
+    """Return the largest difference from ours without decoder in the first steps, of all seeds."""
+    by = {(run["variant"], run["seed"]): run["training"] for run in runs}
+    pairs = [(losses, by[WITHOUT, seed]) for (name, seed), losses in by.items() if name == variant]
+    return {
+        steps: max(
+            abs(a - b)
+            for losses, ours in pairs
+            for a, b in zip(losses[:steps], ours[:steps], strict=True)
+        )
+        for steps in FIRST_STEPS
+        if pairs
+    }
 
 
-def full_seeds(record: dict[str, Any]) -> list[int]:
-    """Return the seeds whose models were trained to the last step."""
-    last = str(record["steps"])
-    return sorted({run["seed"] for run in record["runs"] if last in run["validation"]})
+def common_seeds(record: dict[str, Any], step: int) -> list[int]:
+    """Return the seeds with which both of our models were trained to a step."""
+    reached: dict[str, set[int]] = {WITH: set(), WITHOUT: set()}
+    for run in record["runs"]:
+        if run["variant"] in reached and str(step) in run["validation"]:
+            reached[run["variant"]].add(run["seed"])
+    return sorted(reached[WITH] & reached[WITHOUT])
 
 
 def mean_curve(record: dict[str, Any], variant: str, losses: str) -> dict[int, float]:
-    """Return the mean over the full seeds by step.
+    """Return the mean by step, over the seeds of the whole training.
 
     Args:
         record: the result.
-        variant: of VARIANTS.
+        variant: one of ours.
         losses: ``validation`` or ``training``.
     """
-    seeds = full_seeds(record)
+    seeds = common_seeds(record, record["steps"])
     curves = [
         run[losses] for run in record["runs"] if run["variant"] == variant and run["seed"] in seeds
     ]
@@ -306,7 +326,7 @@ def differences(
 ) -> dict[int, tuple[float, float]]:
     """Return mean and half the 95 % interval of the difference of two variants by step.
 
-    The interval is that of a t-test of differences paired by seed.
+    The interval is that of a t-test of differences paired by seed; infinite for one seed.
 
     Args:
         record: the result.
@@ -324,30 +344,42 @@ def differences(
         if name == variant and seed in seeds and (reference, seed) in by
     ]
     found = {}
-    for step in set.intersection(*(set(curve) for pair in pairs for curve in pair)):
-        values = [curve[step] - other[step] for curve, other in pairs]
-        spread = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else math.inf
-        half = float(stats.t.ppf(0.975, max(1, len(values) - 1))) * spread
+    for step in sorted({s for curve, other in pairs for s in curve if s in other}, key=int):
+        values = [
+            curve[step] - other[step] for curve, other in pairs if step in curve and step in other
+        ]
+        half = math.inf
+        if len(values) > 1:
+            spread = statistics.stdev(values) / len(values) ** 0.5
+            half = float(stats.t.ppf(0.975, len(values) - 1)) * spread
         found[int(step)] = (statistics.mean(values), half)
-    return dict(sorted(found.items()))
+    return found
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
-    """Plot the mean curves, and the differences that the mask decoder makes with their interval."""
+    """Plot our mean curves, and what mask decoder, transformers and rounding change."""
     from matplotlib.figure import Figure
 
     curves, cost = (figure := Figure(figsize=(11, 4), layout="constrained")).subplots(1, 2)
-    for variant, style in ((WITH, "-"), (WITHOUT, "-"), (PEER, "--")):
+    for variant in (WITH, WITHOUT):
         points = mean_curve(record, variant, "validation")
-        curves.plot(list(points), list(points.values()), style, label=variant)
+        curves.plot(list(points), list(points.values()), label=variant)
     curves.axhline(record["unigram_loss"], linestyle=":", color="grey", label="unigram")
     curves.set(xlabel="step", ylabel="validation loss (nats per masked token)")
     curves.legend()
-    found = differences(record, WITH, WITHOUT, "validation", full_seeds(record))
+    seeds = common_seeds(record, record["steps"])
+    found = differences(record, WITH, WITHOUT, "validation", seeds)
     means, halves = zip(*found.values(), strict=True)
-    cost.errorbar(list(found), means, yerr=halves, marker=".", capsize=3)
+    cost.errorbar(list(found), means, yerr=halves, marker=".", capsize=3, label=WITH)
+    for seed in seeds:
+        for variant, color in ((PEER, "tab:green"), (ROUNDED, "tab:orange")):
+            points = differences(record, variant, WITHOUT, "validation", [seed])
+            label = variant if seed == seeds[0] else None
+            losses = [mean for mean, _ in points.values()]
+            cost.plot(list(points), losses, color=color, linewidth=1, label=label)
     cost.axhline(0, color="grey", linewidth=0.8)
-    cost.set(xlabel="step", ylabel="mask decoder minus none (nats), 95 % interval")
+    cost.set(xlabel="step", ylabel=f"loss minus that with {WITHOUT} (nats)")
+    cost.legend()
     figure.savefig(path, dpi=110)
 
 
@@ -376,6 +408,7 @@ def main() -> None:
         replace(template, variant=variant, seed=seed, last_step=last_step)
         for variants, first, count, last_step in (
             ((WITH, WITHOUT), 1, args.seeds, args.steps),
+            ((ROUNDED,), 1, args.seeds, min(EARLY_STEPS, args.steps)),
             ((WITH, WITHOUT), args.seeds + 1, args.early_seeds, min(EARLY_STEPS, args.steps)),
             ((PEER,), 1, args.seeds, args.steps),
         )

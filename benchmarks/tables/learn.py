@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from benchmarks.learn.ablations import VARIANTS, mean_curves
 from benchmarks.learn.forms import MODELS as FORMS
 from benchmarks.learn.forms import PAPER as PAPER_FORMS
 from benchmarks.learn.same_batches import (
+    EARLY_STEPS,
     PEER,
     WITH,
     WITHOUT,
+    common_seeds,
     differences,
-    full_seeds,
     mean_curve,
 )
 from benchmarks.tables.common import UNMEASURED, Result, markdown
@@ -34,42 +36,51 @@ SHOWN_STEPS = (100, 200, 300, 400, 600, 800, 1000, 1500, 2000)
 
 def same_batches(record: Result) -> str:
     """Validation loss with and without mask decoder, and of transformers' DeBERTa."""
+    seeds = common_seeds(record, record["steps"])
+    every_seed = common_seeds(record, EARLY_STEPS)
     header = (
-        "step", "tokens", "ours, mask decoder", "ours, none", "transformers",
-        "mask decoder - none", "none - transformers",
+        "step", "tokens", "mask decoder", "none", "mask decoder - none", "transformers - none",
     )  # fmt: skip
-    curves = [mean_curve(record, variant, "validation") for variant in (WITH, WITHOUT, PEER)]
-    seeds = full_seeds(record)
-    pairs = [
-        differences(record, variant, reference, "validation", seeds)
-        for variant, reference in ((WITH, WITHOUT), (WITHOUT, PEER))
-    ]
+    curves = [mean_curve(record, variant, "validation") for variant in (WITH, WITHOUT)]
+    pairs = [differences(record, variant, WITHOUT, "validation", seeds) for variant in (WITH, PEER)]
     rows = [
         (
             f"{step:,}",
             f"{step * record['tokens_per_step'] / 1e6:.2f}M",
             *(f"{curve[step]:.3f}" for curve in curves),
-            *(f"{pair[step][0]:+.3f} ± {pair[step][1]:.3f}" for pair in pairs),
+            *(_with_interval(*pair[step]) if step in pair else "" for pair in pairs),
         )
         for step in SHOWN_STEPS
         if step in curves[0]
     ]
-    every_seed = {run["seed"] for run in record["runs"]}
     early = ", ".join(
-        f"{mean:+.3f} ± {half:.3f} at step {step}"
-        for step, (mean, half) in differences(
-            record, WITH, WITHOUT, "validation", every_seed
-        ).items()
+        f"{_with_interval(*found)} at step {step}"
+        for step, found in differences(record, WITH, WITHOUT, "validation", every_seed).items()
+        if step <= EARLY_STEPS
     )
+    peers = sum(run["variant"] == PEER for run in record["runs"])
     more = f"With {len(every_seed)} seeds, mask decoder - none: {early}. "
-    largest = max(record["largest_difference_of_first_200_training_losses"])
-    return markdown(header, rows) + (
-        f"\n(Mean of {len(seeds)} seeds; differences with their 95 % interval, paired by seed. "
-        f"{more if len(every_seed) > len(seeds) else ''}Unigram cross-entropy of the targets "
-        f"{record['unigram_loss']:.3f} nat. The first 200 training losses of ours without mask "
-        f"decoder and of transformers differ by at most {largest:.0e} nat. {record['hardware']}, "
-        f"torch {record['torch']}, transformers {record['transformers']}.)\n"
+    diverged = record["largest_training_differences"]
+    growth = markdown(
+        ("steps from the start", *diverged),
+        (
+            (steps, *(f"{found[steps]:.0e}" for found in diverged.values()))
+            for steps in next(iter(diverged.values()))
+        ),
     )
+    return markdown(header, rows) + (
+        f"\n(Mean of {len(seeds)} seeds, {peers} with transformers; differences with their 95 % "
+        "interval, paired by seed. "
+        f"{more if len(every_seed) > len(seeds) else ''}Unigram cross-entropy of the targets "
+        f"{record['unigram_loss']:.3f} nat. {record['hardware']}, torch {record['torch']}, "
+        f"transformers {record['transformers']}.)\n\n"
+        "Largest difference of training losses from ours without mask decoder:\n\n"
+        f"{growth}"
+    )
+
+
+def _with_interval(mean: float, half: float) -> str:
+    return f"{mean:+.3f}" if math.isinf(half) else f"{mean:+.3f} ± {half:.3f}"
 
 
 def _changed(overrides: Sequence[str], shared: Sequence[str]) -> list[str]:
