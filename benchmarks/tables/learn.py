@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from benchmarks.learn.ablations import VARIANTS, mean_curves
 from benchmarks.learn.forms import MODELS as FORMS
 from benchmarks.learn.forms import PAPER as PAPER_FORMS
+from benchmarks.learn.same_batches import (
+    EARLY_STEPS,
+    PEER,
+    WITH,
+    WITHOUT,
+    common_seeds,
+    differences,
+    mean_curve,
+)
 from benchmarks.tables.common import UNMEASURED, Result, markdown
 from megatron_deberta.tasks.task import load_task
 
@@ -20,20 +30,57 @@ PAPER = {
     "+shared projections": ("86.3/86.3", "92.2/86.2", "82.3/79.5", ""),
     "+convolution": ("86.3/86.5", "92.5/86.4", "82.5/79.7", ""),
 }
+SHOWN_STEPS = (100, 200, 300, 400, 600, 800, 1000, 1500, 2000)
+"""Validations in the table of learning curves on the same batches; the plot has all."""
 
 
 def same_batches(record: Result) -> str:
-    """Validation loss beside that of transformers' DeBERTa on the same batches."""
-    header = ("step", "tokens", "ours", "transformers")
-    theirs = {point["step"]: point["loss"] for point in record["huggingface"]}
-    ours = {point["step"]: point for point in record["ours"]}
+    """Validation loss with and without mask decoder, and of transformers' DeBERTa."""
+    seeds = common_seeds(record, record["steps"])
+    every_seed = common_seeds(record, EARLY_STEPS)
+    header = (
+        "step", "tokens", "mask decoder", "none", "mask decoder - none", "transformers - none",
+    )  # fmt: skip
+    curves = [mean_curve(record, variant, "validation") for variant in (WITH, WITHOUT)]
+    pairs = [differences(record, variant, WITHOUT, "validation", seeds) for variant in (WITH, PEER)]
     rows = [
-        (str(step), f"{point['tokens'] / 1e6:.2f}M", f"{point['loss']:.3f}",
-         f"{theirs[step]:.3f}" if step in theirs else "")
-        for step, point in ours.items()
-    ]  # fmt: skip
-    unigram = f"\nUnigram cross-entropy of the same targets: {record['unigram_loss']:.3f} nat.\n"
-    return markdown(header, rows) + unigram
+        (
+            f"{step:,}",
+            f"{step * record['tokens_per_step'] / 1e6:.2f}M",
+            *(f"{curve[step]:.3f}" for curve in curves),
+            *(_with_interval(*pair[step]) if step in pair else "" for pair in pairs),
+        )
+        for step in SHOWN_STEPS
+        if step in curves[0]
+    ]
+    early = ", ".join(
+        f"{_with_interval(*found)} at step {step}"
+        for step, found in differences(record, WITH, WITHOUT, "validation", every_seed).items()
+        if step <= EARLY_STEPS
+    )
+    peers = sum(run["variant"] == PEER for run in record["runs"])
+    more = f"With {len(every_seed)} seeds, mask decoder - none: {early}. "
+    diverged = record["largest_training_differences"]
+    growth = markdown(
+        ("steps from the start", *diverged),
+        (
+            (steps, *(f"{found[steps]:.0e}" for found in diverged.values()))
+            for steps in next(iter(diverged.values()))
+        ),
+    )
+    return markdown(header, rows) + (
+        f"\n(Mean of {len(seeds)} seeds, {peers} with transformers; differences with their 95 % "
+        "interval, paired by seed. "
+        f"{more if len(every_seed) > len(seeds) else ''}Unigram cross-entropy of the targets "
+        f"{record['unigram_loss']:.3f} nat. {record['hardware']}, torch {record['torch']}, "
+        f"transformers {record['transformers']}.)\n\n"
+        "Largest difference of training losses from ours without mask decoder:\n\n"
+        f"{growth}"
+    )
+
+
+def _with_interval(mean: float, half: float) -> str:
+    return f"{mean:+.3f}" if math.isinf(half) else f"{mean:+.3f} ± {half:.3f}"
 
 
 def _changed(overrides: Sequence[str], shared: Sequence[str]) -> list[str]:

@@ -35,7 +35,8 @@ class ReferenceEngine(Engine):
     """Engine in plain torch; see :class:`~megatron_deberta.engine.base.Engine`.
 
     Every trainable parameter has an fp32 master weight and an fp32 gradient sum. In fp32 the master
-    weight is the parameter itself.
+    weight is the parameter itself; in fp64, which only tests use, master weight, gradient sum and
+    moments are fp64, too.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class ReferenceEngine(Engine):
         for index, parameter in enumerate(self._trainable.values()):
             if parameter.grad is None:
                 continue
-            new, total = parameter.grad.to(torch.float32), self._gradients[index]
+            new, total = parameter.grad.to(_master_dtype(parameter)), self._gradients[index]
             # The first gradient becomes the sum: a pass over all weights costs time on a CPU.
             self._gradients[index] = new if total is None else total.add_(new)
             parameter.grad = None
@@ -119,7 +120,12 @@ class ReferenceEngine(Engine):
                 parameter.copy_(master)
 
 
+def _master_dtype(parameter: nn.Parameter) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
 def _master_weight(parameter: nn.Parameter) -> nn.Parameter:
-    if parameter.dtype == torch.float32:
+    dtype = _master_dtype(parameter)
+    if parameter.dtype == dtype:
         return parameter
-    return nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+    return nn.Parameter(parameter.detach().to(dtype, copy=True))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.learn import ablations as learn
+from benchmarks.learn import same_batches
 from benchmarks.lib.provenance import ROOT
 from benchmarks.tables import pages as tables
 from benchmarks.tables.common import UNMEASURED
@@ -119,3 +120,26 @@ def test_timing_the_steps_keeps_the_curves(tmp_path: Path, monkeypatch: pytest.M
     assert after.pop("timed")["hardware"]
     assert after == {**before, "seconds_per_step": {"DeBERTa": 0.5}}
     assert output.with_suffix(".png").stat().st_size > 0
+
+
+def test_intervals_of_the_same_batches_are_paired_by_seed() -> None:
+    """Four seeds, one of them of the first steps only; t(0.975, 2) is 4.3027."""
+    offsets = {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.6}
+    runs = []
+    for seed, offset in offsets.items():
+        for variant, added in ((same_batches.WITH, offset), (same_batches.WITHOUT, 0.0)):
+            losses = {"100": seed + added} | ({"200": seed - added} if seed < 4 else {})
+            runs.append({"variant": variant, "seed": seed, "validation": losses})
+    record = {"steps": 200, "runs": runs}
+    pair = (same_batches.WITH, same_batches.WITHOUT, "validation")
+    full = same_batches.common_seeds(record, 200)
+    found = same_batches.differences(record, *pair, full)
+
+    assert full == [1, 2, 3]
+    assert same_batches.common_seeds(record, 100) == [1, 2, 3, 4]
+    assert found[100] == pytest.approx((0.2, 4.3027 * 0.1 / 3**0.5), rel=1e-4)
+    assert found[200] == pytest.approx((-0.2, 4.3027 * 0.1 / 3**0.5), rel=1e-4)
+    every = same_batches.differences(record, *pair, offsets)
+    assert every[100][0] == pytest.approx(0.3)
+    assert every[200] == found[200]
+    assert same_batches.mean_curve(record, same_batches.WITH, "validation")[100] == 2.2
