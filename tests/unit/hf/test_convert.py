@@ -480,7 +480,11 @@ def test_an_encoder_is_imported_but_predicts_no_masks(
 @pytest.mark.parametrize(
     ("mode", "options", "said"),
     [
-        ("import", ["--to", "onnx"], "--to is for exports (--checkpoint), not for --from"),
+        ("import", ["--to", "onnx", "--average", "2"], "--average is not for --to onnx of a"),
+        ("import", ["--to", "onnx", "--seed", "0"], "--seed is not for --to onnx of a published"),
+        ("import", ["--texts", "x"], "--texts is for --to onnx of a published model"),
+        ("export", ["--texts", "x"], "--texts is for --to onnx of a published model"),
+        ("export", ["--dtype", "all"], "--dtype all is for --to onnx of a published model"),
         ("import", ["--to", "hf"], "--to is for exports"),
         ("import", ["--dtype", "fp32"], "--dtype is for exports"),
         ("import", ["--form", "masked"], "--form is for exports"),
