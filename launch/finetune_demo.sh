@@ -99,9 +99,9 @@ task, data, split, predictions = sys.argv[1:]
 examples = read_examples(load_task(task), data, split)
 for example, line in list(zip(examples, Path(predictions).read_text().splitlines()))[:20]:
     found = json.loads(line)
-    sure = f" {max(found['probabilities']):.0%}" if found["probabilities"] else ""
+    sure = f" {max(found['scores'].values()):.0%}" if "scores" in found else ""
     text = example.text or " ".join(example.words)
-    print(f"{found['value']}{sure}: {text[:80]}")
+    print(f"{found['label']}{sure}: {text[:80]}")
 PYTHON
 cat <<NEXT
 

@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> None:
                 force=args.force,
             )
     print(
-        f"{args.output}: {tokenizer.num_tokens:,} tokens = {args.vocab_size:,} pieces and [MASK], "
-        f"model.vocab_size={tokenizer.vocab_size} (rounded up to hundreds, as in the release), "
+        f"{args.output}: {tokenizer.num_tokens:,} tokens = {args.vocab_size:,} pieces and [MASK]; "
+        f"set model.vocab_size to auto, or to at least {tokenizer.num_tokens}; "
         f"fingerprint {tokenizer.fingerprint}"
     )

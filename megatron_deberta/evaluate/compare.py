@@ -232,8 +232,11 @@ def read_predictions(path: Path, task: TaskConfig, examples: Sequence[Example]) 
     for number, line in enumerate(read_bytes(path).splitlines(), 1):
         place = f"{path}:{number}"
         values = parse_json(line, dict[str, Any], place, what, remedy=remedy)
-        # The others repeat the example.
+        # The others repeat the example. Earlier releases also wrote value and probabilities.
         own = {name: value for name, value in values.items() if name in known}
+        own.setdefault("value", values.get("label"))
+        scores = values.get("scores")
+        own.setdefault("probabilities", [*scores.values()] if isinstance(scores, dict) else [])
         prediction = conform(own, Prediction, place, what, remedy=remedy)
         if prediction.id in found:
             raise DataError(f"{place}: id {prediction.id!r} occurs twice; {remedy}")

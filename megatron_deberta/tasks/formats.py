@@ -37,7 +37,8 @@ DOCUMENT_START = "-DOCSTART-"
 def read_conll(path: Path, *, labelled: bool, merge: bool) -> Iterator[Record]:
     """Read sentences.
 
-    Columns are separated by tabs if a line has one, else by spaces. Lines of white space only end a
+    The first column is the word, the last one its label. Columns are separated by tabs if a line
+    has one, else by spaces. Lines of white space only end a
     sentence (WNUT-17 has lines that hold a tab); ``-DOCSTART-`` begins a document.
 
     Args:
@@ -71,11 +72,22 @@ def read_conll(path: Path, *, labelled: bool, merge: bool) -> Iterator[Record]:
         elif words and not is_start and merge and in_document:
             breaks += [len(words)] if breaks[-1:] != [len(words)] else []
         elif words:
+            _refuse_numbers(Place(path, lines[0]), words, width)
             breaks = [at for at in breaks if at < len(words)]
             values = {"words": words, "lines": lines, "id": str(count), "breaks": breaks}
             yield Record(Place(path, lines[0]), {**values, "tags": tags} if tags else values)
             words, tags, lines, breaks, count = [], [], [], [], count + 1
         in_document |= is_start
+
+
+def _refuse_numbers(place: Place, words: list[str], width: int) -> None:
+    """Reject a sentence whose first column counts its words, as in CoNLL-U."""
+    counts = ([*map(str, range(first, first + len(words)))] for first in (0, 1))
+    if width > 2 and len(words) > 2 and words in counts:
+        place.fail(
+            "the first column counts the words, but must be the word; remove it: cut -f 2- "
+            f"{place.path} > FILE"
+        )
 
 
 def _columns(line: str) -> list[str]:

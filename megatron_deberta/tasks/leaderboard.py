@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ def json_lines(
 ) -> bytes:
     """Return one JSON object per example: its text, the prediction, and its label if it has one.
 
-    Beside these are the fields of `Prediction`, which ``compare`` reads.
+    Beside these are the other fields of `Prediction` that the task has, which ``compare`` reads.
 
     Args:
         task: the task.
@@ -79,13 +78,13 @@ def _described(task: TaskConfig, example: Example, prediction: Prediction) -> di
         names = task.labels or list(map(str, range(len(choices))))
     # Choices may be fewer than the names of their positions.
     scores = dict(zip(names, prediction.probabilities, strict=False))
-    found = {
-        "id": prediction.id,
-        **texts,
-        "label": prediction.value,
-        "scores": scores,
-        **asdict(prediction),
-    }
+    found = {"id": prediction.id, **texts, "label": prediction.value}
+    if scores:
+        found["scores"] = scores
+    # Value and probabilities are the label and the scores.
+    others = {"index": -1, "null_score": 0.0, "group": ""}
+    values = {name: getattr(prediction, name) for name in others}
+    found |= {name: value for name, value in values.items() if value != others[name]}
     if (gold := _gold(task, example)) is not None:
         found["gold"] = gold
     return found

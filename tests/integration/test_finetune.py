@@ -172,7 +172,7 @@ def test_the_best_checkpoint_is_kept_and_used(
     # Without a leaderboard of its own the task has the same file there.
     assert submission.read_bytes() == output.read_bytes()
     predictions = [json.loads(line) for line in output.read_text().splitlines()]
-    assert {p["value"] for p in predictions} <= {"good", "bad"}
+    assert {p["label"] for p in predictions} <= {"good", "bad"}
     assert len(predictions) == 5
     rows = [line.split("\t") for line in (data / "test.tsv").read_text().splitlines()[1:]]
     assert [[p["text"], p["gold"]] for p in predictions] == rows
@@ -213,6 +213,11 @@ def predictions(data: Path, model: Path, output: Path) -> list[Any]:
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
+def scores(prediction: dict[str, Any]) -> list[float]:
+    """Return the scores of a line of predictions, in the order of the task's classes."""
+    return list(prediction["scores"].values())
+
+
 def test_classes_of_a_published_model_are_matched_by_name(
     tmp_path: Path, data: Path, finetune: Finetune, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -225,9 +230,9 @@ def test_classes_of_a_published_model_are_matched_by_name(
     published_classifier(other, {"id2label": {"0": "GOOD", "1": "BAD"}})
     found = predictions(data, other, tmp_path / "b")
     swapped = {"bad": "good", "good": "bad"}
-    assert [p["value"] for p in found] == [swapped[p["value"]] for p in expected]
+    assert [p["label"] for p in found] == [swapped[p["label"]] for p in expected]
     for one, two in zip(found, expected, strict=True):
-        assert one["probabilities"] == pytest.approx(two["probabilities"][::-1])
+        assert scores(one) == pytest.approx(scores(two)[::-1])
 
     # Two default names are not written by transformers.
     published_classifier(unnamed, {})
@@ -236,12 +241,12 @@ def test_classes_of_a_published_model_are_matched_by_name(
 
     published_classifier(many, {"problem_type": "multi_label_classification"})
     for one, two in zip(predictions(data, many, tmp_path / "d"), expected, strict=True):
-        assert one["value"] == two["value"]
-        odds = [math.log(p / (1 - p)) for p in one["probabilities"]]
+        assert one["label"] == two["label"]
+        odds = [math.log(p / (1 - p)) for p in scores(one)]
         # The difference of the logits is the log-odds of the softmax.
-        first, second = two["probabilities"]
+        first, second = scores(two)
         assert odds[0] - odds[1] == pytest.approx(math.log(first / second), abs=1e-4)
-        assert sum(one["probabilities"]) != pytest.approx(1, abs=1e-3)
+        assert sum(scores(one)) != pytest.approx(1, abs=1e-3)
 
     published_classifier(foreign, {"id2label": {"0": "spam", "1": "ham"}})
     command = ["predict", str(data / "task.yaml"), "--model", str(foreign), "--data", str(data)]
@@ -341,14 +346,14 @@ def test_two_ranks_predict_as_one(
     assert "no such file" in (error := capsys.readouterr().err)
     assert "choose a split with --split: train, dev, test" in " ".join(error.split())
     # Rank 1 writes nothing, not even to standard output.
-    assert "probabilities" not in (tmp_path / "1.log").read_text()
+    assert "scores" not in (tmp_path / "1.log").read_text()
     expected, found = (
         [json.loads(line) for line in path.read_text().splitlines()] for path in (alone, together)
     )
     assert len(expected) == 5
     for one, other in zip(expected, found, strict=True):
-        assert (one["id"], one["value"]) == (other["id"], other["value"])
-        assert one["probabilities"] == pytest.approx(other["probabilities"], abs=1e-6)
+        assert (one["id"], one["label"]) == (other["id"], other["label"])
+        assert one["scores"] == pytest.approx(other["scores"], abs=1e-6)
 
 
 def test_a_saved_run_is_checked_and_trained_by_other_commands(

@@ -90,10 +90,10 @@ def test_the_printed_pipeline_predicts_as_we_do(
     for words, ours in zip(SENTENCES, expected, strict=True):
         output = scope["run"](" ".join(words))
         if head == "tokens":
-            assert_whole_words(output, words, ours["value"], scope["run"].tokenizer)
+            assert_whole_words(output, words, ours["label"], scope["run"].tokenizer)
         else:
             found = predicted(head, output)
-            values = [ours["value"], *([max(ours["probabilities"])] if len(found) > 1 else [])]
+            values = [ours["label"], *([max(ours["scores"].values())] if len(found) > 1 else [])]
             assert found == [pytest.approx(v, abs=1e-5) for v in values]
     if head == "tokens":
         card = (exported / "README.md").read_text()
@@ -105,10 +105,10 @@ def test_the_printed_pipeline_predicts_as_we_do(
             )
             with temporary_module_cache():
                 exec(written_text, scope)
-            assert scope["labels"] == dict(enumerate(ours["value"]))
+            assert scope["labels"] == dict(enumerate(ours["label"]))
             lone += sum(scope["run"].tokenizer.tokenize(word)[0] == "▁" for word in words)
         assert lone
-        assert len({tag for ours in expected for tag in ours["value"]}) > 1
+        assert len({tag for ours in expected for tag in ours["label"]}) > 1
 
 
 def test_only_existing_pipelines_are_printed() -> None:

@@ -106,8 +106,7 @@ def test_other_tasks_have_json_lines(tmp_path: Path) -> None:
     assert path.name == "predict.jsonl"
     assert first == (
         '{"id":"a","text":"It is.","label":"positive","scores":{"negative":0.25,"positive":0.75},'
-        '"index":1,"value":"positive","probabilities":[0.25,0.75],"null_score":0.0,"group":"",'
-        '"gold":"negative"}'
+        '"index":1,"gold":"negative"}'
     )
     assert json.loads(second)["text_pair"] == "y"
     assert "gold" not in json.loads(second)
@@ -117,7 +116,7 @@ def test_other_tasks_have_json_lines(tmp_path: Path) -> None:
     ("head", "example", "value", "expected"),
     [
         ("regression", Example(id="0", text="a", label=0.5), 0.75,
-         {"text": "a", "label": 0.75, "scores": {}, "gold": 0.5}),
+         {"text": "a", "label": 0.75, "gold": 0.5}),
         ("tokens", Example(id="0", words=("Anna", "ran"), tags=(1, 0)), ("O", "O"),
          {"text": "Anna ran", "words": ["Anna", "ran"], "label": ["O", "O"],
           "gold": ["B-PER", "O"]}),

@@ -15,6 +15,7 @@ import pytest
 
 from megatron_deberta.errors import DataError
 from megatron_deberta.tasks import TaskConfig, encode, load_task, read_examples
+from megatron_deberta.tasks.formats import read_conll
 from megatron_deberta.tokenizer import Tokenizer
 from tests.support.corpus import corpus_path
 from tests.support.task_files import PUBLISHED, squad
@@ -440,3 +441,14 @@ def test_random_damage(name: str, tmp_path: Path) -> None:
             messages.append(str(error))
     assert messages
     assert [text for text in messages if "\n" in text or not text.startswith(str(tmp_path))] == []
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_column_that_counts_the_words_is_refused(first: int, tmp_path: Path) -> None:
+    path = tmp_path / "train.conllu"
+    rows = [f"{number}\t{word}\tO" for number, word in enumerate(("A", "b", "c"), first)]
+    path.write_text("\n".join(rows) + "\n")
+    with pytest.raises(DataError, match=r"train\.conllu:1: the first column counts .* cut -f 2-"):
+        list(read_conll(path, labelled=True, merge=False))
+    path.write_text("\n".join(f"{n} O" for n in range(first, first + 3)) + "\n")
+    assert len(list(read_conll(path, labelled=True, merge=False))) == 1
