@@ -1,10 +1,10 @@
 """Check the installation, or whether a run can start here.
 
-Without RUN.yaml: Python, torch and the architectures it has kernels for, compiler and headers for
-Triton, DeepSpeed, MPI, SLURM and disk space. With RUN.yaml: torch, the compiler if the run needs
-one, the run folder and its free space, tokenizer, shards and the newest checkpoint. With --cluster
-also the layout on that cluster and the SLURM partition. Run it where the job will run. Exit code 2
-if anything is wrong.
+Without RUN.yaml: Python, extras of the package, torch and the architectures it has kernels for,
+compiler and headers for Triton, DeepSpeed, MPI, SLURM and disk space. With RUN.yaml: torch, the
+compiler if the run needs one, the run folder and its free space, tokenizer, shards and the newest
+checkpoint. With --cluster also the layout on that cluster and the SLURM partition. Run it where the
+job will run. Exit code 2 if anything is wrong.
 
 Examples:
   megatron-deberta doctor
@@ -19,18 +19,17 @@ import itertools
 import shutil
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_deberta.checkpoint.layout import state_kinds
+# What needs an extra of the package is imported where a run is checked.
 from megatron_deberta.cli.arguments import add_run_arguments, add_shared
-from megatron_deberta.cli.submit import check_fit
 from megatron_deberta.cluster import installation
-from megatron_deberta.cluster.profile import ClusterProfile, load_profile
 from megatron_deberta.cluster.slurm import commands as slurm
-from megatron_deberta.cluster.slurm.status import present_holder
-from megatron_deberta.config import config_to_dict, load_config
-from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE, ConfigError, MegatronDebertaError
-from megatron_deberta.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from megatron_deberta.cluster.profile import ClusterProfile
+    from megatron_deberta.config.schema import RunConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +45,10 @@ def run(args: argparse.Namespace) -> int:
         if args.cluster is not None:
             raise ConfigError("--cluster needs RUN.yaml: it checks whether that run fits")
         # Triton compiles for GPUs only.
-        optional = {"MPI", "SLURM", *([] if shutil.which("nvidia-smi") else ["compiler"])}
+        optional = {"extras", "MPI", "SLURM"}
+        optional |= set() if shutil.which("nvidia-smi") else {"compiler"}
+        # Without the extra, nothing here trains.
+        optional |= {"DeepSpeed"} if installation.missing_packages("train") else set()
         return report(INSTALLATION, optional)
     return report(run_checks(args))
 
@@ -56,6 +58,7 @@ Checks = Sequence[tuple[str, Callable[[], str]]]
 
 INSTALLATION: Checks = (
     ("Python", installation.check_python),
+    ("extras", installation.check_extras),
     ("torch", installation.check_torch),
     ("compiler", installation.check_compiler),
     ("DeepSpeed", lambda: installation.check_package("deepspeed")),
@@ -67,6 +70,8 @@ INSTALLATION: Checks = (
 
 def run_checks(args: argparse.Namespace) -> Checks:
     """Return the checks of a run, and with ``--cluster`` those of the cluster."""
+    from megatron_deberta.cluster.profile import load_profile
+    from megatron_deberta.config import load_config
     from megatron_deberta.train.vocab_size import with_vocab_size
 
     config = with_vocab_size(load_config(args.config, args.overrides))
@@ -148,6 +153,8 @@ def check_folder(folder: Path) -> str:
         ConfigError: another job trains there, or the clocks differ.
         OSError: it cannot be written.
     """
+    from megatron_deberta.cluster.slurm.status import present_holder
+
     if holder := present_holder(folder):
         raise ConfigError(f"train.run_dir={folder} is in use by {holder}")
     existing = _existing(folder)
@@ -161,6 +168,8 @@ def check_space(config: RunConfig) -> str:
     Raises:
         ConfigError: there is not.
     """
+    from megatron_deberta.checkpoint.layout import state_kinds
+    from megatron_deberta.config import config_to_dict
     from megatron_deberta.model import count_parameters
 
     size = count_parameters(config.model) * 4 * len(state_kinds(config_to_dict(config)))
@@ -216,6 +225,7 @@ def check_task_data(config: RunConfig) -> str:
     from megatron_deberta.finetune.data import load_training_task
     from megatron_deberta.tasks.reading import read_examples
     from megatron_deberta.tasks.task import DEV, TRAIN
+    from megatron_deberta.tokenizer import load_tokenizer
 
     task = load_training_task(config)
     check_task(config, task)
@@ -246,6 +256,8 @@ def check_cluster(config: RunConfig, profile: ClusterProfile, nodes: int) -> str
         ConfigError: torch does not support the devices, or the run does not fit.
         TopologyError: the run does not fit.
     """
+    from megatron_deberta.cli.submit import check_fit
+
     check_fit(config, profile, nodes)
     problem = installation.torch_problem(profile.gpu_architecture, profile.torch_builds)
     if problem and profile.container == "none":

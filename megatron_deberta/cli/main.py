@@ -251,15 +251,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (MegatronDebertaError, OSError, UnicodeEncodeError, ModuleNotFoundError) as error:
         if isinstance(error, BrokenPipeError) and stdout_is_closed():
             return EXIT_PIPE_CLOSED
-        text, code = explain(error, command)
+        text, code = explain(error, command, overview.arguments)
         if debug:
             traceback.print_exc()
         print(f"megatron-deberta: error: {text}", file=sys.stderr)
         return code
 
 
-def explain(error: Exception, command: Command) -> tuple[str, int]:
+def explain(error: Exception, command: Command, arguments: Sequence[str] = ()) -> tuple[str, int]:
     """Return an error as one line, and the exit code.
+
+    Args:
+        error: the error.
+        command: the subcommand.
+        arguments: its arguments.
 
     Raises:
         ModuleNotFoundError: ``error``, if a module of this package is missing.
@@ -274,6 +279,8 @@ def explain(error: Exception, command: Command) -> tuple[str, int]:
         if error.name is None or error.name.split(".")[0] == "megatron_deberta":
             raise error
         extra = next(group.extra for group in GROUPS if command in group.commands)
+        if command.name == "convert" and "onnx" in arguments:
+            extra = "onnx" if {"--from", "hf"} <= set(arguments) else f"{extra},onnx"
         install = f"pip install 'megatron-deberta[{extra}]'"
         return f"{command.name} needs the package {error.name}; {install}", EXIT_USAGE
     if isinstance(error, MegatronDebertaError):

@@ -14,12 +14,15 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from megatron_deberta.cluster.slurm import commands as slurm
 from megatron_deberta.errors import ConfigError
 
+DISTRIBUTION = "megatron-deberta"
+EXTRAS = ("train", "text", "finetune", "onnx", "mpi", "dask", "wandb")
 MIN_PYTHON = (3, 10)
 MIN_FREE_GIB = 1.0
 MAX_SKEW_SECONDS = 5.0
@@ -38,6 +41,49 @@ def check_python() -> str:
     if sys.version_info < MIN_PYTHON:
         raise ConfigError(f"{version} is older than {'.'.join(map(str, MIN_PYTHON))}; install that")
     return f"{version}, {sys.executable}"
+
+
+def missing_packages(extra: str) -> list[str]:
+    """Return the packages of an extra that are not installed, and of the extras that it includes.
+
+    Raises:
+        ConfigError: this package is not installed itself.
+    """
+    try:
+        lines = metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError as error:
+        raise ConfigError(f"{DISTRIBUTION} is not installed; pip install .") from error
+    missing = []
+    for needed in map(Requirement, lines):
+        marker = needed.marker
+        if (
+            marker is None
+            or not marker.evaluate({"extra": extra})
+            or marker.evaluate({"extra": ""})
+        ):
+            continue
+        if needed.name == DISTRIBUTION:
+            missing += [name for other in needed.extras for name in missing_packages(other)]
+        else:
+            try:
+                metadata.version(needed.name)
+            except metadata.PackageNotFoundError:
+                missing.append(needed.name)
+    return missing
+
+
+def check_extras() -> str:
+    """Name the extras whose packages are installed.
+
+    Raises:
+        ConfigError: packages of some are not.
+    """
+    missing = {extra: missing_packages(extra) for extra in EXTRAS}
+    complete = ", ".join(extra for extra, names in missing.items() if not names) or "none"
+    lacking = "; ".join(f"{e} lacks {', '.join(names)}" for e, names in missing.items() if names)
+    if lacking:
+        raise ConfigError(f"complete: {complete}; {lacking}")
+    return complete
 
 
 def check_torch() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import string
 import unicodedata
@@ -140,7 +141,9 @@ class Tokenizer:
         """Encoder by words, made for the first text: training needs only ids of special tokens."""
         if self.spec["model"]["type"] != "Unigram":
             return None
-        # Imported here: it imports pyarrow, which byte-level BPE does not need.
+        # pyarrow belongs to the extras for text; the ids are the same without it.
+        if importlib.util.find_spec("pyarrow") is None:
+            return None
         from megatron_deberta.tokenizer.word_cache import WordCache, words_are_independent
 
         if not words_are_independent(self.spec):

@@ -161,7 +161,10 @@ def test_models_and_operator_need_no_extra(tmp_path: Path) -> None:
         *OPTIONAL, "deepspeed", "orjson", "pydantic", "rich", "pyarrow", "rensa", "zstandard",
         "isal", "sklearn", "scipy", "seqeval",
     )  # fmt: skip
-    names = ["model", "ops", "hf.fast_attention", "hf.modeling_megatron_deberta", "cli.main"]
+    names = [
+        "model", "ops", "hf.fast_attention", "hf.modeling_megatron_deberta", "cli.main",
+        "cli.doctor",
+    ]  # fmt: skip
     found = failures(
         hidden,
         ["megatron_deberta", *(f"megatron_deberta.{name}" for name in names)],
@@ -188,6 +191,10 @@ FINETUNE = ("seqeval", "sklearn")
             ("train", "engine", "checkpoint", "cluster", "report", "hf", "objectives", "data"),
         ),
         ("finetune", TEXT, ("finetune", "evaluate", "tasks")),
+        (
+            "onnx", (*TRAIN, *TEXT, *FINETUNE, "pyarrow", "rich", "scipy", "matplotlib", "psutil"),
+            ("hf/onnx", "tokenizer/tokenizer", "tokenizer/loading", "cli/convert"),
+        ),
     ],
 )  # fmt: skip
 def test_commands_of_an_extra_need_no_other(

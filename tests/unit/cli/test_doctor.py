@@ -66,7 +66,7 @@ def test_without_a_run_the_installation_is_checked(
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     names = [line[8:].split(":")[0] for line in lines]
-    assert names == ["Python", "torch", "compiler", "DeepSpeed", "MPI", "SLURM", "disk"]
+    assert names == ["Python", "extras", "torch", "compiler", "DeepSpeed", "MPI", "SLURM", "disk"]
     assert "ok      SLURM: slurm-wlm 23.11.4" in lines
     assert main(["doctor", "--cluster", "local"]) == 2
     assert "--cluster needs RUN.yaml" in capsys.readouterr().err
@@ -212,3 +212,24 @@ def test_slurm_is_not_here(examine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     found = only_wrong(examine("--cluster", "local", "--nodes", "2"), "SLURM")
     assert "sbatch is not installed here" in found
+
+
+def test_packages_that_an_extra_lacks_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    installed = installation.metadata.version
+
+    def without(name: str) -> str:
+        if name in ("orjson", "rensa", "deepspeed"):
+            raise installation.metadata.PackageNotFoundError(name)
+        return installed(name)
+
+    monkeypatch.setattr(installation.metadata, "version", without)
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    (line,) = (line for line in printed.splitlines() if "extras" in line)
+    assert line.startswith("missing extras: complete: mpi, dask, wandb; ")
+    assert "text lacks orjson, rensa" in line
+    assert "onnx lacks orjson" in line
+    # The models need none of them.
+    assert "missing DeepSpeed" in printed
