@@ -224,12 +224,20 @@ def test_packages_that_an_extra_lacks_are_named(
             raise installation.metadata.PackageNotFoundError(name)
         return installed(name)
 
+    needed = {
+        "train": ["deepspeed>=0.19", "orjson"],
+        "text": ["orjson", "rensa"],
+        "finetune": ["megatron-deberta[train]"],
+        "onnx": ["onnx>=1.17", "orjson"],
+        "wandb": ["wandb"],
+    }
+    lines = [f"{line}; extra == '{extra}'" for extra, names in needed.items() for line in names]
+    monkeypatch.setattr(installation.metadata, "requires", lambda name: ["torch", *lines])
     monkeypatch.setattr(installation.metadata, "version", without)
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
     (line,) = (line for line in printed.splitlines() if "extras" in line)
     assert line.startswith("missing extras: complete: mpi, dask, wandb; ")
-    assert "text lacks orjson, rensa" in line
-    assert "onnx lacks orjson" in line
+    assert "text lacks orjson, rensa; finetune lacks deepspeed, orjson; onnx lacks orjson" in line
     # The models need none of them.
     assert "missing DeepSpeed" in printed
