@@ -46,3 +46,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(ops, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -236,7 +236,9 @@ def read_predictions(path: Path, task: TaskConfig, examples: Sequence[Example]) 
         own = {name: value for name, value in values.items() if name in known}
         own.setdefault("value", values.get("label"))
         scores = values.get("scores")
-        own.setdefault("probabilities", [*scores.values()] if isinstance(scores, dict) else [])
+        if isinstance(scores, dict):
+            scores = [*scores.values()]
+        own.setdefault("probabilities", scores or [])
         prediction = conform(own, Prediction, place, what, remedy=remedy)
         if prediction.id in found:
             raise DataError(f"{place}: id {prediction.id!r} occurs twice; {remedy}")

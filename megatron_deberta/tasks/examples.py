@@ -86,7 +86,8 @@ class Prediction:
         index: class index, or index of the choice; -1 for other heads.
         value: label as written in the files, score, answer text (empty: no answer), or a label
             per word.
-        probabilities: one per class or choice; empty for other heads.
+        probabilities: one per class or choice; of tokens, of each word's label; empty for other
+            heads.
         null_score: spans: score of no answer minus that of the best answer.
         group: the example's group.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import orjson
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import write_atomically
 from megatron_deberta.tasks.examples import Example, Prediction, sentences
-from megatron_deberta.tasks.task import TaskConfig
+from megatron_deberta.tasks.task import TaskConfig, entities, entity_labels
 
 Files = dict[str, bytes]
 
@@ -76,10 +77,12 @@ def _described(task: TaskConfig, example: Example, prediction: Prediction) -> di
     if choices:
         texts["choices"] = choices
         names = task.labels or list(map(str, range(len(choices))))
-    # Choices may be fewer than the names of their positions.
-    scores = dict(zip(names, prediction.probabilities, strict=False))
     found = {"id": prediction.id, **texts, "label": prediction.value}
-    if scores:
+    if words:
+        found["scores"] = prediction.probabilities
+        found |= _entities(task, words, prediction)
+    # Choices may be fewer than the names of their positions.
+    elif scores := dict(zip(names, prediction.probabilities, strict=False)):
         found["scores"] = scores
     # Value and probabilities are the label and the scores.
     others = {"index": -1, "null_score": 0.0, "group": ""}
@@ -88,6 +91,24 @@ def _described(task: TaskConfig, example: Example, prediction: Prediction) -> di
     if (gold := _gold(task, example)) is not None:
         found["gold"] = gold
     return found
+
+
+def _entities(
+    task: TaskConfig, words: Sequence[str], prediction: Prediction
+) -> dict[str, list[dict[str, Any]]]:
+    """Return a sentence's entities and their characters in the text, if the labels are of any."""
+    assert isinstance(prediction.value, tuple)
+    if entity_labels(task.labels) is None:
+        return {}
+    starts = list(accumulate((len(word) + 1 for word in words), initial=0))
+    found = [
+        {"type": kind, "text": " ".join(words[first : last + 1]), "start": starts[first],
+         "end": starts[last + 1] - 1}
+        for kind, first, last in sorted(
+            entities(task.labels, [prediction.value]), key=lambda entity: entity[1]
+        )
+    ]  # fmt: skip
+    return {"entities": found}
 
 
 def _gold(task: TaskConfig, example: Example) -> Any:

@@ -229,11 +229,13 @@ def _predict_tags(
     at = np.flatnonzero(encoded.word_index >= 0)
     classes = outputs[at].argmax(axis=1)
     names = np.array(task.labels, dtype=object)[classes]
-    sizes = [len(example.words) for example in examples]
-    parts = np.split(names, np.cumsum(sizes)[:-1])
+    sure = softmax(outputs[at]).max(axis=1)
+    ends = np.cumsum([len(example.words) for example in examples])[:-1]
     return [
-        Prediction(id=example.id, value=tuple(part.tolist()))
-        for example, part in zip(examples, parts, strict=True)
+        Prediction(id=example.id, value=tuple(part.tolist()), probabilities=tuple(scores.tolist()))
+        for example, part, scores in zip(
+            examples, np.split(names, ends), np.split(sure, ends), strict=True
+        )
     ]
 
 
