@@ -237,7 +237,7 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         for option in (word for word in arguments if word.startswith("--")):
             assert option in (ROOT / program).read_text(), f"{program} has no option {option}"
     else:
-        assert program in ("source", "pip", "grep", "docker"), f"unknown program {program}"
+        assert program in ("source", "pip", "grep", "docker", "git", "cd"), f"unknown program {program}"
 
 
 def check_command(arguments: list[str]) -> None:
