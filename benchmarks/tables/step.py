@@ -300,11 +300,11 @@ ACCELERATE_TITLES = {
 
 def accelerate(record: Result) -> str:
     """Accelerated models against stock ones."""
-    header = ("case", "speed / stock", "by processor time", "required", "goal",
+    header = ("case", "speed / stock", "by processor time",
               "peak memory of the process, GiB: accelerated / stock")  # fmt: skip
     cells, profiles = [], ""
     for row in record["results"]:
-        ratios = [f"{row[key]:.2f}" for key in ("speedup", "cpu_speedup", "required", "goal")]
+        ratios = [f"{row[key]:.2f}" for key in ("speedup", "cpu_speedup")]
         peaks = [gib(row["sides"][side]["peak_bytes"]) for side in ("accelerated", "stock")]
         memory = f"{' / '.join(peaks)} ({100 * row['memory']:.0f} %)"
         cells.append((ACCELERATE_TITLES[row["name"]], *ratios, memory))

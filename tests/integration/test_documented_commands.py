@@ -50,6 +50,7 @@ INPUTS = {
     ),
     "docs/finetuning.md": ("exports/base", "runs/large", "glue/SST-2", "glue/MNLI", "blimp"),
     "docs/search.md": ("exports/base", "glue/SST-2"),
+    "docs/tasks.md": ("runs/own", "orders"),
     "docs/onnx.md": ("exports/base", "runs/first", "glue/SST-2"),
     "docs/export.md": ("runs/first", "shards/corpus_text_document"),
     "docs/preprocess.md": ("tokenizer",),
@@ -75,8 +76,19 @@ TRAINED = {
     "runs/averaged": ("optimizer.ema_decay=0.999",),
 }
 """Runs with other settings."""
+
+
+def write_tagged(folder: Path) -> None:
+    """Write the files of a tagger: eight sentences each."""
+    folder.mkdir()
+    for split in ("train", "dev"):
+        sentence = "Ship O\n3 B-QTY\ncrates I-QTY\nof O\npears B-ITEM\n. O\n\n"
+        (folder / f"{split}.txt").write_text(sentence * 8)
+
+
 WRITERS = {
     "blimp": write_pairs,
+    "orders": write_tagged,
     "wiki.valid.tokens": lambda path: path.write_text(" \n = A title = \n \n Some words . \n"),
 }
 """Functions that write an input."""
@@ -237,7 +249,9 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         for option in (word for word in arguments if word.startswith("--")):
             assert option in (ROOT / program).read_text(), f"{program} has no option {option}"
     else:
-        assert program in ("source", "pip", "grep", "docker"), f"unknown program {program}"
+        assert program in ("source", "pip", "grep", "docker", "git", "cd"), (
+            f"unknown program {program}"
+        )
 
 
 def check_command(arguments: list[str]) -> None:

@@ -247,7 +247,7 @@ def test_metrics_of_tags(
     """Tags that are not well formed, too: an entity may begin with I, as in IOB1."""
     kind, prefix = ("words", "token_") if judge == "scikit-learn" else ("entities", "")
     request.node.stash[ROW] = (
-        judge, "restated" if judge == "conlleval" else version(judge),
+        *(("conlleval (restated)", "") if judge == "conlleval" else (judge, version(judge))),
         f"precision, recall and F1 of {kind}, every pair of tags of two types, and random ones",
     )  # fmt: skip
     names = [f"{prefix}{each}" for each in ("precision", "recall", "f1")]
