@@ -92,7 +92,7 @@ def test_small_models_are_told_of_a_learning_rate_for_larger_ones() -> None:
         return learning_rate_hint(config, overrides, parameter_shapes(model))
 
     assert hint(small, 3e-5, "train.seed=2").startswith(
-        "optimizer.learning_rate=3e-05 is a value for base models; this model has 0.2 million"
+        "optimizer.learning_rate=3e-05 is a value for base models; this model has 0.3 million"
     )
     assert "try optimizer.learning_rate=5e-4, or" in hint(small, 3e-5)
     assert not hint(small, 3e-5, "optimizer.learning_rate=3e-5")
