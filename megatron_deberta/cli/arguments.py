@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import copy
+import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -29,6 +32,9 @@ FORMER_OPTIONS = {
 MAX_RESTARTS = 10
 """Restarts after failures of ranks that run on this machine."""
 _RUN_FILES = ("config.yaml", "metrics.jsonl", "chain.jsonl", "checkpoints", "lock", "submissions")
+_OPTION = re.compile(r"--?[A-Za-z][\w-]*")
+_SIMILAR = 0.75
+"""Similarity of options, as difflib measures it, from which one may be meant by the other."""
 _MOST = sys.float_info.max
 _DEFAULT = " (default: %(default)s)"
 
@@ -50,13 +56,50 @@ class Subcommand(NamedTuple):
 class CommandParser(argparse.ArgumentParser):
     """Parser of a subcommand: wrong usage is a ``ConfigError``, and ``--help`` shows defaults."""
 
+    _given: Sequence[str] = ()
+
     def error(self, message: str) -> NoReturn:
         """Reject the arguments.
 
         Raises:
             ConfigError: always.
         """
-        raise ConfigError(f"{message}; see {self.prog} --help")
+        raise ConfigError(f"{message}{self._suggestion()}; see {self.prog} --help")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does, and keep the arguments for `error`."""
+        # It is called again for the arguments that an earlier call left.
+        self._given = self._given or [*(args or ())]
+        return super().parse_known_args(args, namespace)
+
+    def _suggestion(self) -> str:
+        """Return what an unknown option may mean: a key of the configuration, or another option."""
+        options = self._option_string_actions
+        takes_keys = any(action.dest == "overrides" for action in self._actions)
+        for position, text in enumerate(self._given):
+            name, equals, value = text.partition("=")
+            is_known = any(option.startswith(name) for option in options)
+            if not _OPTION.fullmatch(name) or is_known:
+                continue
+            if takes_keys and (keys := _keys_named(name.strip("-").replace("-", "_"))):
+                following = self._given[position + 1 : position + 2]
+                if not equals and following and not following[0].startswith("-"):
+                    value = following[0]
+                shown = value or "VALUE"
+                return f"; set {' or '.join(f'{key}={shown}' for key in keys)}"
+            if similar := difflib.get_close_matches(name, options, 1, _SIMILAR):
+                return f"; did you mean {similar[0]}?"
+        return ""
+
+
+def _keys_named(name: str) -> list[str]:
+    """Return the keys of a run's configuration, as ``section.key``, that have a name."""
+    # Imported here because --help does not need it.
+    from megatron_deberta.config.loader import key_types
+    from megatron_deberta.config.schema import RunConfig
+
+    sections = [item.name for item in fields(RunConfig)]
+    return [f"{section}.{name}" for section in sections if name in key_types(section)]
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -266,9 +309,9 @@ def with_current_names(arguments: Sequence[str], command: str) -> list[str]:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table; without a terminal, tab-separated lines without a header, for grep and cut."""
+    """Print a table; without a terminal, tab-separated lines, the columns' names first."""
     if not sys.stdout.isatty():
-        for row in rows:
+        for row in (columns, *rows):
             print("\t".join(row))
         return
     # Imported here because --help does not need it.

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +49,15 @@ _PUBLISHED_ONNX_OPTIONS = ("to", "dtype", "encoder", "no_timing", "texts")
 _ONNX_DTYPES: tuple[OnnxDtype, ...] = ("fp32", "fp16", "int8")
 _MAX_LOSS = 0.005
 """Loss of the task's first metric by an ONNX graph that is reported as large."""
+_OPTIMUM_CLASSES: dict[GraphKind, str] = {
+    "encoder": "ORTModelForFeatureExtraction",
+    "masked-lm": "ORTModelForMaskedLM",
+    "rows": "ORTModelForSequenceClassification",
+    "tokens": "ORTModelForTokenClassification",
+    "spans": "ORTModelForQuestionAnswering",
+    "choices": "ORTModelForMultipleChoice",
+}
+"""Class of optimum that opens a graph; it has none for ``fill-mask``."""
 REVISIONS = "revisions.json"
 """In the output of ``--every``: the exported checkpoints."""
 
@@ -217,6 +226,32 @@ def _export_published(args: argparse.Namespace, folder: Path) -> None:
             print(f"  {line}")
     if "int8" in done.reports and not args.texts:
         print("Decisions of int8 were not compared with fp32; give --texts FILE, a text per line.")
+    for line in _graph_usage(args.output, done.kind, [GRAPH_FILES[each] for each in done.reports]):
+        print(line)
+
+
+def _graph_usage(output: str, kind: GraphKind, files: Sequence[str]) -> list[str]:
+    """Return the lines that say how the graphs of a published model are loaded.
+
+    Args:
+        output: folder of the export.
+        kind: what the graphs compute.
+        files: names of the graphs.
+    """
+    from megatron_deberta.hf.onnx.export import FOLDER
+
+    lines = [
+        "In Python, onnxruntime: import onnxruntime; session = onnxruntime.InferenceSession("
+        f'"{output}/{FOLDER}/{file}")'
+        for file in files
+    ]
+    name = _OPTIMUM_CLASSES.get(kind)
+    if name and list(files) == ["model.onnx"]:
+        lines.append(
+            f"In Python, optimum: from optimum.onnxruntime import {name}; "
+            f'model = {name}.from_pretrained("{output}")'
+        )
+    return lines
 
 
 def _read_texts(path: str) -> list[str]:
@@ -228,7 +263,9 @@ def _read_texts(path: str) -> list[str]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--texts {path} cannot be read: {error}") from error
+        # The text of an OSError names the file again.
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"--texts {path} cannot be read: {reason}") from error
     texts = [line for line in lines if line.strip()]
     if not texts:
         raise DataError(f"--texts {path} has no text; give a file with one text per line")
@@ -414,7 +451,9 @@ def _export(args: argparse.Namespace) -> None:
     elif config.head != "mlm":
         finetune = trained.run.finetune
         split = split_to_predict(finetune.task, finetune.data or "") if finetune.task else ""
-        print(f"Or predict here: {build_objective(trained.run).commands(args.output, split)[0]}")
+        weights_not_graph = " with the weights, in torch" * (args.to == "onnx")
+        command = build_objective(trained.run).commands(args.output, split)[0]
+        print(f"Or predict here{weights_not_graph}: {command}")
     else:
         print(f'Or fill masks here: megatron-deberta fill-mask {args.output} "A [MASK] text."')
 

@@ -86,13 +86,20 @@ def run(args: argparse.Namespace) -> int:
         refuse_options(args, ["max_restarts"], "needs --ranks")
     from megatron_deberta.cli.pretrain import describe_run, train
     from megatron_deberta.evaluate.models import open_source_model
-    from megatron_deberta.finetune.settings import describe_settings, finetune_config
+    from megatron_deberta.finetune.settings import (
+        describe_settings,
+        finetune_config,
+        learning_rate_hint,
+    )
+    from megatron_deberta.model.task_models import parameter_shapes
     from megatron_deberta.tasks.task import load_task
 
     with refusals():
         model = open_source_model(Path(args.model), args.tokenizer)
     config = finetune_config(args.task, model, args.data, args.overrides, settings=args.settings)
     settings = describe_settings(load_task(args.task), model.config, args.settings, config)
+    if hint := learning_rate_hint(config, args.overrides, parameter_shapes(config.model)):
+        settings = f"{settings}\n{hint}"
     if args.dry_run:
         print(describe_run(config, args.ranks))
         print(settings)

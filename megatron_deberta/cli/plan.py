@@ -313,6 +313,7 @@ def show(plan: RunPlan, console: Console, num_layouts: int) -> None:
         f"{plan.rank_parameters / 1e6:,.1f} million parameters per rank"
     )
     console.print(_memory_table(plan))
+    console.print("0.00: not in use at the moment of the peak, or less than 5 MB")
     console.print(_traffic_table(plan))
     console.print(_time_table(plan))
     console.print(
@@ -425,6 +426,9 @@ def _traffic_table(plan: RunPlan) -> Table:
 
 def _time_table(plan: RunPlan) -> Table:
     parts = {**plan.step._asdict(), "total": plan.step.total}
+    if not plan.step.attention:
+        # With fused kernels it is part of the computation.
+        del parts["attention"]
     return _table(
         "predicted time per step, ms",
         [],

@@ -182,7 +182,10 @@ def _refuse_unused(args: argparse.Namespace, sources: Sequence[Source]) -> None:
     """
     plain = [source.text_format in ("file", "paragraph", "line") for source in sources]
     if args.text_mode != "auto" and not any(plain):
-        raise ConfigError(f"--text-mode {args.text_mode} is for plain text, of which there is none")
+        raise ConfigError(
+            f"--text-mode {args.text_mode} is for plain text, of which there is none; leave it out "
+            "for JSON Lines and tables"
+        )
     if args.keys and args.keys != ["text"] and all(plain):
         raise ConfigError(
             f"--keys {' '.join(args.keys)} is for JSON Lines and tables; the input is plain text"

@@ -91,7 +91,10 @@ def load_config(path: str | os.PathLike[str] | None, overrides: Sequence[str] = 
     Raises:
         ConfigError: unreadable file, unknown or duplicate key, wrong type, or a broken rule.
     """
-    layers = list(_file_layers(_find(Path(), os.fspath(path)), ())) if path is not None else []
+    layers = []
+    if path is not None:
+        _refuse_bare_name(Path(path))
+        layers = list(_file_layers(_find(Path(), os.fspath(path)), ()))
     return config_from_layers(layers, overrides)
 
 
@@ -187,6 +190,18 @@ def _find(folder: Path, name: str) -> Path:
     if not path.exists() and Path(name).parts[:1] == ("configs",):
         return next((root / name for root in CONFIG_ROOTS if (root / name).is_file()), path)
     return path
+
+
+def _refuse_bare_name(path: Path) -> None:
+    """Reject a name without folder that exists only among the packaged runs, such as ``small``.
+
+    Raises:
+        ConfigError: it names the packaged run.
+    """
+    name = f"configs/runs/{path.stem}.yaml"
+    is_bare = len(path.parts) == 1 and not path.exists()
+    if is_bare and any((root / name).is_file() for root in CONFIG_ROOTS):
+        raise ConfigError(f"{path}: no such file; did you mean {name}?")
 
 
 def parse_overrides(overrides: Sequence[str], source: str = OVERRIDES) -> dict[str, dict[str, Any]]:
@@ -355,7 +370,9 @@ def _typed(section: str, key: str, value: Any, source: str) -> Any:
         return read_value(key_types(section)[key], value, name, source)
     except (OverflowError, ValueError) as error:
         remedy = _expected(section, key)
-        raise ConfigError(f"{source}: {name}={value!r} has the wrong type; {remedy}") from error
+        is_choice = get_origin(_without_none(key_types(section)[key])[0]) is Literal
+        problem = "is none of its values" if is_choice else "has the wrong type"
+        raise ConfigError(f"{source}: {name}={value!r} {problem}; {remedy}") from error
 
 
 def _phases(value: Any, place: str) -> tuple[Phase, ...]:

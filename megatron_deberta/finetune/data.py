@@ -162,7 +162,9 @@ class TaskData:
         try:
             save_task(self.task, Path(records.run_dir))
         except OSError as error:
-            raise ConfigError(f"{records.run_dir}: cannot be written: {error}") from error
+            raise ConfigError(
+                f"{records.run_dir}: cannot be written: {error.strerror or error}"
+            ) from error
         if self.dev is None:
             return
         outputs = constant_outputs(self.task, self.train, self.dev)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -29,6 +29,13 @@ _MICRO_BATCH = 8
 _RELEASE = "release_"
 _SHORT_WARMUP = 0.1
 """Warm-up of runs that are shorter than the published one, as a fraction of their steps."""
+_SMALL_MODEL = 15_000_000
+"""Parameters besides the token embeddings below which base models' learning rates are too small.
+
+DeBERTa-v3-xsmall, the smallest published model, has 22 million.
+"""
+_SMALL_MODEL_RATE = 1e-4
+"""Learning rates of at least this size suit small models; no published one is as large."""
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "optimizer": {"learning_rate": 2e-5, "warmup_fraction": 0.1},
     "train": {"global_batch_size": 32},
@@ -251,3 +258,32 @@ def describe_settings(task: TaskConfig, model: ModelConfig, name: str, config: R
             note = f" (replaces {value})"
         parts.append(f"{key}={used}{note}")
     return f"settings of task {task.name}: {chosen}{': ' * bool(parts)}{', '.join(parts)}"
+
+
+def learning_rate_hint(
+    config: RunConfig, overrides: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
+) -> str:
+    """Return a hint if the learning rate was chosen for larger models, else an empty text.
+
+    That of a task's settings, or the default, was chosen for base models or larger ones.
+
+    Args:
+        config: the run.
+        overrides: those that it was made with; one of the learning rate is the user's own choice.
+        shapes: of the model's parameters, by canonical name.
+    """
+    key, rate = "optimizer.learning_rate", config.optimizer.learning_rate
+    if rate >= _SMALL_MODEL_RATE or any(
+        item.partition("=")[0].strip() == key for item in overrides
+    ):
+        return ""
+    size = sum(
+        math.prod(shape) for name, shape in shapes.items() if not name.startswith("embeddings.")
+    )
+    if size >= _SMALL_MODEL:
+        return ""
+    return (
+        f"{key}={rate} is a value for base models; this model has {size / 1e6:.1f} million "
+        f"parameters besides its token embeddings: try {key}=5e-4, or compare values with "
+        "megatron-deberta search"
+    )

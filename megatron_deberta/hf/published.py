@@ -462,6 +462,11 @@ def _convert_pickle(
 ) -> Path:
     pickles = _files_of(directory, ("*.bin", "*.pt"), generator)
     if len(pickles) != 1:
+        if not pickles and any(directory.glob("onnx/*.onnx")):
+            raise CheckpointError(
+                f"{directory} has ONNX graphs but no weights; run the graph in onnx/ with "
+                "onnxruntime or optimum, or give the folder of the model it was exported from"
+            )
         found = ", ".join(path.name for path in pickles) or "none"
         raise CheckpointError(
             f"{directory} must hold *.safetensors or exactly one .bin file; found {found}"

@@ -141,7 +141,9 @@ class EncodedDataset:
         except OSError as error:
             # Another process may have published the same content meanwhile.
             if not folder.is_dir():
-                raise DataError(f"{folder}: cannot be written: {error}") from error
+                raise DataError(
+                    f"{folder}: cannot be written: {error.strerror or error}"
+                ) from error
 
     @classmethod
     def load(cls, folder: Path) -> EncodedDataset:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import string
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from megatron_deberta.errors import DataError
 from megatron_deberta.tasks.records import Place, Record, kind_of, whole_number
-from megatron_deberta.tasks.task import TaskConfig, is_labelled
+from megatron_deberta.tasks.task import TaskConfig, is_labelled, task_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,9 @@ _SHOWN = 50
 """Labels that an error lists."""
 
 
+_PLAIN_LABEL = re.compile(r"\w[\w.+/-]*")
+
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -115,6 +121,7 @@ class Row:
         record: the record.
         classes: index of each label in its composed form, as `class_indices` returns it.
         labelled: whether labels are required.
+        label_remedy: returns what to do about an unknown label, as the end of a message.
 
     Attributes:
         task: see above.
@@ -129,12 +136,14 @@ class Row:
         classes: Mapping[str, int],
         *,
         labelled: bool,
+        label_remedy: Callable[[], str] = str,
     ) -> None:
         """See the class."""
         self.task = task
         self.labelled = labelled
         self._columns = columns
         self._classes = classes
+        self._label_remedy = label_remedy
         self._place, self._values = record
 
     def fail(self, problem: str) -> NoReturn:
@@ -213,15 +222,10 @@ class Row:
             return None
         lines = self._values.get("lines") if self.task.reader == "conll" else None
         place = Place(self._place.path, lines[word]) if lines else self._place
-        name = self.task.name
-        remedy = (
-            f"; list yours as labels: [...] in a task file with base: configs/tasks/{name}.yaml"
-        )
         known = ", ".join(self.task.labels[:_SHOWN])
         more = f" and {len(self.task.labels) - _SHOWN:,} more" * (len(self.task.labels) > _SHOWN)
         place.fail(
-            f"label {written_label(value)!r} is not one of {known}{more}"
-            f"{remedy if name.startswith('custom_') else ''}"
+            f"label {written_label(value)!r} is not one of {known}{more}{self._label_remedy()}"
         )
 
     def is_hidden(self, value: Any) -> bool:
@@ -309,13 +313,15 @@ def written_label(value: Any) -> str:
 _NUMBER = re.compile(r"\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*")
 
 
-def build_examples(task: TaskConfig, split: str, records: Iterable[Record]) -> Iterator[Example]:
+def build_examples(
+    task: TaskConfig, split: str, read: Callable[[], Iterable[Record]]
+) -> Iterator[Example]:
     """Build the examples of a split.
 
     Args:
         task: the task.
         split: name of the split.
-        records: of its files.
+        read: returns the records of its files; called again to list the labels in an error.
 
     Raises:
         DataError: a column is missing, or a value is not what the head needs; the message names
@@ -324,9 +330,15 @@ def build_examples(task: TaskConfig, split: str, records: Iterable[Record]) -> I
     columns = task.splits[split].columns or task.columns
     build = _BUILDERS[task.head]
     labelled, classes = is_labelled(split), class_indices(task)
+
+    def as_row(record: Record) -> Row:
+        return Row(task, columns, record, classes, labelled=labelled, label_remedy=remedy)
+
+    def remedy() -> str:
+        return _label_remedy(task, map(as_row, read()))
+
     seen: set[str] = set()
-    for record in records:
-        row = Row(task, columns, record, classes, labelled=labelled)
+    for row in map(as_row, read()):
         if row.is_skipped():
             continue
         identifier = row.text("id") if row.has("id") else str(len(seen))
@@ -334,6 +346,37 @@ def build_examples(task: TaskConfig, split: str, records: Iterable[Record]) -> I
             row.fail(f"id {identifier!r} occurs twice")
         seen.add(identifier)
         yield build(row, identifier)
+
+
+def _label_remedy(task: TaskConfig, rows: Iterable[Row]) -> str:
+    """Return the labels of a split as a line of a task file; empty if the task is a packaged one.
+
+    Args:
+        task: the task.
+        rows: of the split.
+    """
+    is_custom = task.name.startswith("custom_")
+    if task.name in task_names() and not is_custom:
+        return ""
+    found: set[str] = set()
+    # What follows may have another fault, which is reported after this one.
+    with suppress(DataError):
+        for row in rows:
+            if row.has("tags"):
+                found.update(map(written_label, _tags(row)))
+            elif row.has("label") and not row.is_skipped():
+                found.update(_spellings(row.raw("label"))[:1])
+    labels = sorted(found - {""})
+    # A label that YAML would read as something else than text, or as several, is quoted.
+    parts = [
+        label if _PLAIN_LABEL.fullmatch(label) else json.dumps(label, ensure_ascii=False)
+        for label in labels[:_SHOWN]
+    ]
+    rest = f", and {len(labels) - _SHOWN:,} more" * (len(labels) > _SHOWN)
+    listed = f"labels: [{', '.join(parts) or '...'}{rest}]"
+    if is_custom:
+        return f"; list yours as {listed} in a task file with base: configs/tasks/{task.name}.yaml"
+    return f"; the data has {listed}"
 
 
 def _segments(row: Row, identifier: str) -> Example:

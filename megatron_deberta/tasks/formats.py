@@ -100,7 +100,10 @@ def _columns(line: str) -> list[str]:
 
 def _check_columns(place: Place, columns: list[str], width: int, labelled: bool) -> None:
     if len(columns) != width:
-        place.fail(f"{len(columns)} columns instead of {width}")
+        place.fail(
+            f"{len(columns)} columns instead of {width}, as in the first line; expected one word "
+            "per line, spaces or a tab, and its label, and an empty line after each sentence"
+        )
     if labelled and width < 2:
         place.fail(f"word {columns[0]!r} has no label")
     if not columns[0].strip():

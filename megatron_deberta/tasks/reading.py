@@ -115,8 +115,11 @@ def read_examples(task: TaskConfig, data: str | os.PathLike[str], split: str) ->
         DataError: a file is missing or malformed; the message names file and line.
     """
     paths = split_files(task, data, split)
-    records = chain.from_iterable(read_records(task, split, path) for path in paths)
-    examples = list(build_examples(task, split, records))
+
+    def read() -> Iterator[Record]:
+        return chain.from_iterable(read_records(task, split, path) for path in paths)
+
+    examples = list(build_examples(task, split, read))
     if not examples:
         raise MalformedInputError(f"{', '.join(map(str, paths))}: no examples")
     if not (part := task.splits[split].part):

@@ -33,6 +33,9 @@ _MOST_EXPANSION = 100
 _BLOCK = 1 << 22
 
 
+_COLUMNS_SHOWN = 12
+
+
 _SMALL = 64 << 20
 """Bytes that any file may decompress to."""
 
@@ -271,7 +274,12 @@ def read_delimited(
         if len(row) < len(names) and skip_short_rows:
             continue
         if len(row) != len(names):
-            Place(path, number).fail(f"{len(row)} columns instead of {len(names)}")
+            kind = "tabs" if delimiter == "\t" else "commas"
+            named = ", ".join(names[:_COLUMNS_SHOWN]) + ", ..." * (len(names) > _COLUMNS_SHOWN)
+            Place(path, number).fail(
+                f"{len(row)} columns instead of {len(names)}; expected the columns of the "
+                f"{'header' if header else 'first line'} ({named}), separated by {kind}"
+            )
         yield Record(Place(path, number), dict(zip(names, row, strict=True)))
 
 

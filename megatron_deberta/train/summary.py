@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megatron_deberta.checkpoint.layout import committed_steps, step_dir
+from megatron_deberta.checkpoint.layout import committed_steps, read_best, step_dir
 from megatron_deberta.config.phases import last_step
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.topology import ProcessGroups
+from megatron_deberta.errors import MegatronDebertaError
+from megatron_deberta.evaluate.selection import SCORE
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.observe.console import format_duration
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 from megatron_deberta.tasks.reading import split_to_predict
+from megatron_deberta.tasks.task import load_task
 from megatron_deberta.train.preemption import STOP_FILE
 from megatron_deberta.train.records import UNIGRAM_METRIC
 from megatron_deberta.train.start import Start
@@ -141,11 +145,37 @@ def _losses(config: RunConfig) -> list[tuple[str, str]]:
             text += f", best {best['loss']:.4f} at step {best['step']:,}"
         unigram = [record[UNIGRAM_METRIC] for record in records if UNIGRAM_METRIC in record]
         text += f"; unigram baseline {unigram[-1]:.4f}" if unigram else ""
-        rows.append(("validation", text))
+        rows.append(("validation", _selected_score(config, validations) + text))
     pairs = [record for record in records if record["kind"] == "minimal_pairs"]
     if pairs:
         rows.append(("BLiMP", f"{pairs[-1]['accuracy']:.1%} at step {pairs[-1]['step']:,}"))
     return rows
+
+
+def _selected_score(config: RunConfig, validations: Sequence[Mapping[str, Any]]) -> str:
+    """Return the metric that selects the checkpoint of a fine-tuning run; empty: none is known.
+
+    Args:
+        config: the run.
+        validations: their records, in order.
+    """
+    scores = {record["step"]: record[SCORE] for record in validations if SCORE in record}
+    scores = {step: score for step, score in scores.items() if score is not None}
+    if not scores or not config.finetune.task:
+        return ""
+    try:
+        metric = load_task(config.finetune.task).metrics[0]
+        best = read_best(config.train.run_dir)
+    except (MegatronDebertaError, OSError):
+        # The run has ended; a task file that was removed meanwhile is not its concern.
+        return ""
+    last = max(scores)
+    texts = [f"{scores[last]:.4f} at step {last:,}"]
+    if best is not None and best["step"] in scores:
+        step = best["step"]
+        selected = f"{scores[step]:.4f} at step {step:,} (selected)"
+        texts = [selected, *texts] if step != last else [selected]
+    return f"{metric} {', last '.join(texts)}; "
 
 
 def _next_steps(config: RunConfig, ending: Ending, is_saved: bool) -> list[str]:

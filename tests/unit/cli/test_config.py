@@ -52,7 +52,9 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_packaged_runs_and_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--runs"]) == 0
-    rows = {line.split("\t")[0]: line.split("\t")[1:] for line in lines_of(capsys)}
+    header, *lines = lines_of(capsys)
+    assert header == "run\tparameters\thardware\tbatch\tsteps\twhat"
+    rows = {line.split("\t")[0]: line.split("\t")[1:] for line in lines}
     files = {f"configs/runs/{path.name}" for path in (ROOT / "configs" / "runs").glob("*.yaml")}
     assert rows.keys() == files
     assert rows["configs/runs/base_dgx2.yaml"] == [
@@ -61,7 +63,9 @@ def test_packaged_runs_and_models_are_listed(capsys: pytest.CaptureFixture[str])
     ]  # fmt: skip
     assert rows["configs/runs/small.yaml"][0] == "5.1M + 257 x vocabulary"
     assert main(["config", "--models"]) == 0
-    models = {line.split("\t")[0]: line.split("\t")[1:] for line in lines_of(capsys)}
+    header, *lines = lines_of(capsys)
+    assert header == "model\tparameters\tlayers\twidth\theads\tvocabulary\twhat"
+    models = {line.split("\t")[0]: line.split("\t")[1:] for line in lines}
     assert models["configs/models/v3_large.yaml"][:5] == ["435.7M", "24", "1024", "16", "128,100"]
     assert all(row[-1] for row in (*rows.values(), *models.values())), "a file has no comment"
 
@@ -70,7 +74,8 @@ def test_packaged_tasks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["finetune", "--list-tasks"])
     assert caught.value.code == 0
-    rows = [line.split("\t") for line in lines_of(capsys)]
+    header, *rows = [line.split("\t") for line in lines_of(capsys)]
+    assert header == ["task", "kind", "metrics, the first selects", "files", "what"]
     assert [row[0] for row in rows] == task_names()
     (sst2,) = [row for row in rows if row[0] == "sst2"]
     assert sst2[1:4] == ["classification", "accuracy", "tsv: train.tsv, dev.tsv, test.tsv"]

@@ -211,6 +211,28 @@ def test_wrong_usage_exits_2(
     assert said in shown
 
 
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("deduplicate --inptu a --output b", "required: --input; did you mean --input?"),
+        ("deduplicate --input a --outptu=b --output c", "--outptu=b; did you mean --output?"),
+        ("pretrain small.yaml --steps 100", "--steps 100; set train.steps=100; see"),
+        (
+            "launch a.yaml --ranks 2 --steps=7 train.run_dir=b",
+            "train.run_dir=b; set train.steps=7; see",
+        ),
+        ("launch a.yaml --ranks 2 --learning-rate", "; set optimizer.learning_rate=VALUE; see"),
+        ("pretrain a.yaml --dry-rnu", "--dry-rnu; did you mean --dry-run?"),
+        ("verify a --steps 7", "--steps 7; see"),
+    ],
+)
+def test_unknown_options_name_the_one_that_may_be_meant(
+    argv: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(argv.split()) == errors.EXIT_USAGE
+    assert said in capsys.readouterr().err
+
+
 def test_only_required_arguments_are_called_required(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -331,3 +331,15 @@ def test_every_attribute_of_the_schema_is_a_field_with_text_below() -> None:
         assert all(isinstance(item, ast.AnnAssign) for item in attributes), node.name
         if node.name != "RunConfig":
             assert len(body) == 2 * len(attributes), f"{node.name}: a field lacks its text"
+
+
+def test_a_value_that_a_key_does_not_have_is_answered_with_those_it_has() -> None:
+    message = "precision.dtype='float32' is none of its values; write one of fp32, bf16, fp16, auto"
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, ["precision.dtype=float32"])
+
+
+def test_the_bare_name_of_a_packaged_run_names_its_file() -> None:
+    for name in ("small", "small.yaml"):
+        with pytest.raises(ConfigError, match=r"did you mean configs/runs/small\.yaml\?$"):
+            load_config(name)

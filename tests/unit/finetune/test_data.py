@@ -26,9 +26,11 @@ from megatron_deberta.finetune.settings import (
     choose_settings,
     describe_settings,
     finetune_config,
+    learning_rate_hint,
     planned_config,
     settings_name,
 )
+from megatron_deberta.model.task_models import parameter_shapes
 from megatron_deberta.tasks import load_task
 from megatron_deberta.tasks.task import absolute_task_name
 from tests.support.tiny_task import MODEL, write_task
@@ -80,6 +82,23 @@ def test_the_settings_and_their_values_are_named() -> None:
     assert "optimizer.learning_rate=3e-05 (replaces 1.5e-05)" in line
     assert "train.global_batch_size=32 (replaces 16)" in line
     assert describe_settings(task, model, "none", config) == "settings of task wnut17: none"
+
+
+def test_small_models_are_told_of_a_learning_rate_for_larger_ones() -> None:
+    small = ModelConfig(num_layers=2, hidden_size=64, num_heads=2, ffn_hidden_size=256)
+
+    def hint(model: ModelConfig, rate: float, *overrides: str) -> str:
+        config = RunConfig(model=model, optimizer=OptimizerConfig(learning_rate=rate))
+        return learning_rate_hint(config, overrides, parameter_shapes(model))
+
+    assert hint(small, 3e-5, "train.seed=2").startswith(
+        "optimizer.learning_rate=3e-05 is a value for base models; this model has 0.3 million"
+    )
+    assert "try optimizer.learning_rate=5e-4, or" in hint(small, 3e-5)
+    assert not hint(small, 3e-5, "optimizer.learning_rate=3e-5")
+    assert not hint(small, 5e-4)
+    xsmall = ModelConfig(num_layers=12, hidden_size=384, num_heads=6, ffn_hidden_size=1536)
+    assert not hint(xsmall, 3e-5)
 
 
 def test_paths_of_a_run_are_absolute_but_packaged_names_are_not(

@@ -21,6 +21,7 @@ from transformers import AutoModel, AutoTokenizer
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.checkpoint.views import open_part
+from megatron_deberta.cli.convert import _graph_usage, _read_texts
 from megatron_deberta.cli.fill_mask import read_penalty
 from megatron_deberta.cli.main import main
 from megatron_deberta.config import load_config
@@ -868,3 +869,18 @@ def test_released_spelling_of_the_discriminator(tmp_path: Path) -> None:
     assert reader.shapes.keys() == weights.keys()
     for name, expected in weights.items():
         torch.testing.assert_close(reader.tensor(name), expected, rtol=0, atol=1e-7, msg=name)
+
+
+def test_the_graphs_of_a_published_model_say_how_they_are_loaded() -> None:
+    session = 'onnxruntime.InferenceSession("out/onnx/model.onnx")'
+    lines = _graph_usage("out", "tokens", ["model.onnx"])
+    assert lines[0].endswith(session)
+    assert lines[1].endswith('model = ORTModelForTokenClassification.from_pretrained("out")')
+    assert len(_graph_usage("out", "fill-mask", ["model.onnx"])) == 1
+    assert len(_graph_usage("out", "tokens", ["model.onnx", "model_fp16.onnx"])) == 2
+
+
+def test_texts_that_are_missing_are_named_once() -> None:
+    with pytest.raises(DataError) as error:
+        _read_texts("nope.txt")
+    assert str(error.value) == "--texts nope.txt cannot be read: No such file or directory"

@@ -207,6 +207,14 @@ def test_pickle_only_by_flag_and_only_one(model: Path) -> None:
         read(model, allow_pickle=True)
 
 
+def test_a_folder_of_graphs_without_weights_says_so(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    (model / "onnx").mkdir()
+    (model / "onnx" / "model.onnx").touch()
+    with pytest.raises(CheckpointError, match="ONNX graphs but no weights; run the graph in onnx/"):
+        read(model)
+
+
 def test_generator_beside_its_discriminator(model: Path) -> None:
     """Files of a DeBERTaV3 release."""
     whole = load_file(model / "model.safetensors")

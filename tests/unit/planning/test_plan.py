@@ -172,6 +172,8 @@ def test_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
     for text in ("accumulation 32 x DP 8", "tensor: layers", "data: gradients", "the first: "):
         assert text in shown
     assert "Predicted, not measured" in shown
+    assert "compute   attention   tensor parallel" in shown
+    assert "0.00: not in use at the moment of the peak" in shown
 
 
 def test_fine_tuning_is_planned_by_task(
@@ -258,7 +260,10 @@ def test_command_without_options(
     assert f"planning for {planned} per node; --ranks sets" in printed.err
     assert f"{json.loads(printed.out)['world_size']} x" in planned
     assert main(["plan", "train.steps=50000", "--layouts", "0"]) == 0
-    assert "; 50,000 steps in" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "; 50,000 steps in" in shown
+    # Fused kernels leave no traffic of attention of its own.
+    assert ("compute   tensor parallel" in shown) == ("V100" not in planned)
 
 
 def test_a_run_without_tokenizer_is_planned(

@@ -116,7 +116,9 @@ def test_other_labels_than_those_of_the_packaged_task_say_where_they_belong(tmp_
     write(tmp_path, "tsv", [{"text": "Bad.", "label": "poor"}])
     with pytest.raises(DataError, match="is not one of negative, positive; list yours as") as error:
         read(tmp_path, "classification")
-    assert "base: configs/tasks/custom_classification.yaml" in str(error.value)
+    assert "list yours as labels: [poor] in a task file with base: configs/tasks/custom_" in str(
+        error.value
+    )
     task = tmp_path / "own.yaml"
     task.write_text(
         "name: own\nbase: configs/tasks/custom_classification.yaml\nlabels: [poor, fine]\n"

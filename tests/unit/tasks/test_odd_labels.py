@@ -135,6 +135,20 @@ CASES = [
     case("comments as wide as lines", BIO, "csv", "# one\na O\n", ":1: label 'one' is not one of",
          base=TAGS),
     case("word without label", BIO, "csv", "a\tO\nb\t\n", ":2: 1 columns instead of 2", base=TAGS),
+    case("all labels are listed", BIO, "csv", "a\tO\n\nb\tB-NP\nc\tI-NP\n",
+         r":3: label 'B-NP' is not one of O, B-X, I-X; the data has labels: \[B-NP, I-NP, O\]",
+         base=TAGS),
+    case("listed labels are quoted", "[bad, good]", "jsonl",
+         '{"text": "a", "label": "so, so"}\n{"text": "b", "label": 1.0}\n{"text": 1}\n',
+         r"; the data has labels: \[1, \"so, so\"\]$"),
+    case("50 labels are listed", "[bad, good]", "csv",
+         "text,label\n" + "".join(f"a,k{n:02}\n" for n in range(62)), "k48, k49, and 12 more]$"),
+    case("format of a file of words", BIO, "csv", "a b c d O\ne O\n",
+         ":2: 2 columns instead of 5, as in the first line; expected one word per line, spaces or "
+         "a tab, and its label", base=TAGS),
+    case("format of a table", "[bad, good]", "csv", "text,label\na,bad,c\n",
+         r":2: 3 columns instead of 2; expected the columns of the header \(text, label\), "
+         "separated by commas"),
     case("lower case tags", BIO, "csv", "a\tb-x\n", "label 'b-x' is not one of", base=TAGS),
 ]  # fmt: skip
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_deberta.checkpoint.layout import COMMITTED_FILE, step_dir
+from megatron_deberta.checkpoint.layout import COMMITTED_FILE, forget_best, record_best, step_dir
 from megatron_deberta.config.schema import PrecisionConfig, RunConfig, TrainConfig
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.observe.metrics import MetricsWriter
@@ -104,6 +104,34 @@ def test_end_of_a_run(tmp_path: Path) -> None:
         f"            megatron-deberta convert --checkpoint {tmp_path} --to hf"
         f" --output {tmp_path}/hf",
     ]
+
+
+def test_end_of_a_fine_tuning_run_names_the_selected_checkpoint(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    for step, loss, f1 in ((280, 0.25, 0.80), (560, 0.1937, 0.85), (840, 0.1967, 0.9027)):
+        writer.write(step, {"loss": loss, "f1": f1, "score": f1}, kind="validation")
+    writer.close()
+    config = config_of(tmp_path, steps=840)
+    config = replace(
+        config,
+        finetune=replace(config.finetune, task="chunking", data=str(tmp_path)),
+        objective=replace(config.objective, name="tokens"),
+    )
+
+    def validation() -> str:
+        return describe_end(config, Ending.FINISHED, 840, 1, None).splitlines()[1]
+
+    losses = "loss 0.1967 at step 840, best 0.1937 at step 560"
+    record_best(tmp_path, 840, 0.9027)
+    assert validation() == f"validation  f1 0.9027 at step 840 (selected); {losses}"
+    record_best(tmp_path, 560, 0.85)
+    assert validation() == (
+        f"validation  f1 0.8500 at step 560 (selected), last 0.9027 at step 840; {losses}"
+    )
+    forget_best(tmp_path)
+    assert validation() == f"validation  f1 0.9027 at step 840; {losses}"
+    config = replace(config, finetune=replace(config.finetune, task=str(tmp_path / "gone.yaml")))
+    assert validation() == f"validation  {losses}"
 
 
 def test_an_early_end_has_its_own_reason(tmp_path: Path) -> None:

@@ -429,7 +429,9 @@ def test_options_about_other_input_are_refused(
     make = ["preprocess", "--tokenizer", tokenizer_dir, "--workers", "0"]
     make += ["--output", str(tmp_path / "c"), "--input"]
     assert main([*make, corpus, "--text-mode", "line"]) == 2
-    assert "--text-mode line is for plain text" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "--text-mode line is for plain text" in message
+    assert "; leave it out for JSON Lines" in message
     (tmp_path / "a.txt").write_text("A line of text.\n")
     assert main([*make, str(tmp_path / "a.txt"), "--keys", "title"]) == 2
     assert "--keys title is for JSON Lines and tables" in capsys.readouterr().err
