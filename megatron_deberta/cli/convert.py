@@ -441,6 +441,8 @@ def _export(args: argparse.Namespace) -> None:
     )
     for what, line in loading_lines(config, export.model_type, args.output).items():
         print(f"In Python, {what}: {line}")
+    if config.head == "tokens":
+        print("Of the pipeline's results, take text[start:end]: words may lack the spaces between.")
     if why := trained.reader.metadata.why_untrained:
         print(f"It cannot fill masks before it is trained to: {why}")
     elif config.head == "discriminator":

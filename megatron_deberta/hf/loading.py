@@ -42,6 +42,8 @@ NONFINITE = (
 )
 """Message of the error about such outputs."""
 
+_LOCAL_FOLDERS = ("checkpoints", "exports", "runs")
+"""Folders of the documentation's commands, not users of the Hub."""
 _Model = TypeVar("_Model", bound=DebertaBackbone)
 
 
@@ -89,7 +91,13 @@ def check_folder(path: Path, expected: str) -> None:
     if path.is_dir():
         return
     hint = did_you_mean(path)
-    if not hint and re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path)) and not path.parent.is_dir():
+    is_local = path.parts[:1] in [(name,) for name in _LOCAL_FOLDERS]
+    if (
+        not hint
+        and not is_local
+        and re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path))
+        and not path.parent.is_dir()
+    ):
         hint = (
             "; nothing is downloaded from the Hugging Face Hub, get a model there with: "
             f"hf download {path} --local-dir {path.name}"
