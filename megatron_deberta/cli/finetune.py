@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     if read_environment().rank == 0:
         print(settings, file=sys.stderr)
     if not args.ranks:
-        return train(config, args.allow_config_change)
+        return train(config, args.allow_config_change, ends_process=True)
     from megatron_deberta.cli.launch import launch
 
     run_file = Path(config.train.run_dir, RUN_FILE)

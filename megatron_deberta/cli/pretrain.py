@@ -50,11 +50,15 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(describe_run(config))
         return EXIT_DONE
-    return train(config, args.allow_config_change)
+    return train(config, args.allow_config_change, ends_process=True)
 
 
 def train(
-    config: RunConfig, allow_config_change: bool = False, callbacks: Sequence[Callback] = ()
+    config: RunConfig,
+    allow_config_change: bool = False,
+    callbacks: Sequence[Callback] = (),
+    *,
+    ends_process: bool = False,
 ) -> int:
     """Train as one rank of a run; of a fine-tuning run if it has a task.
 
@@ -66,6 +70,8 @@ def train(
         config: the run.
         allow_config_change: resume with other optimizer settings than the checkpoint's.
         callbacks: called beside the run's own; see ``train.trainer.Callback``.
+        ends_process: ignore the signals that ask a run to stop from the end of a stopped run, or of
+            each run under a launcher, on. False: their handlers are restored.
 
     Returns:
         The command's exit code: 0 done, 75 stopped by a signal, 130 by Ctrl-C.
@@ -108,7 +114,8 @@ def train(
                 code = EXIT_INTERRUPTED if is_interrupt else EXIT_REQUEUE
             finally:
                 launched = environment.launcher != "none"
-                if stop.received or code == EXIT_REQUEUE or (code == EXIT_DONE and launched):
+                is_stopped = bool(stop.received) or code == EXIT_REQUEUE
+                if ends_process and (is_stopped or (code == EXIT_DONE and launched)):
                     # SLURM and the supervisor may signal at any time; a signal while this process
                     # ends would kill it and change its exit code.
                     for number in STOP_SIGNALS:

@@ -96,11 +96,12 @@ def test_installation_defects_are_named(
         raise metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(metadata, "requires", lambda name: ["deepspeed; extra == 'train'"])
     monkeypatch.setattr(sysconfig, "get_path", lambda name: "/nowhere")
     assert main(["doctor"]) == 2
     found = capsys.readouterr().out
     for line in (
-        "WRONG   Python: ", "WRONG   torch: ", "WRONG   DeepSpeed: deepspeed is not installed",
+        "WRONG   Python: ", "WRONG   torch: ", "missing DeepSpeed: deepspeed is not installed",
         "WRONG   disk: ", "compiler: /nowhere/Python.h is missing",
     ):  # fmt: skip
         assert line in found
