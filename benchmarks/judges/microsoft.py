@@ -237,7 +237,7 @@ def _sift_of_scores() -> Comparison:
 
 
 def distances() -> Iterator[Comparison]:
-    """Compare the slots of relative distances, also of those beyond the largest."""
+    """Compare the table rows of relative distances, within and beyond the largest distance."""
     build = load("deberta.da_utils").build_relative_position
     checked, apart = 0, 0
     beyond: set[tuple[int, int]] = set()
@@ -316,7 +316,7 @@ COMPARISONS: tuple[Callable[[], Iterator[Any]], ...] = (
 
 
 def main() -> None:
-    """Compare everything, and write the rows."""
+    """Run all comparisons and write their rows; exit code 1 if one exceeds its limit."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--checkout", type=Path, required=True, help="clone of microsoft/DeBERTa")
     parser.add_argument("--only", default="", help="names of comparisons, separated by commas")

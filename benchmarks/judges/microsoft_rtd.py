@@ -334,7 +334,7 @@ def _in_fp64(judged: _Judged) -> Comparison:
 
 
 def _draws(judged: _Judged) -> Comparison:
-    """Compare draws of the trained generator at one mask."""
+    """Compare the distributions of tokens that the trained generator samples at one mask."""
     with torch.no_grad():
         logits = judged.theirs.generator(**judged.batches[0])["logits"][:1].float()
     count = 40_000

@@ -47,7 +47,7 @@ _V1_ONLY = re.compile(r"attention\.self\.(key_proj|pos_key_proj)\.bias$")
 
 
 def random_fields(draw: random.Random, number: int, *, newest: bool = False) -> dict[str, Any]:
-    """Return a random small ``model_config.json``; every fourth is of v1.
+    """Return the content of a random small ``model_config.json``; every fourth is a v1 model.
 
     Args:
         draw: source of the choices.

@@ -16,7 +16,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "judges"
 def write_row(
     judge: str, release: str, compared: str, worst: str, limit: str, cases: int | None = None
 ) -> None:
-    """Write what a judge found.
+    """Write the result of a comparison with a package or repository by other authors.
 
     Args:
         judge: name of the package or repository.

@@ -125,7 +125,7 @@ class Peer:
         return float(loss.detach())
 
     def validate(self, batches: Iterable[Batch]) -> float:
-        """Return the mean validation loss in nats."""
+        """Return the mean validation loss, in nats per masked token."""
         self.model.eval()
         with torch.no_grad():
             parts = [self._loss_sum(batch) for batch in batches]

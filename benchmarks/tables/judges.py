@@ -1,4 +1,4 @@
-"""Table of what code by other authors found about ours."""
+"""Table of comparisons with code by other authors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.tables.common import NOTHING, markdown
 
 
 def found(device: str) -> str:
-    """One row for each judge and what it compared, sorted."""
+    """Return a row per comparison, sorted by package and by what was compared."""
     folder = ROOT / "benchmarks" / "results" / device / "judges"
     rows = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     if not rows:

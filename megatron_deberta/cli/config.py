@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _list_keys(args: argparse.Namespace) -> None:
-    """Print the keys of a section, or of all."""
+    """Print the configuration keys of one section, or of all sections."""
     sections = {section.name for section in fields(RunConfig)}
     if args.section not in {"all", *sections}:
         raise ConfigError(f"--list {args.section}: must be one of {', '.join(sorted(sections))}")

@@ -145,7 +145,7 @@ def command_name(text: str) -> str:
 
 
 def build_parser(command: Command, module: ModuleType) -> argparse.ArgumentParser:
-    """Build a command's parser, of one with subcommands that which only takes their name."""
+    """Build a command's parser; if it has subcommands, the parser only takes the name of one."""
     text = module.__doc__ or command.help
     subcommands: Mapping[str, Subcommand] = getattr(module, "SUBCOMMANDS", {})
     if not subcommands:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.jobs import ROOT, TIMEOUT
-from tests.support.judges import package_folder, record, version
+from tests.support.judges import package_folder, record, run_program, version
 
 pytestmark = pytest.mark.slow
 PACKAGES = ("kernels==0.17.2", "tomlkit==0.13.3")
@@ -73,17 +71,7 @@ def test_a_stock_model_trains_and_predicts_with_the_loaded_folder(tmp_path: Path
     assert again.returncode == 2
     assert "exists and is not empty" in again.stderr
     packages = package_folder(*PACKAGES)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        env={**os.environ, "PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_program(packages, PROGRAM, str(folder))
     assert found["worst"] < 1e-5
     assert found["modules"] == 3  # the encoder and its two self-attentions
     record(

@@ -6,16 +6,12 @@ optimum-onnx requires a transformers before 4.58, so both run in a process with 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.parity.test_published_onnx import convert, write_published
-from tests.support.jobs import TIMEOUT
-from tests.support.judges import package_folder, record, version
+from tests.support.judges import package_folder, record, run_program, version
 
 pytestmark = pytest.mark.slow
 PACKAGES = (
@@ -65,16 +61,7 @@ def test_optimum_opens_every_head(tmp_path: Path) -> None:
         convert(folder / "published", folder / "onnx")
         folders[kind] = str(folder)
     packages = package_folder(*PACKAGES)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(folders)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        env={**os.environ, "PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    worst = json.loads(done.stdout.splitlines()[-1])
+    worst = run_program(packages, PROGRAM, json.dumps(folders))
     assert worst < 1e-5
     record(
         "optimum-onnx", version(packages, "optimum-onnx"),

@@ -53,7 +53,7 @@ SENTENCES = [line for line in TEXT if line.strip()][:6]
 
 
 def write_published(folder: Path, family: str, head: str, *, pickle: bool = False) -> Any:
-    """Write a model of transformers with random weights, and return it."""
+    """Write a transformers model with random weights and a tokenizer; return the model."""
     kind, fields = HEADS[head]
     config = getattr(transformers, f"{family}Config")(**SIZES, **FAMILIES[family], **fields)
     model = getattr(transformers, family + kind)(config).eval()

@@ -1,21 +1,23 @@
-"""Packages that judge ours: installed apart, and the record of what each of them found.
+"""Installation of the packages that tests/judges compares with, and recording of the results.
 
-Judges whose requirements differ from ours are installed under ``.venv/judges``, one folder per
-environment, by the first test that needs them.
+Packages whose requirements differ from ours are installed under ``.venv/judges``, one folder per
+list of requirements, by the first test that needs them.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import subprocess
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import Any
 
 from benchmarks.judges.rows import write_row
-from tests.support.jobs import ROOT
+from tests.support.jobs import ROOT, TIMEOUT
 
 # Set to 1, the differences that tests measure are written as rows of the table.
 RECORD = "MEGATRON_DEBERTA_RECORD_JUDGES"
@@ -45,6 +47,30 @@ def package_folder(*requirements: str) -> Path:
     return folder
 
 
+def run_program(packages: Path, program: str, *arguments: str) -> Any:
+    """Run a program that can import packages of a folder.
+
+    Args:
+        packages: result of `package_folder`; comes before the packages of this environment.
+        program: Python code, whose last line of output is JSON.
+        arguments: its arguments.
+
+    Returns:
+        The value of the last line of output.
+    """
+    variables = {"PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=packages,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        env={**os.environ, **variables},
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def version(folder: Path, name: str) -> str:
     """Return the version of a package in a folder."""
     (found,) = {each.version for each in distributions(name=name, path=[str(folder)])}
@@ -54,7 +80,7 @@ def version(folder: Path, name: str) -> str:
 def record(
     judge: str, release: str, compared: str, worst: str, limit: str, cases: int | None = None
 ) -> None:
-    """Write what a judge found, as one row of the table in docs/who-says-so.md.
+    """Write the result of a comparison as a row of the table in docs/who-says-so.md.
 
     Nothing is written unless the environment variable ``MEGATRON_DEBERTA_RECORD_JUDGES`` is 1.
 

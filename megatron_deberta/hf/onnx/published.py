@@ -88,7 +88,7 @@ def export_published(
     allow_pickle: bool = False,
     sha256: str = "",
 ) -> PublishedExport:
-    """Write the graphs of a published model, compared with transformers' own class.
+    """Write ONNX graphs of a published model, and compare them with transformers' class.
 
     Args:
         directory: its folder, of a DeBERTa, DeBERTa-v2 or -v3, or RoBERTa with or without a head.
