@@ -315,7 +315,7 @@ class _Writer:
         """Compare decisions with the fp32 graph's; an int8 graph may be written again.
 
         Returns:
-            What was found; None if the graph decides nothing.
+            What was found; None for the fp32 graph itself, or if the graph decides nothing.
         """
         if not self._fp32:
             with TemporaryDirectory(dir=self._folder) as scratch:
@@ -323,7 +323,7 @@ class _Writer:
                 if fp32 != path:
                     write_graph(fp32, self._config, self._release.tensor, self._kind, "fp32")
                 self._fp32 = self._outputs(fp32, self._batches)
-        if self._decisions(self._fp32[0], self._batches[0]) is None:
+        if dtype == "fp32" or self._decisions(self._fp32[0], self._batches[0]) is None:
             return None
         found = self._count(path, ())
         if dtype == "int8" and found.share < MIN_AGREEMENT:
