@@ -29,6 +29,8 @@ from tests.support.notify_program import NotifyProgram
 from tests.support.watched_ranks import ATTEMPT, STARTUP_EXIT_SECONDS, WatchedRanks
 
 LIMIT = 1.0
+HEALTHY_EXIT_SECONDS = 20
+"""Wait for the other ranks where all end by themselves: on a busy machine, their exits differ."""
 NO_HANG = 30.0
 """Time limit where nothing hangs: a busy machine may stop a rank for a second."""
 # Far below every other time-out; twelve processes may share one processor meanwhile.
@@ -224,7 +226,7 @@ def test_silent_node_is_named(ranks_of: Any) -> None:
 @pytest.mark.slow
 def test_suspended_job_continues(ranks_of: Any) -> None:
     limit = 2 * LIMIT
-    ranks = ranks_of(steps=200, limit=limit)
+    ranks = ranks_of(steps=200, limit=limit, exit_wait=HEALTHY_EXIT_SECONDS)
     ranks.start()
     wait_for(lambda: len(ranks.processes()) == 2 and (ranks.folder / "step5").exists())
     everyone = [ranks.supervisors[0].pid, *ranks.processes()]
@@ -237,7 +239,9 @@ def test_suspended_job_continues(ranks_of: Any) -> None:
 
 
 def test_straggler_is_reported_in_log_and_history(ranks_of: Any) -> None:
-    ranks = ranks_of(nodes=2, steps=50, slow=3, slow_seconds=0.05, limit=NO_HANG)
+    ranks = ranks_of(
+        nodes=2, steps=50, slow=3, slow_seconds=0.05, limit=NO_HANG, exit_wait=HEALTHY_EXIT_SECONDS
+    )
     assert ranks.run() == [0, 0], ranks.logs
     assert "rank 3 on node1 is slow: forward takes" in ranks.logs[0]
     reports = [r for r in JobHistory(ranks.run_dir).records() if r["event"] == "slow"]
@@ -270,7 +274,7 @@ def test_missing_node_is_diagnosed_and_no_other_rank(
 
 @pytest.mark.slow
 def test_run_continues_if_reports_cannot_be_written(ranks_of: Any, tmp_path: Path) -> None:
-    ranks = ranks_of(steps=500)
+    ranks = ranks_of(steps=500, exit_wait=HEALTHY_EXIT_SECONDS)
     # A busy machine needs seconds to start the ranks.
     (tmp_path / "run.yaml").write_text("cluster: {startup_timeout_seconds: 4}\n")
     ranks.run_dir.mkdir(parents=True)
@@ -296,7 +300,7 @@ def stop_reports(ranks: WatchedRanks, node: int) -> None:
 @pytest.mark.parametrize("node", [0, 1])
 def test_frozen_report_of_a_healthy_node_ends_nothing(ranks_of: Any, node: int) -> None:
     limit = 2 * LIMIT
-    ranks = ranks_of(nodes=2, steps=700, limit=limit)
+    ranks = ranks_of(nodes=2, steps=700, limit=limit, exit_wait=HEALTHY_EXIT_SECONDS)
     ranks.start()
     stop_reports(ranks, node)
     begin = time.monotonic()
