@@ -1,22 +1,18 @@
-"""Fine-tune a classifier with a head of one's own: a residual layer before the classes.
+r"""Fine-tune a classifier with a head of one's own: a residual layer before the classes.
 
-Usage: python examples/finetune_with_head.py TASK --model MODEL --data DATA [KEY=VALUE ...]
+Usage: PYTHONPATH=examples megatron-deberta finetune TASK --model MODEL --data DATA \
+         objective.class_path=finetune_with_head.ClassificationWithResidual [KEY=VALUE ...]
 
-The arguments are those of `megatron-deberta finetune`. Parameters whose names begin with
-`classifier.`, `pooler.` or `qa_outputs.` belong to the head and start anew where the model has
-none; all are initialised, saved and resumed by their names. Exports know the heads of transformers
-only.
+Parameters whose names begin with `classifier.`, `pooler.` or `qa_outputs.` belong to the head and
+start anew where the model has none; all are initialised, saved and resumed by their names. Exports
+know the heads of transformers only.
 """
-
-import sys
 
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron_deberta.cli.main import main
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.heads import num_outputs
-from megatron_deberta.objectives import OBJECTIVES
 from megatron_deberta.objectives.labelled import Classification, RowsModel
 
 
@@ -47,8 +43,3 @@ class ClassificationWithResidual(Classification):
     """Classification of rows by that model."""
 
     model_class = ModelWithResidual
-
-
-if __name__ == "__main__":
-    OBJECTIVES["classification"] = ClassificationWithResidual
-    sys.exit(main(["finetune", *sys.argv[1:]]))

@@ -1,21 +1,18 @@
-"""Pretrain a run file with one more loss: a penalty on large states of the masked tokens.
+r"""Pretrain a run file with one more loss: a penalty on large states of the masked tokens.
 
-Usage: python examples/pretrain_with_loss.py RUN.yaml [KEY=VALUE ...]
+Usage: PYTHONPATH=examples megatron-deberta pretrain RUN.yaml \
+         objective.class_path=pretrain_with_loss.PenalisedModelling [KEY=VALUE ...]
 
 The loss has a name, from the model to metrics.jsonl ("penalty_loss"), and works with every
 engine, layout and precision as the others do.
 """
 
-import sys
-
 import torch
 from torch import Tensor
 
-from megatron_deberta import load_config, pretrain
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.model import DropoutSeeds
 from megatron_deberta.objectives import (
-    OBJECTIVES,
     LossSums,
     LossTerm,
     MaskedLanguageModel,
@@ -58,9 +55,3 @@ class PenalisedModelling(MaskedLanguageModelling):
         """The penalty is a mean over the masked tokens, too."""
         counts = super().count_targets(batch)
         return counts | {"penalty": counts["masked"]}
-
-
-if __name__ == "__main__":
-    OBJECTIVES["mlm"] = PenalisedModelling
-    config = load_config(sys.argv[1], sys.argv[2:])
-    sys.exit(pretrain(config))

@@ -272,6 +272,9 @@ class ObjectiveConfig(Section):
     name: ObjectiveName = "mlm"
     """The training task, which also decides ``model.head``. ``mlm+ar`` (DeBERTa-MT): masked and
     autoregressive batches."""
+    class_path: str = ""
+    """Class that replaces the objective of this name, such as ``my_package.losses.MyObjective``;
+    importable in every rank (``PYTHONPATH``). Empty: the library's."""
     autoregressive_fraction: float = fraction(0.5)
     """``mlm+ar``: fraction of the steps whose batch is autoregressive."""
     mask_probability: float = fraction(0.15)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pkgutil
+
 from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.errors import ConfigError
 from megatron_deberta.objectives.labelled import Choices, Classification, Regression, Spans, Tokens
 from megatron_deberta.objectives.language_modelling import (
     AutoregressiveModelling,
@@ -36,8 +39,26 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 
 def build_objective(config: RunConfig) -> Objective:
-    """Return the objective that ``objective.name`` names."""
-    return OBJECTIVES[config.objective.name](config)
+    """Return the objective of a run: that of ``objective.class_path``, or else of its name.
+
+    Raises:
+        ConfigError: ``objective.class_path`` cannot be imported or is no `Objective`.
+    """
+    path = config.objective.class_path
+    if not path:
+        return OBJECTIVES[config.objective.name](config)
+    try:
+        found = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"objective.class_path={path}: {error}; give module.Class, and put the folder of the "
+            "module in PYTHONPATH on every node"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Objective)):
+        raise ConfigError(
+            f"objective.class_path={path} is no subclass of megatron_deberta.objectives.Objective"
+        )
+    return found(config)
 
 
 __all__ = [

@@ -17,7 +17,8 @@ from megatron_deberta.checkpoint.layout import step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.cli.main import main
-from megatron_deberta.objectives import OBJECTIVES
+from megatron_deberta.errors import ConfigError
+from megatron_deberta.objectives import build_objective
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 from megatron_deberta.train.preemption import STOP_SIGNALS
 from tests.support.tiny_task import MODEL, write_task
@@ -109,27 +110,32 @@ def test_pretrain_with_callback(run_yaml: Path, tmp_path: Path) -> None:
 def test_pretrain_with_loss(
     run_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = runpy.run_path(str(ROOT / "examples/pretrain_with_loss.py"))
-    monkeypatch.setitem(OBJECTIVES, "mlm", script["PenalisedModelling"])
-    config = load_config(
-        str(run_yaml), [f"train.run_dir={tmp_path / 'run'}", "train.exit_step=6", "log.every=1"]
-    )
-    assert pretrain(config) == 0
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    overrides = ["objective.class_path=pretrain_with_loss.PenalisedModelling"]
+    overrides += [f"train.run_dir={tmp_path / 'run'}", "train.exit_step=6", "log.every=1"]
+    assert main(["pretrain", str(run_yaml), *overrides]) == 0
     records = read_metrics(tmp_path / "run" / FILE_NAME)
     penalties = [record["penalty_loss"] for record in records if record["kind"] == "train"]
     assert penalties[-1] < penalties[0]
     assert any("penalty_loss" in record for record in records if record["kind"] == "validation")
 
 
+@pytest.mark.parametrize("path", ["no_such_module.Loss", "torch.no_such_name", "os.path.join", "."])
+def test_a_class_path_that_names_no_objective(path: str, run_yaml: Path) -> None:
+    config = load_config(str(run_yaml), [f"objective.class_path={path}"])
+    with pytest.raises(ConfigError, match=re.escape(f"objective.class_path={path}")):
+        build_objective(config)
+
+
 def test_finetune_with_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trained, stopped and resumed: the head's own weights are in the checkpoint."""
-    script = runpy.run_path(str(ROOT / "examples/finetune_with_head.py"))
-    monkeypatch.setitem(OBJECTIVES, "classification", script["ClassificationWithResidual"])
+    monkeypatch.syspath_prepend(ROOT / "examples")
     data, run_dir = write_task(tmp_path / "data"), tmp_path / "run"
     command = [
         "finetune", str(data / "task.yaml"), "--model", str(MODEL), "--data", str(data),
         f"train.run_dir={run_dir}", "precision.engine=plain", "log.tensorboard=false",
         "train.global_batch_size=8", "train.device=cpu", "log.every=1", "finetune.epochs=2",
+        "objective.class_path=finetune_with_head.ClassificationWithResidual",
     ]  # fmt: skip
     assert main([*command, "train.exit_step=2"]) == 0
     before = CheckpointReader(step_dir(run_dir, 2)).tensor("classifier.residual.weight")
