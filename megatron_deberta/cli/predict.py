@@ -116,6 +116,7 @@ def run(args: argparse.Namespace) -> None:
     """Predict and write the predictions."""
     from megatron_deberta.evaluate.predict import open_predictor
 
+    _find_task(args)
     texts = _find_texts(args)
     prepare_output("--output", args.output)
     prepare_output("--leaderboard", args.leaderboard, is_folder=True)
@@ -169,11 +170,6 @@ def _find_texts(args: argparse.Namespace) -> _Texts | None:
         ConfigError: the arguments contradict each other, or there is no text.
         MissingInputError: a file cannot be opened.
     """
-    # The parser takes the first word for the task, which may be missing or come later.
-    if "=" in args.task and not Path(args.task).exists():
-        words = [args.task, *args.overrides]
-        args.task = next((word for word in words if "=" not in word), "")
-        args.overrides = [word for word in words if word != args.task]
     texts, pairs = list(args.text), list(args.text_pair)
     given = (texts or pairs) and "--text" or args.input and "--input"
     if args.data:
@@ -187,7 +183,9 @@ def _find_texts(args: argparse.Namespace) -> _Texts | None:
         raise ConfigError(
             f"{args.task}: give the folder of its files with --data, or --text TEXT or --input FILE"
         )
-    refuse_options(args, ["split", "leaderboard"], "needs TASK and --data")
+    for option, value in (("--split", args.split), ("--leaderboard", args.leaderboard)):
+        if value:
+            raise ConfigError(f"{option} {value} needs TASK and --data")
     if args.input and (texts or pairs):
         raise ConfigError("--text and --input are both given; give one of them")
     if texts not in ([], ["-"]):
@@ -207,6 +205,14 @@ def _find_texts(args: argparse.Namespace) -> _Texts | None:
         lines = [record.values[TEXT_KEYS[0]] for record in records]
         return _Texts(_of_options(lines, pairs))
     return _Texts(records)
+
+
+def _find_task(args: argparse.Namespace) -> None:
+    """Set the task, for which the parser takes the first word; it may be missing or come later."""
+    if "=" in args.task and not Path(args.task).exists():
+        words = [args.task, *args.overrides]
+        args.task = next((word for word in words if "=" not in word), "")
+        args.overrides = [word for word in words if word != args.task]
 
 
 def _keys(args: argparse.Namespace) -> Sequence[str]:
