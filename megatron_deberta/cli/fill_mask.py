@@ -92,6 +92,9 @@ def read_penalty(filler: MaskFiller, weight: float, shards: Sequence[str]) -> Te
         ConfigError: there is a weight, and no shards are given or known.
         DataError: a shard is missing, damaged or of another tokenizer.
     """
+    if not weight:
+        return None
+    # Imported here because they need packages of training.
     import torch
 
     from megatron_deberta.data.build import parse_prefixes
@@ -101,8 +104,6 @@ def read_penalty(filler: MaskFiller, weight: float, shards: Sequence[str]) -> Te
     from megatron_deberta.data.shards.manifest import read_manifest
     from megatron_deberta.data.shards.reader import IndexedDataset
 
-    if not weight:
-        return None
     if shards:
         prefixes = shard_prefixes(shards)
     elif filler.training_data:

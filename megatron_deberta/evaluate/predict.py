@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -38,14 +39,36 @@ from megatron_deberta.model.flops import is_task_head
 from megatron_deberta.model.heads import num_outputs
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.objectives.labelled import LabelledObjective
-from megatron_deberta.tasks.encoding import encode
-from megatron_deberta.tasks.examples import Example
-from megatron_deberta.tasks.scoring import Outputs, score
+from megatron_deberta.tasks.encoding import encode, omitted_tokens
+from megatron_deberta.tasks.examples import Example, Prediction
+from megatron_deberta.tasks.scoring import Outputs, predict, score
 from megatron_deberta.tasks.task import DEV, METRICS, Head, TaskConfig, load_task, run_task_name
 from megatron_deberta.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from megatron_deberta.hf.onnx.check import Logits
+
+
+LongText = Literal["mean", "max", "truncate"]
+"""What becomes of texts of a class or a score that are longer than a row: `Pooling` of windows, or
+cut."""
+
+_BLOCK_TEXTS, _BLOCK_CHARACTERS = 1024, 1 << 22
+"""Texts that are encoded, sorted by length and predicted together, at most."""
+
+
+class Predicted(NamedTuple):
+    """Examples and their predictions.
+
+    Attributes:
+        examples: in the order of the input.
+        predictions: one per example.
+        num_long: examples that are longer than a row.
+    """
+
+    examples: Sequence[Example]
+    predictions: Sequence[Prediction]
+    num_long: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,26 +100,102 @@ class Predictor:
         outputs, loss = self._outputs(found)
         return found, outputs, loss
 
-    def run_texts(self, texts: Sequence[str], pairs: Sequence[str] = ()) -> tuple[Split, Outputs]:
-        """Return texts as examples, and the model's outputs for them. Collective: all ranks.
+    def predict_split(
+        self,
+        name: str,
+        long_text: LongText,
+        *,
+        null_threshold: float = 0.0,
+        advance: Callable[[float], None] | None = None,
+    ) -> Predicted:
+        """Predict a split of the task. Collective: all ranks.
 
         Args:
-            texts: first segments, for spans the questions.
-            pairs: second segments, for spans the passages; empty: none.
+            name: of the split.
+            long_text: see `LongText`.
+            null_threshold: see `tasks.scoring.predict`.
+            advance: called with the share of the split that is done.
 
         Raises:
-            ConfigError: the head needs something else.
+            DataError: a file of the split is missing or malformed.
         """
-        examples = text_examples(self.task, texts, pairs)
-        length = self.config.data.sequence_length
-        split = Split(examples, encode(self.task, examples, self.tokenizer, length))
-        return split, self._outputs(split)[0]
+        split = read_split(
+            self.config, self.task, name, self.tokenizer, self.run_dir,
+            split_long=long_text != "truncate",
+        )  # fmt: skip
+        return self._predict(split, long_text, null_threshold, advance)
 
-    def _outputs(self, split: Split) -> tuple[Outputs, float]:
-        result = run_split(self.module, self.config, split.encoded, self.tokenizer, self.groups)
+    def predict_texts(
+        self,
+        examples: Iterable[Example],
+        long_text: LongText,
+        *,
+        null_threshold: float = 0.0,
+        advance: Callable[[float], None] | None = None,
+    ) -> Iterator[Predicted]:
+        """Predict examples block by block, in their order. Collective: all ranks.
+
+        Args:
+            examples: in any number.
+            long_text: see `LongText`.
+            null_threshold: see `tasks.scoring.predict`.
+            advance: called with the share of the block that is done.
+        """
+        length, split_long = self.config.data.sequence_length, long_text != "truncate"
+        for block in _blocks(examples):
+            encoded = encode(self.task, block, self.tokenizer, length, split_long=split_long)
+            yield self._predict(Split(block, encoded), long_text, null_threshold, advance)
+
+    def _predict(
+        self,
+        split: Split,
+        long_text: LongText,
+        null_threshold: float,
+        advance: Callable[[float], None] | None,
+    ) -> Predicted:
+        outputs, _ = self._outputs(split, advance)
+        examples, encoded = split.examples, split.encoded
+        predictions = predict(
+            self.task,
+            examples,
+            encoded,
+            outputs,
+            null_threshold=null_threshold,
+            is_multi_label=self.is_multi_label,
+            pooling="max" if long_text == "max" else "mean",
+        )
+        length = self.config.data.sequence_length
+        omitted = omitted_tokens(self.task, examples, encoded, self.tokenizer, length)
+        is_long = (omitted > 0) | np.array([each.windows > 1 for each in predictions])
+        for index in np.flatnonzero(omitted).tolist():
+            predictions[index] = replace(predictions[index], truncated=True)
+        return Predicted(examples, predictions, int(is_long.sum()))
+
+    def _outputs(
+        self, split: Split, advance: Callable[[float], None] | None = None
+    ) -> tuple[Outputs, float]:
+        result = run_split(
+            self.module, self.config, split.encoded, self.tokenizer, self.groups, advance=advance
+        )
         assert result is not None
         outputs, evaluation = result
         return outputs, evaluation.metrics["loss"]
+
+
+def _blocks(examples: Iterable[Example]) -> Iterator[list[Example]]:
+    """Divide examples into blocks of a bounded size; a longer example is a block of its own."""
+    block: list[Example] = []
+    size = 0
+    for example in examples:
+        characters = len(example.text) + len(example.text_pair or "")
+        characters += sum(map(len, (*example.words, *example.choices)))
+        if block and (len(block) == _BLOCK_TEXTS or size + characters > _BLOCK_CHARACTERS):
+            yield block
+            block, size = [], 0
+        block.append(example)
+        size += characters
+    if block:
+        yield block
 
 
 @contextmanager
@@ -185,42 +284,6 @@ def model_task(config: ModelConfig) -> TaskConfig:
         metrics=METRICS[config.head][:1],
         max_length=min(512, config.max_position_embeddings),
     )
-
-
-def text_examples(
-    task: TaskConfig, texts: Sequence[str], pairs: Sequence[str] = ()
-) -> list[Example]:
-    """Return texts as unlabelled examples of a task, numbered from 0.
-
-    Args:
-        task: the task.
-        texts: first segments; of spans the questions; of tokens, words separated by spaces.
-        pairs: second segments, of spans the passages; empty: none.
-
-    Raises:
-        ConfigError: the task has a second segment and none is given, or the other way round, or
-            its examples are more than one or two texts.
-    """
-    if task.head == "choices":
-        raise ConfigError("--text: multiple choice has several texts per example; predict a file")
-    is_pair = task.head == "spans" or "text_pair" in task.columns
-    # A task without columns is that of an export, of which it is not known.
-    if is_pair and not pairs:
-        first, second = ("question", "passage") if task.head == "spans" else ("text", "second text")
-        raise ConfigError(
-            f"task {task.name} has a {first} and a {second}; give the {second} with --text-pair"
-        )
-    if pairs and not is_pair and (task.columns or task.head == "tokens"):
-        raise ConfigError(f"task {task.name} has no second text; omit --text-pair")
-    if empty := [text for text in (*texts, *pairs) if not text.strip()]:
-        raise ConfigError(f"--text {empty[0]!r} is empty; give a text")
-    if task.head == "tokens":
-        return [Example(id=str(n), words=tuple(text.split())) for n, text in enumerate(texts)]
-    seconds: Sequence[str | None] = pairs or [None] * len(texts)
-    return [
-        Example(id=str(number), text=text, text_pair=second)
-        for number, (text, second) in enumerate(zip(texts, seconds, strict=True))
-    ]
 
 
 def compare_accuracy(

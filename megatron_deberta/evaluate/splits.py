@@ -291,7 +291,13 @@ def class_names(task: TaskConfig) -> tuple[str, ...]:
 
 
 def read_split(
-    config: RunConfig, task: TaskConfig, name: str, tokenizer: Tokenizer, run_dir: Path | None
+    config: RunConfig,
+    task: TaskConfig,
+    name: str,
+    tokenizer: Tokenizer,
+    run_dir: Path | None,
+    *,
+    split_long: bool = False,
 ) -> Split:
     """Read and encode a split; encoded examples are kept in ``finetune.cache``.
 
@@ -301,13 +307,16 @@ def read_split(
         name: the split.
         tokenizer: the model's tokenizer.
         run_dir: folder of the run, which keeps them if no other is set; None: they are not kept.
+        split_long: encode long texts as several rows, see `encode`.
     """
     examples = read_examples(task, config.finetune.data or "", name)
     cache = (
         Path(config.finetune.cache) if config.finetune.cache else run_dir and run_dir / "encoded"
     )
     length = config.data.sequence_length
-    return Split(examples, encode(task, examples, tokenizer, length, cache=cache))
+    return Split(
+        examples, encode(task, examples, tokenizer, length, cache=cache, split_long=split_long)
+    )
 
 
 def task_rows(config: RunConfig, encoded: EncodedDataset, tokenizer: Tokenizer) -> TaskRows:
@@ -387,6 +396,7 @@ def run_split(
     tokenizer: Tokenizer,
     groups: ProcessGroups,
     must_stop: Callable[[], bool] = never,
+    advance: Callable[[float], None] | None = None,
 ) -> tuple[Outputs, Evaluation] | None:
     """Compute a model's outputs for all rows, and its loss. Collective over all ranks.
 
@@ -397,6 +407,7 @@ def run_split(
         tokenizer: the model's tokenizer.
         groups: the rank grid.
         must_stop: called before each batch, with the same result on every rank.
+        advance: called after each batch with the share of the rank's tokens that are done.
 
     Returns:
         The outputs, fp32 of the shape of `output_shape`, equal on all ranks, and the loss; None:
@@ -408,9 +419,31 @@ def run_split(
     )
     batches = rows.batches(config.train.micro_batch_size, groups.dp_rank, groups.dp_size)
     objective = build_objective(config)
-    evaluation = evaluate(module, batches, groups, objective, must_stop, collector.add)
+    collect: Callable[[Any, Tensor], None] = collector.add
+    if advance is not None:
+        collect = _with_progress(collect, advance, encoded, groups.dp_size)
+    evaluation = evaluate(module, batches, groups, objective, must_stop, collect)
     if evaluation is None:
         return None
     # Every row was computed by one data-parallel rank; the others hold zeros.
     outputs: Outputs = sum_over_batch_ranks(collector.outputs, groups).cpu().numpy()
     return outputs, evaluation
+
+
+def _with_progress(
+    collect: Callable[[TaskBatch, Tensor], None],
+    advance: Callable[[float], None],
+    encoded: EncodedDataset,
+    dp_size: int,
+) -> Callable[[Any, Tensor], None]:
+    """Return a function that collects outputs, then reports the share of all tokens, about."""
+    done, total = 0, max(len(encoded.input_ids), 1)
+
+    def collect_and_advance(batch: TaskBatch, outputs: Tensor) -> None:
+        nonlocal done
+        collect(batch, outputs)
+        rows = batch.row_index[batch.row_index >= 0].cpu().numpy()
+        done += int(encoded.lengths[rows].sum()) * dp_size
+        advance(min(done / total, 1.0))
+
+    return collect_and_advance

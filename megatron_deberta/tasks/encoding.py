@@ -36,8 +36,8 @@ _EMPTY_BYTES = 128
 class EncodedDataset:
     """Encoded examples: rows of tokens behind each other, with labels.
 
-    A row is an example (classification, regression), a window of one (spans, tokens), or one of its
-    choices. Rows of one example are contiguous.
+    A row is an example or a window of one (windows of classes and scores only with ``split_long``
+    of `encode`), or one of its choices. Rows of one example are contiguous.
 
     Attributes:
         input_ids: int32 ``[total]``, [CLS] and [SEP] included, without padding.
@@ -277,10 +277,96 @@ def encode_segments(
     for index, example in enumerate(examples):
         pair = second[index] if example.text_pair is not None else None
         _add_pair(rows, index, first[index], pair, length, task.truncate)
-    kind: type[np.generic] = np.float32 if task.head == "regression" else np.int64
-    missing = np.nan if task.head == "regression" else IGNORED
-    labels = np.array([missing if e.label is None else e.label for e in examples], kind)
-    return EncodedDataset(labels=labels, **rows.arrays())
+    return EncodedDataset(labels=_example_labels(task, examples), **rows.arrays())
+
+
+def _example_labels(
+    task: TaskConfig, examples: Sequence[Example]
+) -> npt.NDArray[np.float32] | npt.NDArray[np.int64]:
+    if task.head == "regression":
+        scores = [np.nan if e.label is None else e.label for e in examples]
+        return np.array(scores, np.float32)
+    return np.array([IGNORED if e.label is None else e.label for e in examples], np.int64)
+
+
+def encode_windows(
+    task: TaskConfig, examples: Sequence[Example], tokenizer: Tokenizer, length: int
+) -> EncodedDataset:
+    """Encode examples with a class or a score without cutting them: long ones in several rows.
+
+    The rows of a long example are windows of ``length`` tokens that overlap by ``task.stride``
+    tokens, at most half a window; the last one ends with the text. Of a pair, the longer segment
+    is split, and the other one stands in each row, cut to half of it.
+
+    Args:
+        task: the task.
+        examples: to encode.
+        tokenizer: the model's tokenizer.
+        length: maximum number of tokens per row.
+    """
+    first = encode_each(tokenizer, [example.text for example in examples])
+    second = encode_each(tokenizer, [example.text_pair or "" for example in examples])
+    rows = RowBuilder(tokenizer)
+    for index, example in enumerate(examples):
+        a, b = first[index], second[index]
+        if example.text_pair is None:
+            for begin, end, _ in _windows(len(a), length - 2, task.stride):
+                rows.add(index, a[begin:end])
+            continue
+        limit = length - 3
+        kept = limit if len(a) + len(b) <= limit else limit // 2
+        is_first = len(a) > len(b)
+        whole, split = (b[:kept], a) if is_first else (a[:kept], b)
+        for begin, end, _ in _windows(len(split), limit - len(whole), task.stride):
+            part = split[begin:end]
+            rows.add(index, *((part, whole) if is_first else (whole, part)))
+    arrays = rows.arrays()
+    labels = _example_labels(task, examples)[arrays["example_index"]]
+    return EncodedDataset(labels=labels, **arrays)
+
+
+def omitted_tokens(
+    task: TaskConfig,
+    examples: Sequence[Example],
+    encoded: EncodedDataset,
+    tokenizer: Tokenizer,
+    length: int,
+) -> npt.NDArray[np.int64]:
+    """Return how many tokens of each example are in none of its rows, int64 ``[examples]``.
+
+    Only the texts of full rows are encoded again. Spans and tokens have windows: 0.
+
+    Args:
+        task: the task.
+        examples: that were encoded.
+        encoded: the result of `encode`.
+        tokenizer: the model's tokenizer.
+        length: maximum number of tokens per row.
+    """
+    omitted = np.zeros(len(examples), np.int64)
+    if task.head in ("spans", "tokens"):
+        return omitted
+    full = np.unique(encoded.example_index[encoded.lengths >= length]).tolist()
+    texts = [[examples[i].text, examples[i].text_pair or "", *examples[i].choices] for i in full]
+    lengths = iter(
+        map(len, encode_each(tokenizer, [text for own in texts for text in own])) if full else ()
+    )
+    num_rows = np.diff(encoded.example_offsets)
+    for index in full:
+        example = examples[index]
+        first, second = next(lengths), next(lengths)
+        if example.choices:
+            limit = length - 3 if example.text else length - 2
+            sizes = [first + next(lengths) for _ in example.choices]
+            omitted[index] = sum(max(size - limit, 0) for size in sizes)
+        elif num_rows[index] > 1:
+            # In windows, only the shorter segment can lack tokens.
+            has_pair = example.text_pair is not None
+            omitted[index] = has_pair * max(min(first, second) - (length - 3) // 2, 0)
+        else:
+            limit = length - 2 if example.text_pair is None else length - 3
+            omitted[index] = max(first + second - limit, 0)
+    return omitted
 
 
 def encode_choices(
@@ -614,6 +700,8 @@ def encode(
     tokenizer: Tokenizer,
     max_length: int | None = None,
     cache: Path | None = None,
+    *,
+    split_long: bool = False,
 ) -> EncodedDataset:
     """Encode examples; a pure function of its arguments but ``cache``.
 
@@ -623,6 +711,8 @@ def encode(
         tokenizer: the model's tokenizer.
         max_length: tokens per row; None: the task's.
         cache: folder where the result is kept under a hash of the other arguments; None: nowhere.
+        split_long: encode texts of a class or a score that are longer than a row as several rows,
+            see `encode_windows`; False: cut them, as ``task.truncate`` says.
 
     Raises:
         DataError: there are no examples, a question leaves no room for the passage, most answers
@@ -631,12 +721,16 @@ def encode(
     if not examples:
         raise DataError(f"task {task.name}: no examples to encode")
     length = task.max_length if max_length is None else max_length
+    encoder = _ENCODERS[task.head]
+    if split_long and encoder is encode_segments:
+        encoder = encode_windows
     if cache is None:
-        encoded = _ENCODERS[task.head](task, examples, tokenizer, length)
+        encoded = encoder(task, examples, tokenizer, length)
     else:
-        folder = cache / f"{task.name}-{_key(task, examples, tokenizer, length)}"
+        kind = "-windows" if encoder is encode_windows else ""
+        folder = cache / f"{task.name}{kind}-{_key(task, examples, tokenizer, length)}"
         if not folder.is_dir():
-            _ENCODERS[task.head](task, examples, tokenizer, length).save(folder)
+            encoder(task, examples, tokenizer, length).save(folder)
         encoded = EncodedDataset.load(folder)
         has_classes = task.head in ("classification", "tokens")
         num_labels = len(task.labels) if has_classes else 0

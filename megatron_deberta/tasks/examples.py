@@ -96,6 +96,8 @@ class Prediction:
             heads.
         null_score: spans: score of no answer minus that of the best answer.
         group: the example's group.
+        windows: rows that the example's text was predicted in; 0: unknown, or choices.
+        truncated: a part of the text was in no row.
     """
 
     id: str
@@ -104,6 +106,8 @@ class Prediction:
     probabilities: tuple[float, ...] = ()
     null_score: float = 0.0
     group: str = ""
+    windows: int = 0
+    truncated: bool = False
 
 
 def sentences(example: Example, values: tuple[str, ...]) -> list[list[str]]:

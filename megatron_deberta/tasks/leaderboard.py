@@ -85,7 +85,7 @@ def _described(task: TaskConfig, example: Example, prediction: Prediction) -> di
     elif scores := dict(zip(names, prediction.probabilities, strict=False)):
         found["scores"] = scores
     # Value and probabilities are the label and the scores.
-    others = {"index": -1, "null_score": 0.0, "group": ""}
+    others = {"index": -1, "null_score": 0.0, "group": "", "windows": 0, "truncated": False}
     values = {name: getattr(prediction, name) for name in others}
     found |= {name: value for name, value in values.items() if value != others[name]}
     if (gold := _gold(task, example)) is not None:

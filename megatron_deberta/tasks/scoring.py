@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,9 @@ from megatron_deberta.tasks.task import TaskConfig
 
 Outputs = npt.NDArray[np.float32]
 
+Pooling = Literal["mean", "max"]
+"""How the probabilities, or scores, of an example's windows become one."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -33,6 +37,7 @@ def predict(
     *,
     null_threshold: float = 0.0,
     is_multi_label: bool = False,
+    pooling: Pooling = "mean",
 ) -> list[Prediction]:
     """Turn outputs into one prediction per example.
 
@@ -47,16 +52,24 @@ def predict(
             best one on a dev split as ``null_threshold``.
         is_multi_label: classification: each class has a probability of its own (sigmoid), as in a
             model trained with several classes per example; the value is still the most probable.
+        pooling: classification and regression: see `pool_windows`.
 
     Raises:
         DataError: outputs are infinite or not a number.
         ValueError: the outputs have another shape.
     """
     _check_outputs(task, examples, encoded, outputs)
-    if is_multi_label and task.head == "classification":
-        return _predict_classes(task, examples, encoded, outputs, sigmoid)
-    if task.head == "spans":
-        return [
+    if task.head == "choices":
+        return _predict_choices(task, examples, encoded, outputs)
+    if task.head == "classification":
+        to_probabilities = sigmoid if is_multi_label else softmax
+        found = _predict_classes(task, examples, encoded, outputs, to_probabilities, pooling)
+    elif task.head == "regression":
+        found = _predict_scores(task, examples, encoded, outputs, pooling)
+    elif task.head == "tokens":
+        found = _predict_tags(task, examples, encoded, outputs)
+    else:
+        found = [
             Prediction(
                 id=example.id,
                 value="" if task.unanswerable and best.null_score > null_threshold else best.text,
@@ -67,7 +80,8 @@ def predict(
                 examples, best_spans(task, examples, encoded, outputs), strict=True
             )
         ]
-    return _PREDICT[task.head](task, examples, encoded, outputs)
+    counts = np.diff(encoded.example_offsets).tolist()
+    return [replace(each, windows=count) for each, count in zip(found, counts, strict=True)]
 
 
 def score(
@@ -94,7 +108,7 @@ def score(
     if task.head == "regression":
         # Not clipped to the range of the scores, as predictions are.
         truth = np.array([example.label for example in examples], np.float64)
-        found = outputs.astype(np.float64)
+        found = pool_windows(outputs.astype(np.float64), encoded, "mean")
         return {name: CorrelationMetric(name, truth, found).value() for name in task.metrics}
     predictions = predict(task, examples, encoded, outputs, null_threshold=np.inf)
     values: dict[str, float] = {
@@ -173,15 +187,39 @@ def sigmoid(logits: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     return result
 
 
+def pool_windows(
+    values: npt.NDArray[np.float64], encoded: EncodedDataset, pooling: Pooling
+) -> npt.NDArray[np.float64]:
+    """Return one value per example from the values of its windows.
+
+    Args:
+        values: probabilities ``[rows, classes]``, or scores ``[rows]``.
+        encoded: the rows.
+        pooling: the mean over an example's rows, or of each class the largest value in any of
+            them; the largest probabilities of several classes can add up to more than 1.
+    """
+    if encoded.num_rows == encoded.num_examples:
+        return values
+    offsets = encoded.example_offsets
+    if pooling == "max":
+        largest: npt.NDArray[np.float64] = np.maximum.reduceat(values, offsets[:-1])
+        return largest
+    sums: npt.NDArray[np.float64] = np.add.reduceat(values, offsets[:-1])
+    return sums / np.diff(offsets).reshape(-1, *[1] * (values.ndim - 1))
+
+
 def _predict_classes(
     task: TaskConfig,
     examples: Sequence[Example],
     encoded: EncodedDataset,
     outputs: Outputs,
-    to_probabilities: Callable[[Outputs], npt.NDArray[np.float64]] = softmax,
+    to_probabilities: Callable[[Outputs], npt.NDArray[np.float64]],
+    pooling: Pooling,
 ) -> list[Prediction]:
-    probabilities = to_probabilities(outputs)
-    indices = outputs.argmax(axis=1).tolist()
+    probabilities = pool_windows(to_probabilities(outputs), encoded, pooling)
+    # Of single rows by the logits, as large ones all have the probability 1 by sigmoid.
+    is_single = len(probabilities) == len(outputs)
+    indices = (outputs if is_single else probabilities).argmax(axis=1).tolist()
     return [
         Prediction(
             id=example.id,
@@ -195,10 +233,15 @@ def _predict_classes(
 
 
 def _predict_scores(
-    task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset, outputs: Outputs
+    task: TaskConfig,
+    examples: Sequence[Example],
+    encoded: EncodedDataset,
+    outputs: Outputs,
+    pooling: Pooling,
 ) -> list[Prediction]:
     low, high = task.label_range or (-np.inf, np.inf)
-    values = np.clip(outputs.astype(np.float64), low, high).tolist()
+    pooled = pool_windows(outputs.astype(np.float64), encoded, pooling)
+    values = np.clip(pooled, low, high).tolist()
     return [Prediction(id=e.id, value=value) for e, value in zip(examples, values, strict=True)]
 
 
@@ -237,14 +280,6 @@ def _predict_tags(
             examples, np.split(names, ends), np.split(sure, ends), strict=True
         )
     ]
-
-
-_PREDICT: Mapping[str, Callable[..., list[Prediction]]] = {
-    "classification": _predict_classes,
-    "regression": _predict_scores,
-    "tokens": _predict_tags,
-    "choices": _predict_choices,
-}
 
 
 class BestSpan(NamedTuple):

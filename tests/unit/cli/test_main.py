@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -465,3 +466,15 @@ def test_a_missing_package_names_its_extra(
     error = capsys.readouterr().err
     assert "orjson" in error
     assert f"pip install 'megatron-deberta[{extra}]'" in error
+
+
+def test_fill_mask_without_prior_needs_no_package_of_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatron_deberta.cli.fill_mask import read_penalty
+
+    monkeypatch.setitem(sys.modules, "megatron_deberta.data.build", None)
+    model = SimpleNamespace(training_data=())
+    assert read_penalty(model, 0.0, []) is None  # type: ignore[arg-type]
+    with pytest.raises(ModuleNotFoundError):
+        read_penalty(model, 0.5, ["shard"])  # type: ignore[arg-type]

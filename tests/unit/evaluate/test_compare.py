@@ -386,7 +386,9 @@ def test_runs_of_one_side_have_the_same_examples(monkeypatch: pytest.MonkeyPatch
     """A mean over runs of different examples is no score, and resamples would mix them."""
     task = make_task("classification", "accuracy", labels=["x", "y"])
     outputs = np.array([[1.0, 0.0], [0.0, 1.0]], np.float32)
-    encoded: Any = SimpleNamespace(num_rows=2, num_examples=2, input_ids=range(4))
+    encoded: Any = SimpleNamespace(
+        num_rows=2, num_examples=2, input_ids=range(4), example_offsets=np.arange(3)
+    )
     labels = {"a": (0, 1), "b": (0, 1), "c": (1, 0)}
 
     def read(run: Any, split: str, data: str) -> tuple[Split, Any]:

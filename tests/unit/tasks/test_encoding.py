@@ -11,7 +11,7 @@ import pytest
 
 from megatron_deberta.errors import DataError
 from megatron_deberta.tasks import EncodedDataset, Example, encode
-from megatron_deberta.tasks.encoding import first_and_second_lengths
+from megatron_deberta.tasks.encoding import first_and_second_lengths, omitted_tokens
 from megatron_deberta.tokenizer import Tokenizer
 from tests.support.task_files import make_task
 
@@ -69,6 +69,50 @@ def test_long_pairs_keep_their_separators(tokenizer: Tokenizer) -> None:
     assert len(row) == 16
     assert row.count(tokenizer.sep_id) == 2
     assert row[-1] == tokenizer.sep_id
+
+
+def test_windows_cover_a_long_text(tokenizer: Tokenizer) -> None:
+    """All tokens of the longer segment, with those of the other one; labels are the example's."""
+    task, length = make_task("classification", stride=4), 16
+    texts = ["the cat sat on a mat and " * 8, "a cat", "the dog " * 3]
+    examples = [
+        Example(id="0", text=texts[0], label=1),
+        Example(id="1", text=texts[1], label=0),
+        Example(id="2", text=texts[1], text_pair=texts[0]),
+        Example(id="3", text=texts[0], text_pair=texts[0]),
+        Example(id="4", text=texts[1], text_pair=texts[1]),
+    ]
+    found = encode(task, examples, tokenizer, length, split_long=True)
+    cut = encode(task, examples, tokenizer, length)
+    rows = rows_of(found)
+    long = tokenizer.encode(texts[0])
+    short = tokenizer.encode(texts[1])
+    of_first = [row for row, i in zip(rows, found.example_index, strict=True) if i == 0]
+    width = length - 2
+    begins = [*range(0, len(long) - width, width - 4), len(long) - width]
+    assert [row[1:-1] for row in of_first] == [long[begin : begin + width] for begin in begins]
+    assert found.labels[found.example_index == 0].tolist() == [1] * len(begins)
+    for row, index in zip(rows, found.example_index, strict=True):
+        assert len(row) <= length
+        if index == 2:
+            assert row[1 : len(short) + 2] == [*short, tokenizer.sep_id]
+    assert rows_of(cut)[1] == rows[len(begins)]
+    assert rows_of(cut)[-1] == rows[-1]
+    # Half of the 13 places is for the shorter segment.
+    omitted = omitted_tokens(task, examples, found, tokenizer, length).tolist()
+    assert omitted == [0, 0, 0, len(long) - 6, 0]
+    total = len(short) + len(long)
+    omitted = omitted_tokens(task, examples, cut, tokenizer, length).tolist()
+    assert omitted == [len(long) - 14, 0, total - 13, 2 * len(long) - 13, 0]
+
+
+def test_a_text_that_just_fits_lacks_nothing(tokenizer: Tokenizer) -> None:
+    task, text = make_task("classification"), "the cat sat on a mat"
+    examples = [Example(id="0", text=text)]
+    length = len(tokenizer.encode(text)) + 2
+    for size, lacking in ((length, 0), (length - 1, 1)):
+        encoded = encode(task, examples, tokenizer, size)
+        assert omitted_tokens(task, examples, encoded, tokenizer, size).tolist() == [lacking]
 
 
 def test_choices_vary_in_number(tokenizer: Tokenizer) -> None:
