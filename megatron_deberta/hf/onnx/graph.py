@@ -207,7 +207,7 @@ class _Model:
         fits = g.op("LessOrEqual", area, g.integers(_BLOCK_SCORES))
         fitting = g.op("Where", fits, g.integers(*sizes), g.integers(1))
         self.block_heads = g.op("ReduceMax", fitting, keepdims=1)
-        self.block_shape = g.op("Concat", g.integers(-1), self.block_heads, axis=0)
+        self.num_blocks = g.op("Div", g.op("Mul", batch, heads), self.block_heads)
 
     def _embed(self, types: str | None) -> str:
         g = self.g
@@ -349,13 +349,13 @@ class _Model:
         """
         g = self.g
 
-        def blocks(value: str, start: int) -> str:
-            shape = g.op("Concat", self.block_shape, g.op("Shape", value, start=start), axis=0)
-            return g.op("Reshape", value, shape)
+        def blocks(value: str) -> str:
+            sizes = g.op("Shape", value, start=2)
+            shape = g.op("Concat", self.num_blocks, self.block_heads, sizes, axis=0)
+            return g.op("Reshape", value, shape, allowzero=1)
 
-        scanned = [blocks(value, 2) for value in (query, keys.key, keys.value, keys.mask)]
-        number = g.op("Shape", scanned[0], end=1)
-        every = g.op("Range", g.index(0), g.op("Squeeze", number), g.index(1))
+        scanned = [blocks(value) for value in (query, keys.key, keys.value, keys.mask)]
+        every = g.op("Range", g.index(0), g.op("Squeeze", self.num_blocks), g.index(1))
         of_row = g.op("Div", g.integers(self.config.num_heads), self.block_heads)
 
         def attend(block: str, query: str, key: str, value: str, mask: str) -> str:
@@ -363,8 +363,13 @@ class _Model:
             heads = (first, g.op("Add", first, self.block_heads))
             return self._attend(query, replace(keys, key=key, value=value, mask=mask, heads=heads))
 
-        context = g.scan(attend, g.op("Mod", every, of_row), *scanned)
-        return g.op("Reshape", context, g.op("Shape", query))
+        def context() -> str:
+            stacked = g.scan(attend, g.op("Mod", every, of_row), *scanned)
+            return g.op("Reshape", stacked, g.op("Shape", query))
+
+        # onnxruntime's Scan needs a block, an empty batch has none.
+        is_empty = g.op("Squeeze", g.op("Equal", self.num_blocks, g.integers(0)))
+        return g.choose(is_empty, lambda: g.op("Identity", query), context)
 
     def _project_keys(self, layer: int, hidden: str, index: _RelativeIndex | None) -> _Keys:
         g, name = self.g, f"encoder.layers.{layer}.attention"

@@ -100,16 +100,30 @@ class GraphWriter:
         """
         stem = f"Scan_{next(self._numbers)}"
         names = [f"{stem}_input_{number}" for number in range(1 + len(values))]
-        nodes, added = self._nodes, self._added
-        self._nodes, self._added = [], dict(added)
-        result = body(*names)
         info = self._onnx.helper.make_tensor_value_info
         inputs = [info(names[0], self.types.INT64, None)]
         inputs += [info(name, self.float_type, None) for name in names[1:]]
-        outputs = [info(result, self.float_type, None)]
-        graph = self._onnx.helper.make_graph(self._nodes, stem, inputs, outputs)
-        self._nodes, self._added = nodes, added
+        graph = self._subgraph(stem, lambda: body(*names), inputs)
         return self.op("Scan", index, *values, body=graph, num_scan_inputs=len(names))
+
+    def choose(self, condition: str, then: Callable[[], str], otherwise: Callable[[], str]) -> str:
+        """Compute one of two floating-point values, which add nodes of their own."""
+        stem = f"If_{next(self._numbers)}"
+        branches = {
+            name: self._subgraph(f"{stem}_{name}", body, [])
+            for name, body in (("then_branch", then), ("else_branch", otherwise))
+        }
+        return self.op("If", condition, **branches)
+
+    def _subgraph(self, name: str, body: Callable[[], str], inputs: list[Any]) -> Any:
+        """Return the graph of the nodes that a function adds; its result is the output."""
+        nodes, added = self._nodes, self._added
+        self._nodes, self._added = [], dict(added)
+        result = body()
+        outputs = [self._onnx.helper.make_tensor_value_info(result, self.float_type, None)]
+        graph = self._onnx.helper.make_graph(self._nodes, name, inputs, outputs)
+        self._nodes, self._added = nodes, added
+        return graph
 
     def constant(self, value: Tensor, name: str = "") -> str:
         """Add a constant; floating-point values are converted to ``dtype``.
