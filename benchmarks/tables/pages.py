@@ -23,7 +23,19 @@ from typing import Any
 
 from benchmarks.lib.campaigns import read_lines
 from benchmarks.lib.provenance import ROOT
-from benchmarks.tables import attention, data, faults, figures, gpu, judges, learn, onnx, step, text
+from benchmarks.tables import (
+    attention,
+    data,
+    faults,
+    figures,
+    gpu,
+    judges,
+    learn,
+    onnx,
+    published,
+    step,
+    text,
+)
 from benchmarks.tables.common import NOTHING, Result
 from megatron_deberta.files import write_atomically
 
@@ -100,6 +112,9 @@ TABLES: dict[str, Callable[[str], str]] = {
     "kernels": _of(attention.kernels, "kernels"),
     "interpreted": _of(attention.interpreted, "interpreted"),
     "batched": _of(attention.batched, "batched_attention"),
+    "published-uses": _of(published.uses, "published"),
+    "published-speed": _of(published.speed, "published"),
+    "published-decisions": _of(published.decisions, "published"),
     "onnx-speed": _of(onnx.speed, "onnx"),
     "onnx-accuracy": _of(onnx.accuracy, "onnx"),
     "onnx-fill-mask": _of(onnx.fill_mask, "onnx"),

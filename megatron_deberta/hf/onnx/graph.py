@@ -11,7 +11,7 @@ position table within reach, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -31,6 +31,10 @@ from megatron_deberta.ops import RelativePositions
 OnnxDtype: TypeAlias = Literal["fp32", "fp16", "int8"]
 _MASKED = -3e4
 """Added to the scores of padding; within the range of float16."""
+_MASK_ROWS = 8
+"""Rows of the padding bias that are added to the keys: a multiple of 8 keeps matrices aligned."""
+_BLOCK_SCORES = 1 << 18
+"""Scores of a block of heads: 1 MiB, half of a core's cache on present servers."""
 _INT8_LIMIT = 63
 """Largest quantised weight: with 7 bits, sums of two products fit into 16 bits on processors
 without VNNI instructions."""
@@ -101,8 +105,8 @@ class _RelativeIndex:
     """Where the position terms of some queries are found; names of values in the graph.
 
     Attributes:
-        c2p: int32 ``[B, A, M, N]``: slot of each key.
-        p2c: int32 ``[B, A, N, M]``: slot of each query.
+        c2p: int32 ``[.., M, N]``: slot of each query and key among the position keys.
+        p2c: likewise among the position queries.
         first: first slot within reach of the length, int64 ``[1]``.
         last: slot after the last one, int64 ``[1]``.
     """
@@ -115,21 +119,27 @@ class _RelativeIndex:
 
 @dataclass(frozen=True)
 class _Keys:
-    """Transposed keys ``[B, A, H, N]``, values ``[B, A, N, H]``, and what the scores start from.
+    """What some heads attend to; names of values in the graph.
 
     Attributes:
-        key: the keys.
-        value: the values.
-        scores: padding bias and p2c term, which do not depend on the query's content.
-        table: transposed position keys ``[A, H, S]``; empty: no c2p term.
-        c2p_index: int32 ``[B, A, M, N]``: slot of each key.
+        key: transposed keys ``[.., H, N]``.
+        value: values ``[.., N, H]``.
+        mask: padding bias ``[.., R, N]``: R rows to be appended to the keys for the p2c term, or
+            without this term one.
+        index: of the position terms; None: there are none.
+        key_table: transposed position keys of all heads and slots, ``[A, H, 2 * span]``; empty: no
+            c2p term.
+        query_table: position queries likewise, ``[A, 2 * span, H + R]``; empty: no p2c term.
+        heads: first head, and the one after the last, int64 ``[1]``; None: all heads.
     """
 
     key: str
     value: str
-    scores: str
-    table: str
-    c2p_index: str
+    mask: str
+    index: _RelativeIndex | None
+    key_table: str = ""
+    query_table: str = ""
+    heads: tuple[str, str] | None = None
 
 
 class _Model:
@@ -151,6 +161,8 @@ class _Model:
         self.c2p = config.position_terms in ("c2p", "c2p+p2c")
         self.p2c = config.position_terms in ("p2c", "c2p+p2c")
         self.scale = (self.head_size * (1 + self.c2p + self.p2c)) ** -0.5
+        # Blocks keep a processor's cache; GPUs, for which float16 is, prefer large operations.
+        self.in_blocks = g.dtype == torch.float32
 
     def write(self, kind: GraphKind) -> None:
         """Add all inputs, nodes and outputs."""
@@ -185,6 +197,17 @@ class _Model:
         self.token_mask = g.op("Unsqueeze", keep, g.integers(-1))
         bias = g.op("Where", is_token, g.number(0.0), g.number(_MASKED))
         self.padding_bias = g.op("Unsqueeze", bias, g.integers(1, 2))
+        heads, batch = g.integers(self.config.num_heads), g.op("Shape", self.ids, end=1)
+        rows = g.integers(_MASK_ROWS if self.p2c else 1)
+        shape = g.op("Concat", batch, heads, rows, self.length, axis=0)
+        self.mask_rows = g.op("Expand", self.padding_bias, shape)
+        # Heads per block: the most that divide their number and whose scores fit into the cache.
+        sizes = [n for n in range(1, self.config.num_heads + 1) if self.config.num_heads % n == 0]
+        area = g.op("Mul", g.op("Mul", self.length, self.length), g.integers(*sizes))
+        fits = g.op("LessOrEqual", area, g.integers(_BLOCK_SCORES))
+        fitting = g.op("Where", fits, g.integers(*sizes), g.integers(1))
+        self.block_heads = g.op("ReduceMax", fitting, keepdims=1)
+        self.num_blocks = g.op("Div", g.op("Mul", batch, heads), self.block_heads)
 
     def _embed(self, types: str | None) -> str:
         g = self.g
@@ -204,7 +227,7 @@ class _Model:
         index = self._relative_index(None)
         for layer in range(count):
             keys = self._project_keys(layer, hidden, index)
-            hidden = self._layer(layer, hidden, keys)
+            hidden = self._layer(layer, hidden, keys, in_blocks=self.in_blocks)
             if layer == 0 and self.config.conv_kernel_size:
                 hidden = self._convolve(embedded, hidden)
         return hidden
@@ -278,15 +301,11 @@ class _Model:
             for number, name in enumerate(("start_logits", "end_logits")):
                 g.output(name, g.op("Gather", logits, g.index(number), axis=2), "batch", "length")
 
-    def _layer(self, layer: int, query: str, keys: _Keys) -> str:
+    def _layer(self, layer: int, query: str, keys: _Keys, *, in_blocks: bool = False) -> str:
         """Run one layer for queries ``[B, M, D]``."""
         g, name = self.g, f"encoder.layers.{layer}"
         heads = self._heads(self._linear(query, f"{name}.attention.query", self.scale, int8=True))
-        scores = g.op("Add", g.op("MatMul", heads, keys.key), keys.scores)
-        if keys.table:
-            by_slot = g.op("MatMul", heads, keys.table)
-            scores = g.op("Add", scores, g.op("GatherElements", by_slot, keys.c2p_index, axis=3))
-        context = g.op("MatMul", g.op("Softmax", scores, axis=-1), keys.value)
+        context = (self._attend_in_blocks if in_blocks else self._attend)(heads, keys)
         context = g.op("Transpose", context, perm=[0, 2, 1, 3])
         context = g.op("Reshape", context, g.integers(0, 0, self.config.hidden_size))
         out = self._linear(context, f"{name}.attention.output", int8=True)
@@ -295,22 +314,83 @@ class _Model:
         out = self._linear(inner, f"{name}.ffn.down", int8=True)
         return self._norm(g.op("Add", out, attended), f"{name}.ffn.norm")
 
+    def _attend(self, query: str, keys: _Keys) -> str:
+        """Return ``[.., M, H]`` of queries ``[.., M, H]``."""
+        g, start = self.g, keys.mask
+        if keys.index is not None and keys.query_table:
+            # The product has slots before keys, so that queries come before keys in what is
+            # gathered, and includes the padding bias: either would be a pass over all scores.
+            masked = g.op("Concat", keys.key, keys.mask, axis=-2)
+            by_slot = g.op("MatMul", self._within_reach(keys, keys.query_table, 1), masked)
+            start = g.op("GatherElements", by_slot, keys.index.p2c, axis=-2)
+        scores = g.op("Add", g.op("MatMul", query, keys.key), start)
+        if keys.index is not None and keys.key_table:
+            by_slot = g.op("MatMul", query, self._within_reach(keys, keys.key_table, 2))
+            scores = g.op("Add", scores, g.op("GatherElements", by_slot, keys.index.c2p, axis=-1))
+        return g.op("MatMul", g.op("Softmax", scores, axis=-1), keys.value)
+
+    def _within_reach(self, keys: _Keys, table: str, axis: int) -> str:
+        """Return the slots of a table, which are along an axis, within reach of the length."""
+        g, index = self.g, keys.index
+        assert index is not None
+        if keys.heads is None:
+            return g.op("Slice", table, index.first, index.last, g.integers(axis))
+        begin, end = (
+            g.op("Concat", head, slot, axis=0)
+            for head, slot in zip(keys.heads, (index.first, index.last), strict=True)
+        )
+        return g.op("Slice", table, begin, end, g.integers(0, axis))
+
+    def _attend_in_blocks(self, query: str, keys: _Keys) -> str:
+        """Do as `_attend` for ``[B, A, N, H]``, a block of heads after another.
+
+        The scores of all heads exceed the cache of a processor, so each operation on them would
+        wait for memory.
+        """
+        g = self.g
+
+        def blocks(value: str) -> str:
+            sizes = g.op("Shape", value, start=2)
+            shape = g.op("Concat", self.num_blocks, self.block_heads, sizes, axis=0)
+            return g.op("Reshape", value, shape, allowzero=1)
+
+        scanned = [blocks(value) for value in (query, keys.key, keys.value, keys.mask)]
+        every = g.op("Range", g.index(0), g.op("Squeeze", self.num_blocks), g.index(1))
+        of_row = g.op("Div", g.integers(self.config.num_heads), self.block_heads)
+
+        def attend(block: str, query: str, key: str, value: str, mask: str) -> str:
+            first = g.op("Mul", block, self.block_heads)
+            heads = (first, g.op("Add", first, self.block_heads))
+            return self._attend(query, replace(keys, key=key, value=value, mask=mask, heads=heads))
+
+        def context() -> str:
+            stacked = g.scan(attend, g.op("Mod", every, of_row), *scanned)
+            return g.op("Reshape", stacked, g.op("Shape", query))
+
+        # onnxruntime's Scan needs a block, an empty batch has none.
+        is_empty = g.op("Squeeze", g.op("Equal", self.num_blocks, g.integers(0)))
+        return g.choose(is_empty, lambda: g.op("Identity", query), context)
+
     def _project_keys(self, layer: int, hidden: str, index: _RelativeIndex | None) -> _Keys:
         g, name = self.g, f"encoder.layers.{layer}.attention"
         key = self._heads(self._linear(hidden, f"{name}.key", int8=True))
         value = self._heads(self._linear(hidden, f"{name}.value", int8=True))
-        scores, table = self.padding_bias, ""
-        if index is not None and self.c2p:
-            table = self._table(layer, index, "key")
-        if index is not None and self.p2c:
-            by_slot = g.op("MatMul", key, self._table(layer, index, "query"))
-            term = g.op("GatherElements", by_slot, index.p2c, axis=3)
-            scores = g.op("Add", g.op("Transpose", term, perm=[0, 1, 3, 2]), scores)
-        key = g.op("Transpose", key, perm=[0, 1, 3, 2])
-        return _Keys(key, value, scores, table, index.c2p if index else "")
+        return _Keys(
+            g.op("Transpose", key, perm=[0, 1, 3, 2]),
+            value,
+            self.mask_rows,
+            index,
+            self._table(layer, "key") if index is not None and self.c2p else "",
+            self._table(layer, "query") if index is not None and self.p2c else "",
+        )
 
-    def _table(self, layer: int, index: _RelativeIndex, which: Literal["key", "query"]) -> str:
-        """Return the slots within reach of a projected position table, ``[A, H, S]``."""
+    def _table(self, layer: int, which: Literal["key", "query"]) -> str:
+        """Return a projected position table.
+
+        Returns:
+            Position keys ``[A, H, 2 * span]``, or position queries ``[A, 2 * span, H + R]`` whose
+            last R features sum up the mask's rows.
+        """
         g, config = self.g, self.config
         attention = f"encoder.layers.{layer}.attention"
         table = self._position_table()
@@ -319,10 +399,12 @@ class _Model:
         bias = self.read(f"{stem}.bias").float() if f"{stem}.bias" in self.shapes else None
         projected = F.linear(table, self.read(f"{stem}.weight").float(), bias)
         by_head = projected.unflatten(-1, (config.num_heads, -1)).transpose(0, 1)
-        scaled = by_head * self.scale if which == "query" else by_head
-        constant = g.constant(scaled, f"{attention}.{which}_positions")
-        within_reach = g.op("Slice", constant, index.first, index.last, g.integers(1))
-        return g.op("Transpose", within_reach, perm=[0, 2, 1])
+        if which == "query":
+            ones = by_head.new_full((*by_head.shape[:2], _MASK_ROWS), 1 / _MASK_ROWS)
+            by_head = torch.cat([by_head * self.scale, ones], -1)
+        else:
+            by_head = by_head.transpose(1, 2)
+        return g.constant(by_head, f"{attention}.{which}_positions")
 
     def _position_table(self) -> Tensor:
         """Return the (normalised) position table ``[2 * span, D]``."""
@@ -346,18 +428,22 @@ class _Model:
         first = self._slot(g.op("Neg", farthest))
         last = g.op("Add", self._slot(farthest), g.integers(1))
         sign = g.op("Neg", distance) if self.config.p2c_index == "paper" else distance
-        batch, heads = g.op("Shape", self.ids, end=1), g.integers(self.config.num_heads)
-        size = self.length if selected is None else g.op("Shape", selected, start=1, end=2)
+        if selected is None and self.in_blocks:
+            shape = g.op("Concat", self.block_heads, self.length, self.length, axis=0)
+        else:
+            batch, heads = g.op("Shape", self.ids, end=1), g.integers(self.config.num_heads)
+            size = g.op("Shape", queries, start=-2, end=-1)
+            shape = g.op("Concat", batch, heads, size, self.length, axis=0)
 
-        def expand(distances: str, perm: list[int], *shape: str) -> str:
+        def expand(distances: str) -> str:
             slots = g.op("Cast", g.op("Sub", self._slot(distances), first), to=g.types.INT32)
-            slots = g.op("Unsqueeze", slots, g.integers(1))
-            slots = g.op("Transpose", slots, perm=perm)
-            return g.op("Expand", slots, g.op("Concat", batch, heads, *shape, axis=0))
+            if selected is not None or not self.in_blocks:
+                slots = g.op("Unsqueeze", slots, g.integers(1))
+            return g.op("Expand", slots, shape)
 
         return _RelativeIndex(
-            c2p=expand(distance, [0, 1, 2, 3], size, self.length) if self.c2p else "",
-            p2c=expand(sign, [0, 1, 3, 2], self.length, size) if self.p2c else "",
+            c2p=expand(distance) if self.c2p else "",
+            p2c=expand(sign) if self.p2c else "",
             first=first,
             last=last,
         )

@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ class GraphWriter:
         }[dtype]  # fmt: skip
         self.types = onnx.TensorProto
         self._nodes: list[Any] = []
+        self._numbers = count()
         self._constants: dict[str, Any] = {}
         self._inputs: list[Any] = []
         self._outputs: list[Any] = []
@@ -80,13 +82,48 @@ class GraphWriter:
         """Add a node with several outputs; equal nodes are added once."""
         key = (kind, inputs, repr(sorted(attributes.items())))
         if key not in self._added:
-            stem = f"{kind}_{len(self._nodes)}"
+            stem = f"{kind}_{next(self._numbers)}"
             names = [stem] if outputs == 1 else [f"{stem}_{index}" for index in range(outputs)]
             self._nodes.append(
                 self._onnx.helper.make_node(kind, list(inputs), names, name=stem, **attributes)
             )
             self._added[key] = names
         return self._added[key]
+
+    def scan(self, body: Callable[..., str], index: str, *values: str) -> str:
+        """Apply a function to each slice along the first axis, and stack the results.
+
+        Args:
+            body: adds the nodes of one slice; may use values from outside.
+            index: int64 vector, one number for each slice.
+            values: floating-point values of the same first size.
+        """
+        stem = f"Scan_{next(self._numbers)}"
+        names = [f"{stem}_input_{number}" for number in range(1 + len(values))]
+        info = self._onnx.helper.make_tensor_value_info
+        inputs = [info(names[0], self.types.INT64, None)]
+        inputs += [info(name, self.float_type, None) for name in names[1:]]
+        graph = self._subgraph(stem, lambda: body(*names), inputs)
+        return self.op("Scan", index, *values, body=graph, num_scan_inputs=len(names))
+
+    def choose(self, condition: str, then: Callable[[], str], otherwise: Callable[[], str]) -> str:
+        """Compute one of two floating-point values, which add nodes of their own."""
+        stem = f"If_{next(self._numbers)}"
+        branches = {
+            name: self._subgraph(f"{stem}_{name}", body, [])
+            for name, body in (("then_branch", then), ("else_branch", otherwise))
+        }
+        return self.op("If", condition, **branches)
+
+    def _subgraph(self, name: str, body: Callable[[], str], inputs: list[Any]) -> Any:
+        """Return the graph of the nodes that a function adds; its result is the output."""
+        nodes, added = self._nodes, self._added
+        self._nodes, self._added = [], dict(added)
+        result = body()
+        outputs = [self._onnx.helper.make_tensor_value_info(result, self.float_type, None)]
+        graph = self._onnx.helper.make_graph(self._nodes, name, inputs, outputs)
+        self._nodes, self._added = nodes, added
+        return graph
 
     def constant(self, value: Tensor, name: str = "") -> str:
         """Add a constant; floating-point values are converted to ``dtype``.
