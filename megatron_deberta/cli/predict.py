@@ -3,7 +3,9 @@
 MODEL is the run or checkpoint of `finetune`, or an export of it; of a run, the best checkpoint is
 used. Writes one JSON object per example: id, text, label (of regression the score, of spans the
 answer, of tokens one per word), scores by label (of tokens, of each word's label), of tokens the
-entities with their characters in the text, and gold, the label of the file, if it has one. With
+entities with their characters in the text, and gold, the label of the file, if it has one. Of
+embeddings, the label of a pair is its cosine, and a text alone has its embedding; --output NAME.npy
+writes the embeddings of all texts as an array instead, of a pair both in turn. With
 --leaderboard, it also writes the files of the task's leaderboard (GLUE, SuperGLUE, SQuAD, CoNLL),
 or else the same objects. Several ranks divide the examples under torchrun or srun, and rank 0
 writes.
@@ -21,6 +23,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import sys
 from collections.abc import Sequence
@@ -38,6 +41,7 @@ from megatron_deberta.files import write_atomically
 
 if TYPE_CHECKING:
     from megatron_deberta.tasks import Example, Prediction, TaskConfig
+    from megatron_deberta.tasks.scoring import Outputs
 
 _TEST = "test"
 """Split that is predicted if none is named."""
@@ -56,7 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="second segment of --text: of spans the passage",
     )  # fmt: skip
     add_shared(parser, "--split", help=f"split to predict (default: {_TEST})")
-    add_shared(parser, "--output", help="file to write (default: standard output)")
+    add_shared(
+        parser,
+        "--output",
+        help="file to write (default: standard output); of embeddings, NAME.npy is an array",
+    )
     add_shared(parser, "--leaderboard")
     parser.add_argument(
         "--null-threshold", type=number(float, -math.inf, math.inf), metavar="X",
@@ -84,6 +92,12 @@ def run(args: argparse.Namespace) -> None:
                 f"--null-threshold {args.null_threshold:g} is for tasks with unanswerable "
                 f"questions such as squad2, not for {task.name}; remove it"
             )
+        is_array = str(args.output or "").endswith(".npy")
+        if is_array and task.head != "embed":
+            raise ConfigError(
+                f"--output {args.output}: task {task.name} has the head {task.head} and predicts "
+                "no embeddings; give the name of a JSON Lines file"
+            )
         try:
             if texts is None:
                 split, outputs, _ = predictor.run(args.split or _TEST)
@@ -95,6 +109,9 @@ def run(args: argparse.Namespace) -> None:
         if predictor.groups.rank == 0:
             from megatron_deberta.tasks import predict
 
+            if is_array:
+                _write_array(Path(args.output), outputs)
+                return
             examples = split.examples
             predictions = predict(
                 task,
@@ -105,6 +122,16 @@ def run(args: argparse.Namespace) -> None:
                 is_multi_label=predictor.is_multi_label,
             )
             _write(args, task, examples, predictions)
+
+
+def _write_array(path: Path, embeddings: Outputs) -> None:
+    import numpy as np
+
+    stream = io.BytesIO()
+    np.save(stream, embeddings, allow_pickle=False)
+    write_atomically(path, stream.getvalue())
+    count = f"{len(embeddings):,} embedding{'' if len(embeddings) == 1 else 's'}"
+    print(f"{path}: {count} of {embeddings.shape[1]} numbers, {embeddings.dtype}")
 
 
 def _texts(args: argparse.Namespace) -> tuple[list[str], list[str]] | None:

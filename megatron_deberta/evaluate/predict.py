@@ -36,6 +36,7 @@ from megatron_deberta.hf.heads import GraphKind
 from megatron_deberta.model import DebertaForTask
 from megatron_deberta.model.flops import is_task_head
 from megatron_deberta.model.heads import num_outputs
+from megatron_deberta.model.task_models import DebertaForEmbedding
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.objectives.labelled import LabelledObjective
 from megatron_deberta.tasks.encoding import encode
@@ -205,7 +206,7 @@ def text_examples(
         raise ConfigError("--text: multiple choice has several texts per example; predict a file")
     is_pair = task.head == "spans" or "text_pair" in task.columns
     # A task without columns is that of an export, of which it is not known.
-    if is_pair and not pairs:
+    if is_pair and not pairs and task.head != "embed":
         first, second = ("question", "passage") if task.head == "spans" else ("text", "second text")
         raise ConfigError(
             f"task {task.name} has a {first} and a {second}; give the {second} with --text-pair"
@@ -246,7 +247,10 @@ def compare_accuracy(
 
     task = load_task(run_task_name(config.finetune.task or "", Path(config.train.run_dir)))
     split = read_split(config, task, DEV, tokenizer, Path(config.train.run_dir))
-    sides: dict[str, Logits] = {"torch": ours.logits, "onnx": graph_logits(path, kind)}
+    graph = graph_logits(path, kind)
+    sides: dict[str, Logits] = {"torch": ours.logits, "onnx": graph}
+    if isinstance(ours, DebertaForEmbedding):
+        sides["onnx"] = lambda inputs: ours.pool(graph(inputs), inputs)
     metrics = {
         name: score_logits(config, task, split, tokenizer, logits) for name, logits in sides.items()
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.objectives.embed import Embedding
 from megatron_deberta.objectives.labelled import Choices, Classification, Regression, Spans, Tokens
 from megatron_deberta.objectives.language_modelling import (
     AutoregressiveModelling,
@@ -31,6 +32,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "spans": Spans,
     "tokens": Tokens,
     "choices": Choices,
+    "embed": Embedding,
 }
 """Objectives by ``objective.name``; a program may replace one by its own before it trains."""
 

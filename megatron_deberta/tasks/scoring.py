@@ -18,7 +18,7 @@ from megatron_deberta.tasks.metrics import (
     group_accuracies,
     paired_metric,
 )
-from megatron_deberta.tasks.task import TaskConfig
+from megatron_deberta.tasks.task import SCORE_HEADS, TaskConfig
 
 Outputs = npt.NDArray[np.float32]
 
@@ -42,7 +42,7 @@ def predict(
         encoded: their encoding.
         outputs: float32: classification ``[rows, classes]``, regression ``[rows]``, spans
             ``[total, 2]`` (logits of start and end), tokens ``[total, classes]``, choices
-            ``[rows]``.
+            ``[rows]``, embed ``[rows, hidden size]``.
         null_threshold: spans: predict no answer if ``null_score`` is above it; ``score`` finds the
             best one on a dev split as ``null_threshold``.
         is_multi_label: classification: each class has a probability of its own (sigmoid), as in a
@@ -91,10 +91,11 @@ def score(
     """
     _check_outputs(task, examples, encoded, outputs)
     require_labels(task, examples)
-    if task.head == "regression":
+    if task.head in SCORE_HEADS:
         # Not clipped to the range of the scores, as predictions are.
         truth = np.array([example.label for example in examples], np.float64)
-        found = outputs.astype(np.float64)
+        is_pair = task.head == "embed"
+        found = cosines(encoded, outputs) if is_pair else outputs.astype(np.float64)
         return {name: CorrelationMetric(name, truth, found).value() for name in task.metrics}
     predictions = predict(task, examples, encoded, outputs, null_threshold=np.inf)
     values: dict[str, float] = {
@@ -144,6 +145,7 @@ def _check_outputs(
         "spans": (total, 2),
         "tokens": (total, classes),
         "choices": (rows,),
+        "embed": (rows, *outputs.shape[1:2]),
     }
     if outputs.shape != shapes[task.head]:
         raise ValueError(
@@ -202,6 +204,27 @@ def _predict_scores(
     return [Prediction(id=e.id, value=value) for e, value in zip(examples, values, strict=True)]
 
 
+def cosines(encoded: EncodedDataset, embeddings: Outputs) -> npt.NDArray[np.float64]:
+    """Return the cosine of the first two texts of each example, float64 ``[examples]``."""
+    unit = embeddings.astype(np.float64)
+    unit /= np.maximum(np.linalg.norm(unit, axis=1, keepdims=True), 1e-12)
+    first = encoded.example_offsets[:-1]
+    result: npt.NDArray[np.float64] = (unit[first] * unit[first + 1]).sum(axis=1)
+    return result
+
+
+def _predict_embeddings(
+    task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset, outputs: Outputs
+) -> list[Prediction]:
+    if encoded.num_rows == len(examples):
+        return [
+            Prediction(id=example.id, value="", embedding=tuple(embedding))
+            for example, embedding in zip(examples, outputs.tolist(), strict=True)
+        ]
+    values = cosines(encoded, outputs).tolist()
+    return [Prediction(id=e.id, value=value) for e, value in zip(examples, values, strict=True)]
+
+
 def _predict_choices(
     task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset, outputs: Outputs
 ) -> list[Prediction]:
@@ -244,6 +267,7 @@ _PREDICT: Mapping[str, Callable[..., list[Prediction]]] = {
     "regression": _predict_scores,
     "tokens": _predict_tags,
     "choices": _predict_choices,
+    "embed": _predict_embeddings,
 }
 
 
