@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_deberta.cli.main import main
 from megatron_deberta.config.schema import RunConfig, with_task_head
 from megatron_deberta.data.batch import TaskBatch
+from megatron_deberta.errors import EXIT_DONE
 from megatron_deberta.evaluate.predict import open_predictor
 from megatron_deberta.hf.export_model import export_model
 from megatron_deberta.hf.loading import build_task_model
@@ -132,3 +134,7 @@ def test_exports_have_the_same_embeddings(normalize: bool, tmp_path: Path) -> No
                 )
             if normalize:
                 assert np.linalg.norm(embedding) == pytest.approx(1, abs=1e-6)
+    written = tmp_path / "embeddings.npy"
+    texts = [option for text in TEXT for option in ("--text", text)]
+    assert main(["predict", "--model", str(folder), *texts, "--output", str(written)]) == EXIT_DONE
+    assert np.array_equal(np.load(written), found)

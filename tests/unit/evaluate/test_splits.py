@@ -209,7 +209,9 @@ def test_sift_is_refused() -> None:
 def test_negatives_of_the_batch_cannot_be_accumulated() -> None:
     config = labelled_run("embed", micro_batch_size=4)
     assert validate_for_world(config, 2).accumulation_steps == 1
-    with pytest.raises(ConfigError, match=r"micro_batch_size=4 divides .*train\.micro_batch_size=8 \("):
+    with pytest.raises(
+        ConfigError, match=r"micro_batch_size=4 divides .*train\.micro_batch_size=8 \("
+    ):
         validate_for_world(config, 1)
     scores = replace(config, objective=replace(config.objective, positive_similarity=None))
     assert validate_for_world(scores, 1).accumulation_steps == 2
