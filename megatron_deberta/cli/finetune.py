@@ -96,13 +96,9 @@ def run(args: argparse.Namespace) -> int:
 
     with refusals():
         model = open_source_model(Path(args.model), args.tokenizer)
+    ranks = args.ranks or read_environment().world_size
     config = finetune_config(
-        args.task,
-        model,
-        args.data,
-        args.overrides,
-        settings=args.settings,
-        world_size=args.ranks or read_environment().world_size,
+        args.task, model, args.data, args.overrides, settings=args.settings, world_size=ranks
     )
     settings = describe_settings(load_task(args.task), model.config, args.settings, config)
     if hint := learning_rate_hint(config, args.overrides, parameter_shapes(config.model)):

@@ -130,8 +130,8 @@ def _write_array(path: Path, embeddings: Outputs) -> None:
     stream = io.BytesIO()
     np.save(stream, embeddings, allow_pickle=False)
     write_atomically(path, stream.getvalue())
-    count = f"{len(embeddings):,} embedding{'' if len(embeddings) == 1 else 's'}"
-    print(f"{path}: {count} of {embeddings.shape[1]} numbers, {embeddings.dtype}")
+    shape = " x ".join(map(str, embeddings.shape))
+    print(f"{path}: embeddings, {shape} numbers in {embeddings.dtype}")
 
 
 def _texts(args: argparse.Namespace) -> tuple[list[str], list[str]] | None:

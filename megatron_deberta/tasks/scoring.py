@@ -217,12 +217,10 @@ def _predict_embeddings(
     task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset, outputs: Outputs
 ) -> list[Prediction]:
     if encoded.num_rows == len(examples):
-        return [
-            Prediction(id=example.id, value="", embedding=tuple(embedding))
-            for example, embedding in zip(examples, outputs.tolist(), strict=True)
-        ]
-    values = cosines(encoded, outputs).tolist()
-    return [Prediction(id=e.id, value=value) for e, value in zip(examples, values, strict=True)]
+        rows = zip(examples, map(tuple, outputs.tolist()), strict=True)
+        return [Prediction(id=example.id, value="", embedding=row) for example, row in rows]
+    pairs = zip(examples, cosines(encoded, outputs).tolist(), strict=True)
+    return [Prediction(id=example.id, value=value) for example, value in pairs]
 
 
 def _predict_choices(
