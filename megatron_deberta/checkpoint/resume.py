@@ -233,6 +233,7 @@ def check_same_architecture(reader: CheckpointReader, config: RunConfig) -> None
             "model.labels",
             "model.head_dropout",
             "model.pooler_activation",
+            "model.normalize_embeddings",
             "model.next_sentence_head",
             "model.mask_decoder_passes",
             "model.generator_layers",

@@ -269,6 +269,8 @@ class TaskHead(WeightView):
         if new:
             why = f" ({self.why_new})" if self.why_new else ""
             return f"the head starts from new weights: {', '.join(new)}{why}"
+        if self.why_new:
+            return "the head has no weights of its own"
         if self.order is not None:
             return (
                 "the head is taken over, its rows permuted to the order of the task's classes: "

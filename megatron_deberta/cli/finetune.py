@@ -96,7 +96,10 @@ def run(args: argparse.Namespace) -> int:
 
     with refusals():
         model = open_source_model(Path(args.model), args.tokenizer)
-    config = finetune_config(args.task, model, args.data, args.overrides, settings=args.settings)
+    ranks = args.ranks or read_environment().world_size
+    config = finetune_config(
+        args.task, model, args.data, args.overrides, settings=args.settings, world_size=ranks
+    )
     settings = describe_settings(load_task(args.task), model.config, args.settings, config)
     if hint := learning_rate_hint(config, args.overrides, parameter_shapes(config.model)):
         settings = f"{settings}\n{hint}"

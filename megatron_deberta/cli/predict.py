@@ -3,7 +3,9 @@
 MODEL is the run or checkpoint of `finetune`, or an export of it; of a run, the best checkpoint is
 used. Writes one JSON object per example: id, text, label (of regression the score, of spans the
 answer, of tokens one per word), scores by label (of tokens, of each word's label), of tokens the
-entities with their characters in the text, and gold, the label of the file, if it has one. With
+entities with their characters in the text, and gold, the label of the file, if it has one. Of
+embeddings, the label of a pair is its cosine, and a text alone has its embedding; --output NAME.npy
+writes the embeddings of all texts as an array instead, of a pair both in turn. With
 --leaderboard, it also writes the files of the task's leaderboard (GLUE, SuperGLUE, SQuAD, CoNLL),
 or else the same objects. Several ranks divide the examples under torchrun or srun, and rank 0
 writes.
@@ -29,6 +31,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -62,6 +65,7 @@ if TYPE_CHECKING:
     # This imports torch, which --help does not need.
     from megatron_deberta.evaluate.predict import LongText, Predicted, Predictor
     from megatron_deberta.tasks import TaskConfig
+    from megatron_deberta.tasks.scoring import Outputs
 
 _TEST = "test"
 """Split that is predicted if none is named."""
@@ -103,7 +107,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "evaluate cuts too, truncate)",
     )  # fmt: skip
     add_shared(parser, "--split", help=f"split to predict (default: {_TEST})")
-    add_shared(parser, "--output", help="file to write (default: standard output)")
+    add_shared(
+        parser,
+        "--output",
+        help="file to write (default: standard output); of embeddings, NAME.npy is an array",
+    )
     add_shared(parser, "--leaderboard")
     parser.add_argument(
         "--null-threshold", type=number(float, -math.inf, math.inf), metavar="X",
@@ -131,6 +139,11 @@ def run(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"--null-threshold {args.null_threshold:g} is for tasks with unanswerable "
                 f"questions such as squad2, not for {task.name}; remove it"
+            )
+        if str(args.output or "").endswith(".npy") and task.head != "embed":
+            raise ConfigError(
+                f"--output {args.output}: task {task.name} has the head {task.head} and predicts "
+                "no embeddings; give the name of a JSON Lines file"
             )
         if args.long_text is not None and task.head not in ("classification", "regression"):
             raise ConfigError(
@@ -312,6 +325,7 @@ def _write(args: argparse.Namespace, predictor: Predictor, texts: _Texts | None)
 
     task = predictor.task
     count = num_long = most = 0
+    is_array, arrays = str(args.output or "").endswith(".npy"), []
     # A bar would be written between the lines on a terminal.
     is_shown = (texts is None or texts.size) and (args.output or not sys.stdout.isatty())
     with (
@@ -324,15 +338,28 @@ def _write(args: argparse.Namespace, predictor: Predictor, texts: _Texts | None)
                 files = write_predictions(task, args.split or _TEST, *block[:2], folder)
                 if args.output:
                     print(f"Leaderboard: {', '.join(map(str, files))}")
-            write(json_lines(task, block.examples, block.predictions))
+            if is_array:
+                arrays.append(block.outputs)
+            else:
+                write(json_lines(task, block.examples, block.predictions))
             count += len(block.predictions)
             num_long += block.num_long
             most = max(most, *(each.windows for each in block.predictions))
+        if is_array:
+            write(_npy(arrays))
     if args.output:
         print(f"{args.output}: {count:,} prediction{'' if count == 1 else 's'} of {task.name}")
     if num_long or args.input:
         length = predictor.config.data.sequence_length
         print(_describe_long(args, task, num_long, count, most, length), file=sys.stderr)
+
+
+def _npy(arrays: Sequence[Outputs]) -> bytes:
+    import numpy as np
+
+    stream = io.BytesIO()
+    np.save(stream, np.concatenate(arrays), allow_pickle=False)
+    return stream.getvalue()
 
 
 def _describe_long(
@@ -346,7 +373,7 @@ def _describe_long(
         return text
     if task.head in ("spans", "tokens"):
         return f"{text}: predicted in windows, at most {most:,}"
-    if task.head == "choices":
+    if task.head in ("choices", "embed"):
         return f"{text}: cut at the end"
     value = "score" if task.head == "regression" else "probability"
     found = _long_text(args)

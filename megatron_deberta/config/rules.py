@@ -92,7 +92,21 @@ def validate_for_world(config: RunConfig, world_size: int) -> BatchArithmetic:
         error=TopologyError,
     )
     dp_size = world_size // tp_size
-    return [batch_arithmetic(part.config, dp_size) for part in segments(config)][0]
+    found = [batch_arithmetic(part.config, dp_size) for part in segments(config)]
+    if uses_whole_batch(config) and any(each.accumulation_steps > 1 for each in found):
+        whole = config.train.global_batch_size // dp_size
+        raise ConfigError(
+            f"train.micro_batch_size={config.train.micro_batch_size} divides the batch, whose "
+            "texts are each other's negatives with model.head=embed; set "
+            f"train.micro_batch_size={whole} (parallel.recompute=full saves memory), or "
+            "objective.positive_similarity=null"
+        )
+    return found[0]
+
+
+def uses_whole_batch(config: RunConfig) -> bool:
+    """Return whether the loss of a sample depends on the others of the global batch."""
+    return config.model.head == "embed" and config.objective.positive_similarity is not None
 
 
 def batch_arithmetic(config: RunConfig, dp_size: int) -> BatchArithmetic:
@@ -315,6 +329,11 @@ def _check_head(config: RunConfig) -> None:
     if model.head == "discriminator":
         raise ConfigError(
             "objective.name=discriminator is no training task; use rtd for it and model.head"
+        )
+    if model.head == "embed" and objective.sift_weight:
+        raise ConfigError(
+            f"objective.sift_weight={objective.sift_weight:g} does not fit model.head=embed, which "
+            "predicts no distribution; set it to 0"
         )
     is_pretraining = model.head in PRETRAINING_HEADS
     if is_pretraining and objective.sift_weight:

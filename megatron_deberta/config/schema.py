@@ -31,6 +31,7 @@ Head = Literal[
     "spans",
     "tokens",
     "choices",
+    "embed",
 ]
 ObjectiveName = Literal[Head, "mlm+ar"]
 DType = Literal["fp32", "bf16", "fp16"]
@@ -215,6 +216,8 @@ class ModelConfig(KnownSettings):
     """Names of the classes, for the heads ``classification`` and ``tokens``."""
     head_dropout: float = below_one(0.1, 0.998)
     """Dropout before the last projection of a task's head."""
+    normalize_embeddings: bool = False
+    """``embed``: embeddings have length 1, so that their inner product is the cosine."""
     pooler_activation: Literal["auto", "gelu", "tanh"] = "auto"
     """Activation of the pooler of heads on rows; ``auto``: tanh for the architecture of RoBERTa
     (absolute positions at the input, no position terms), else GELU."""
@@ -299,6 +302,12 @@ class ObjectiveConfig(Section):
     """SiFT: divergence that the perturbation raises; always the squared error in regression."""
     sift_clean_gradient: bool = True
     """SiFT: the loss changes the prediction without perturbation too, as in the release."""
+    positive_similarity: float | None = positive(0.8)
+    """``embed``: pairs of this similarity (the score, scaled to 0 to 1; 1 without a score) or more
+    are positives, whose negatives are all other second texts of the global batch; null: squared
+    error of the cosine to the similarity."""
+    temperature: float = positive(0.05)
+    """``embed``: cosines are divided by this before the softmax over the batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ gather_from_sequence_parallel_region        all-gather, tokens      reduce-scatt
 ... tensor_parallel_output_grad=False       all-gather, tokens      local slice of tokens
 reduce_scatter_to_sequence_parallel_region  reduce-scatter, tokens  all-gather, tokens
 all_to_all_hp2sp                            all-to-all              all-to-all, reversed
+gather_from_data_parallel_region            all-gather, rows        reduce-scatter, rows
 ==========================================  ======================  =======================
 
 Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2 (the pairs f/f-bar and g/g-bar).
@@ -182,6 +183,14 @@ def scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup | None) -
         TopologyError: N is not divisible by the number of ranks.
     """
     return _exchange(x, group, _slice_sequence, all_gather_sequence)
+
+
+def gather_from_data_parallel_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Gather the rows of data-parallel ranks: ``[M, ...] -> [dp * M, ...]``.
+
+    Gradients are summed over the ranks.
+    """
+    return _exchange(x, group, all_gather_first, _reduce_scatter_first)
 
 
 def gather_from_sequence_parallel_region(

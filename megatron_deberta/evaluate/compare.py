@@ -25,7 +25,7 @@ from megatron_deberta.tasks.examples import Example, Prediction
 from megatron_deberta.tasks.metrics import Floats, PairedMetric, paired_metric
 from megatron_deberta.tasks.records import read_bytes
 from megatron_deberta.tasks.scoring import predict, require_labels
-from megatron_deberta.tasks.task import DEV, TaskConfig, load_task
+from megatron_deberta.tasks.task import DEV, SCORE_HEADS, TaskConfig, load_task
 
 SUFFIX = ".jsonl"
 
@@ -260,7 +260,7 @@ def read_predictions(path: Path, task: TaskConfig, examples: Sequence[Example]) 
 def _fits(task: TaskConfig, example: Example, prediction: Prediction) -> bool:
     """Return whether a prediction is one of the task's head and labels."""
     value, index = prediction.value, prediction.index
-    if task.head == "regression":
+    if task.head in SCORE_HEADS:
         return isinstance(value, float) and math.isfinite(value)
     if task.head == "spans":
         return isinstance(value, str)

@@ -474,6 +474,8 @@ def combined_outputs(
 def mean_outputs(head: Head, encoded: EncodedDataset, outputs: Sequence[Outputs]) -> Outputs:
     """Return the logarithms of mean probabilities, or mean scores in regression.
 
+    Of embeddings, those of all models side by side: their cosine is the mean of the cosines.
+
     The probabilities of spans are those of start and end over all windows of an example, so that
     differences between windows count.
 
@@ -485,6 +487,10 @@ def mean_outputs(head: Head, encoded: EncodedDataset, outputs: Sequence[Outputs]
     if head == "regression":
         mean: Outputs = np.stack(outputs).mean(axis=0).astype(np.float32)
         return mean
+    if head == "embed":
+        lengths = [np.linalg.norm(each, axis=1, keepdims=True) for each in outputs]
+        parts = [each / np.maximum(n, 1e-12) for each, n in zip(outputs, lengths, strict=True)]
+        return np.concatenate(parts, axis=1)
     members = [_probabilities(head, encoded, values) for values in outputs]
     logarithms = np.log(np.maximum(np.mean(members, axis=0), _LEAST))
     combined: Outputs = logarithms.astype(np.float32)

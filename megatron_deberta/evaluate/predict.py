@@ -37,6 +37,7 @@ from megatron_deberta.hf.heads import GraphKind
 from megatron_deberta.model import DebertaForTask
 from megatron_deberta.model.flops import is_task_head
 from megatron_deberta.model.heads import num_outputs
+from megatron_deberta.model.task_models import DebertaForEmbedding
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.objectives.labelled import LabelledObjective
 from megatron_deberta.tasks.encoding import encode, omitted_tokens
@@ -64,11 +65,13 @@ class Predicted(NamedTuple):
         examples: in the order of the input.
         predictions: one per example.
         num_long: examples that are longer than a row.
+        outputs: of all rows, see `tasks.scoring.predict`.
     """
 
     examples: Sequence[Example]
     predictions: Sequence[Prediction]
     num_long: int
+    outputs: Outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +172,7 @@ class Predictor:
         is_long = (omitted > 0) | np.array([each.windows > 1 for each in predictions])
         for index in np.flatnonzero(omitted).tolist():
             predictions[index] = replace(predictions[index], truncated=True)
-        return Predicted(examples, predictions, int(is_long.sum()))
+        return Predicted(examples, predictions, int(is_long.sum()), outputs)
 
     def _outputs(
         self, split: Split, advance: Callable[[float], None] | None = None
@@ -309,7 +312,10 @@ def compare_accuracy(
 
     task = load_task(run_task_name(config.finetune.task or "", Path(config.train.run_dir)))
     split = read_split(config, task, DEV, tokenizer, Path(config.train.run_dir))
-    sides: dict[str, Logits] = {"torch": ours.logits, "onnx": graph_logits(path, kind)}
+    graph = graph_logits(path, kind)
+    sides: dict[str, Logits] = {"torch": ours.logits, "onnx": graph}
+    if isinstance(ours, DebertaForEmbedding):
+        sides["onnx"] = lambda inputs: ours.pool(graph(inputs), inputs)
     metrics = {
         name: score_logits(config, task, split, tokenizer, logits) for name, logits in sides.items()
     }

@@ -37,7 +37,7 @@ from megatron_deberta.tasks.encoding import EncodedDataset, encode
 from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.reading import read_examples
 from megatron_deberta.tasks.scoring import Outputs, nonfinite_rows, predict, score
-from megatron_deberta.tasks.task import TaskConfig
+from megatron_deberta.tasks.task import DEV, EXAMPLE_HEADS, SCORE_HEADS, TRAIN, TaskConfig
 from megatron_deberta.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ _KEYS_PER_SAMPLE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TaskRows:
-    """Encoded examples of one split, as samples: rows, or whole examples in multiple choice.
+    """Encoded examples of one split, as samples: rows, or whole examples of several rows.
 
     Attributes:
         head: of the model.
@@ -69,13 +69,14 @@ class TaskRows:
     @property
     def num_samples(self) -> int:
         """Number of samples."""
-        return self.encoded.num_examples if self.head == "choices" else self.encoded.num_rows
+        is_example = self.head in EXAMPLE_HEADS
+        return self.encoded.num_examples if is_example else self.encoded.num_rows
 
     @property
     def lengths(self) -> Integers:
-        """Tokens of each sample; of the longest choice in multiple choice."""
+        """Tokens of each sample; of the longest row where it has several."""
         lengths = self.encoded.lengths
-        if self.head != "choices":
+        if self.head not in EXAMPLE_HEADS:
             return lengths
         longest: Integers = np.maximum.reduceat(lengths, self.encoded.example_offsets[:-1])
         return longest
@@ -87,19 +88,20 @@ class TaskRows:
             samples: number of each sample in the split, -1 = padding sample.
             indices: global sample index of each, which selects dropout bits.
         """
-        if self.head != "choices":
+        if self.head not in EXAMPLE_HEADS:
             rows = samples
             return self._collate(rows, indices, self._labels(rows))
         offsets = self.encoded.example_offsets
-        counts = np.where(samples < 0, 1, np.diff(offsets)[samples])
+        # Ranks exchange as many texts of each sample.
+        padding = 1 if self.head == "choices" else int(offsets[1])
+        counts = np.where(samples < 0, padding, np.diff(offsets)[samples])
         columns = np.arange(counts.max())
         present = columns < counts[:, None]
         rows = np.where(samples[:, None] < 0, -1, offsets[samples][:, None] + columns)[present]
         choice_rows = np.full(present.shape, -1, np.int64)
         choice_rows[present] = np.arange(rows.size)
         keys = (indices[:, None] * _KEYS_PER_SAMPLE + columns)[present]
-        labels = np.where(samples < 0, IGNORED_LABEL, self.encoded.labels[samples])
-        return self._collate(rows, indices, labels.astype(np.int64), choice_rows, keys)
+        return self._collate(rows, indices, self._labels(samples), choice_rows, keys)
 
     def batches(self, micro_batch_size: int, dp_rank: int, dp_size: int) -> Iterator[TaskBatch]:
         """Yield a rank's micro batches of all samples, sorted by length.
@@ -154,11 +156,11 @@ class TaskRows:
         )
 
     def _labels(self, rows: Integers) -> npt.NDArray[Any] | None:
-        """Return the labels of rows; None: they belong to tokens."""
+        """Return the labels of rows, or of examples of several; None: they belong to tokens."""
         if self.head == "tokens":
             return None
         labels = np.asarray(self.encoded.labels[rows])
-        if self.head == "regression":
+        if self.head in SCORE_HEADS:
             return np.where(rows < 0, np.nan, labels).astype(np.float32)
         labels = labels.astype(np.int64)
         labels[rows < 0] = IGNORED_LABEL
@@ -274,6 +276,7 @@ def check_task(config: RunConfig, task: TaskConfig) -> None:
     Raises:
         ConfigError: it has not.
     """
+    _check_pairs(config, task)
     labels = class_names(task)
     if (task.head, labels) != (config.model.head, config.model.labels):
         raise ConfigError(
@@ -281,6 +284,25 @@ def check_task(config: RunConfig, task: TaskConfig) -> None:
             f"{config.model.head} with {list(config.model.labels)}; use the task that the model "
             "was fine-tuned on, or fine-tune it again"
         )
+
+
+def _check_pairs(config: RunConfig, task: TaskConfig) -> None:
+    """Check that pairs to embed have the scores that loss and metrics need.
+
+    Raises:
+        ConfigError: they have none.
+    """
+    if task.head != "embed":
+        return
+    needs = {DEV: "the metrics compare cosines with scores; name their column, or leave it out"}
+    if config.objective.positive_similarity is None:
+        needs[TRAIN] = (
+            "objective.positive_similarity=null fits cosines to scores; name their column, or set "
+            "a number for positives and their negatives in the batch"
+        )
+    for name, why in needs.items():
+        if name in task.splits and "label" not in (task.splits[name].columns or task.columns):
+            raise ConfigError(f"task {task.name}: splits.{name} has no columns.label, but {why}")
 
 
 def class_names(task: TaskConfig) -> tuple[str, ...]:

@@ -320,10 +320,11 @@ def constant_outputs(task: TaskConfig, train: Split, dev: Split) -> Outputs | No
         dev: the examples to predict.
 
     Returns:
-        Outputs as for ``tasks.scoring.score``; None: the head has no such prediction (spans).
+        Outputs as for ``tasks.scoring.score``; None: the head has no such prediction (spans,
+        embed).
     """
     encoded = dev.encoded
-    if task.head == "spans":
+    if task.head in ("spans", "embed"):
         return None
     if task.head == "regression":
         mean = np.mean([example.label for example in train.examples if example.label is not None])

@@ -17,6 +17,7 @@ from megatron_deberta.config.loader import (
     merge_layers,
     parse_overrides,
 )
+from megatron_deberta.config.rules import uses_whole_batch
 from megatron_deberta.config.schema import ModelConfig, RunConfig, with_task_head
 from megatron_deberta.errors import ConfigError, MegatronDebertaError
 from megatron_deberta.evaluate.models import SourceModel
@@ -56,6 +57,7 @@ def finetune_config(
     overrides: Sequence[str] = (),
     *,
     settings: str = "",
+    world_size: int = 1,
 ) -> RunConfig:
     """Return the config of a fine-tuning run.
 
@@ -68,6 +70,7 @@ def finetune_config(
         overrides: ``section.key=value``; ``train.steps`` replaces the number of epochs, and
             ``train.eval_every`` that of validations per epoch.
         settings: name of the task's settings; ``none``: none; empty: see `settings_name`.
+        world_size: number of ranks, which matters where the batch cannot be accumulated.
 
     Raises:
         ConfigError: the task, its settings or a value is wrong.
@@ -93,7 +96,7 @@ def finetune_config(
     config = config_from_layers([(f"task {task.name}", layers)], overrides)
     if "train.micro_batch_size" in given or "micro_batch_size" in layers["train"]:
         return config
-    micro = math.gcd(config.train.global_batch_size, _MICRO_BATCH)
+    micro = _micro_batch(config, world_size)
     return config_from_layers(
         [(f"task {task.name}", layers)], [*overrides, f"train.micro_batch_size={micro}"]
     )
@@ -173,10 +176,15 @@ def planned_config(
         train = replace(train, steps=steps)
     is_given = any(item.startswith("train.micro_batch_size=") for item in overrides)
     if not is_given and "micro_batch_size" not in layers["train"]:
-        dp_size = max(1, world_size // config.parallel.tensor_parallel_size)
-        share = max(1, train.global_batch_size // dp_size)
-        train = replace(train, micro_batch_size=math.gcd(share, _MICRO_BATCH))
+        train = replace(train, micro_batch_size=_micro_batch(config, world_size))
     return replace(config, train=train)
+
+
+def _micro_batch(config: RunConfig, world_size: int) -> int:
+    """Return the micro batch of a run on this many ranks that states none."""
+    dp_size = max(1, world_size // config.parallel.tensor_parallel_size)
+    share = max(1, config.train.global_batch_size // dp_size)
+    return share if uses_whole_batch(config) else math.gcd(share, _MICRO_BATCH)
 
 
 def _task_layers(task: TaskConfig, model: ModelConfig, settings: str) -> dict[str, dict[str, Any]]:
@@ -188,7 +196,7 @@ def _task_layers(task: TaskConfig, model: ModelConfig, settings: str) -> dict[st
     dropout = layers.pop("model", {}).get("head_dropout", model.head_dropout)
     architecture = with_task_head(model, task.head, class_names(task), dropout)
     layers["model"] = config_to_dict(architecture)
-    layers["objective"] = {"name": task.head}
+    layers.setdefault("objective", {})["name"] = task.head
     return layers
 
 

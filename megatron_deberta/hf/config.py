@@ -15,7 +15,7 @@ from megatron_deberta.config.schema import (
     PositionTerms,
 )
 from megatron_deberta.errors import CheckpointError
-from megatron_deberta.hf.heads import HEADS
+from megatron_deberta.hf.heads import EMBEDDINGS_FIELD, HEADS
 from megatron_deberta.hf.names import ModelType
 from megatron_deberta.model.heads import pooler_activation
 
@@ -57,7 +57,7 @@ _INTEGERS = (
 )  # fmt: skip
 _BOOLEANS = (
     "relative_attention", "position_biased_input", "share_att_key", "key_bias",
-    "position_key_bias", "next_sentence_head", "causal",
+    "position_key_bias", "next_sentence_head", "causal", EMBEDDINGS_FIELD,
 )  # fmt: skip
 _CHOICES = {
     # Earlier exports say "released" for "microsoft".
@@ -198,6 +198,9 @@ def to_hf_config(
         # Not ``is_decoder``, which means cross-attention to some of transformers' functions.
         fields |= {"architectures": ["MegatronDebertaForCausalLM"], "causal": True}
         fields["use_cache"] = False
+    elif config.head == "embed":
+        fields["architectures"] = [f"{_CLASS_PREFIX[model_type]}Model"]
+        fields[EMBEDDINGS_FIELD] = config.normalize_embeddings
     elif not HEADS[config.head].is_pretrained:
         fields |= _task_fields(config, model_type)
     if auto_map := _auto_map(config, model_type):
@@ -296,6 +299,7 @@ def from_hf_config(fields: dict[str, Any], model_type: ModelType) -> ModelConfig
         **{key: float(fields.get(field, defaults[field])) for field, key in _FLOATS.items()},
         "type_vocab_size": fields.get("type_vocab_size", 0),
         "next_sentence_head": fields.get("next_sentence_head", False),
+        "normalize_embeddings": fields.get(EMBEDDINGS_FIELD, False),
     }
     length = fields.get("max_position_embeddings", 512)
     if model_type == "roberta":

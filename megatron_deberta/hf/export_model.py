@@ -38,6 +38,7 @@ from megatron_deberta.tokenizer.tokenizer import CONFIG_FILE, JSON_FILE
 
 UNKNOWN_TRAINING = TrainingFacts()
 POOLING_FOLDER = "1_Pooling"
+NORMALIZE_FOLDER = "2_Normalize"
 _POOLING_MODES = (
     "cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens",
     "lasttoken",
@@ -301,9 +302,12 @@ def _split_into_shards(entries: list[HFTensor], itemsize: int) -> list[list[HFTe
 def _write_pooling(folder: Path, config: ModelConfig) -> None:
     """Make an export of an encoder a sentence-transformers model with mean pooling.
 
-    Mean pooling, because no objective here trains the state of the first token for sentences.
+    Mean pooling, because the head ``embed`` has it, and no objective of pretraining trains the
+    state of the first token for sentences.
     """
     kinds = {"": "Transformer", POOLING_FOLDER: "Pooling"}
+    if config.normalize_embeddings:
+        kinds[NORMALIZE_FOLDER] = "Normalize"
     modules = [
         {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
         for i, (path, kind) in enumerate(kinds.items())
@@ -311,9 +315,11 @@ def _write_pooling(folder: Path, config: ModelConfig) -> None:
     pooling: dict[str, Any] = {"word_embedding_dimension": config.hidden_size}
     pooling |= {f"pooling_mode_{mode}": mode == "mean_tokens" for mode in _POOLING_MODES}
     length = {"max_seq_length": config.max_position_embeddings, "do_lower_case": False}
-    (folder / POOLING_FOLDER).mkdir()
+    for kind in filter(None, kinds):
+        (folder / kind).mkdir()
     _write_json(folder / "modules.json", modules)
     _write_json(folder / "sentence_bert_config.json", length)
+    _write_json(folder / "config_sentence_transformers.json", {"similarity_fn_name": "cosine"})
     _write_json(folder / POOLING_FOLDER / "config.json", pooling)
 
 

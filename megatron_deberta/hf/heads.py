@@ -17,6 +17,8 @@ _DROPOUTS = ("cls_dropout", "classifier_dropout", "hidden_dropout_prob")
 """Fields of the dropout before the last projection; the first that is given counts."""
 _PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 _MAX_LABELS = 100_000
+EMBEDDINGS_FIELD = "normalize_embeddings"
+"""In ``config.json`` of an export of the head ``embed``, whose class is that of its encoder."""
 
 GraphKind: TypeAlias = Literal[
     "encoder", "fill-mask", "masked-lm", "rows", "tokens", "spans", "choices"
@@ -128,6 +130,14 @@ HEADS: Mapping[Head, ExportedHead] = MappingProxyType(
             objective="fine-tuned, head choices",
             graph="choices",
         ),
+        "embed": ExportedHead(
+            kind="",
+            task="sentence-similarity",
+            has_pipeline=False,
+            objective="fine-tuned, head embed",
+            is_encoder=True,
+            graph="encoder",
+        ),
     }
 )
 """The export of each head. ``rtd`` has none: its two models are exported one by one."""
@@ -135,6 +145,8 @@ HEADS: Mapping[Head, ExportedHead] = MappingProxyType(
 
 def head_of(fields: Mapping[str, Any]) -> Head:
     """Return the head of a labelled task that a ``config.json`` names; ``mlm`` if it names none."""
+    if EMBEDDINGS_FIELD in fields:
+        return "embed"
     labels = fields.get("id2label")
     count = fields.get("num_labels") if labels is None else len(labels)
     is_score = fields.get("problem_type") == "regression" or count == 1
@@ -172,7 +184,7 @@ def task_head(fields: Mapping[str, Any]) -> HeadFields:
         CheckpointError: fields about the head contradict each other.
     """
     head = head_of(fields)
-    if head == "mlm":
+    if head in ("mlm", "embed"):
         return HeadFields(head)
     labels = _labels(fields)
     problem = fields.get("problem_type")

@@ -147,6 +147,8 @@ def loading_lines(config: ModelConfig, model_type: ModelType, folder: str) -> di
         f'model = AutoModel.from_pretrained("{folder}"{encoder.get(model_type, "")})'
     )
     head = HEADS[config.head]
+    if config.head == "embed":
+        return {"embeddings": _sentences_line(model_type, folder)}
     if not head.kind:
         return {"encoder": load_encoder}
     if not head.is_encoder:
@@ -170,6 +172,14 @@ def loading_lines(config: ModelConfig, model_type: ModelType, folder: str) -> di
     }
 
 
+def _sentences_line(model_type: ModelType, folder: str) -> str:
+    own_code = ", trust_remote_code=True" if model_type == "megatron-deberta" else ""
+    return (
+        "from sentence_transformers import SentenceTransformer; "
+        f'sentences = SentenceTransformer("{folder}"{own_code})'
+    )
+
+
 def model_card(
     name: str, config: ModelConfig, model_type: ModelType, parameters: int, facts: TrainingFacts
 ) -> str:
@@ -187,11 +197,8 @@ def model_card(
     lines = list(loading_lines(config, model_type, name).values())
     if head.is_encoder:
         tags += ["sentence-transformers", "feature-extraction"]
-        own_code = ", trust_remote_code=True" if model_type == "megatron-deberta" else ""
-        lines.append(
-            "from sentence_transformers import SentenceTransformer; "
-            f'sentences = SentenceTransformer("{name}"{own_code})'
-        )
+        # That of the head "embed" is there already.
+        lines = list(dict.fromkeys([*lines, _sentences_line(model_type, name)]))
     return _CARD.format(
         name=name,
         pipeline=head.task,

@@ -15,7 +15,7 @@ from megatron_deberta.model.replaced_tokens import single_models
 from megatron_deberta.ops import RelativePositions
 
 # Heads that read the last layer's output at every token
-TOKEN_HEADS = ("spans", "tokens", "discriminator")
+TOKEN_HEADS = ("spans", "tokens", "discriminator", "embed")
 
 # FLOPs of forward and backward together, relative to forward
 BACKWARD_FACTOR = 3.0
@@ -138,7 +138,8 @@ def _forward_flops(
             position_projections=model.num_layers * terms * 2 * d * d * projected / table_tokens,
             convolution=2.0 * (model.conv_kernel_size or 0) * d * d,
             mask_decoder=0.0,
-            head=read * 2 * d * (num_outputs(model) + dense),
+            # The mean of the states is no matrix product.
+            head=read * 2 * d * (num_outputs(model) * (model.head != "embed") + dense),
         )
     return ForwardFlops(
         layers=(model.num_layers - decoded) * (keys_values + query_side),

@@ -61,6 +61,18 @@ class GatherFromTensorParallelRegion(nn.Module):
         return value
 
 
+class GatherFromDataParallelRegion(nn.Module):
+    """Rows of the global batch, for losses that compare its samples."""
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, int]:
+        """Return the rows of all ranks, and the number of the first one of this rank.
+
+        Args:
+            rows: ``[M, ...]``, as many on every rank.
+        """
+        return rows, 0
+
+
 class ColumnParallelInput(nn.Module):
     """Input of column-parallel layers, which are ``nn.Linear`` with fewer outputs.
 

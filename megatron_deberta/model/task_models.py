@@ -9,6 +9,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.deberta import DebertaBackbone, DebertaForPretraining
@@ -162,11 +163,44 @@ class DebertaForSpans(DebertaForTokens):
         return out
 
 
+class DebertaForEmbedding(DebertaForTask):
+    """Mean of the last layer's states over the tokens of a row; no parameters of its own."""
+
+    def build_heads(self, config: ModelConfig) -> None:
+        """Add nothing."""
+
+    def logits(
+        self,
+        inputs: ModelInputs,
+        seeds: DropoutSeeds | None = None,
+        perturbation: Perturbation | None = None,
+    ) -> Tensor:
+        """Compute embeddings ``[B, D]``; arguments as in the base class."""
+        self._check_inputs(inputs)
+        return self.pool(self.encode(inputs, seeds, perturbation), inputs)
+
+    def packed_logits(
+        self, inputs: ModelInputs, packing: RowPacking, seeds: DropoutSeeds | None = None
+    ) -> Tensor:
+        """Compute embeddings ``[B, D]``; arguments as in the base class."""
+        length = inputs.input_ids.size(1)
+        states = self.encode(packing.inputs(inputs), packing.seeds(seeds, length))
+        return self.pool(packing.unpacked(states, length), inputs)
+
+    def pool(self, states: Tensor, inputs: ModelInputs) -> Tensor:
+        """Return the embeddings ``[B, D]``, fp32, of states ``[B, N, D]``."""
+        is_token = inputs.is_token.unsqueeze(-1)
+        total = states.float().masked_fill(~is_token, 0.0).sum(1)
+        mean = total / is_token.sum(1).clamp(min=1)
+        return F.normalize(mean, dim=-1) if self.config.normalize_embeddings else mean
+
+
 def task_model(config: ModelConfig) -> type[DebertaForTask]:
     """Return the class of the model that ``config.head`` names."""
     classes: dict[str, type[DebertaForTask]] = {
         "spans": DebertaForSpans,
         "tokens": DebertaForTokens,
+        "embed": DebertaForEmbedding,
     }
     return classes.get(config.head, DebertaForRows)
 

@@ -6,6 +6,7 @@ import pkgutil
 
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import ConfigError
+from megatron_deberta.objectives.embed import Embedding
 from megatron_deberta.objectives.labelled import Choices, Classification, Regression, Spans, Tokens
 from megatron_deberta.objectives.language_modelling import (
     AutoregressiveModelling,
@@ -34,6 +35,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "spans": Spans,
     "tokens": Tokens,
     "choices": Choices,
+    "embed": Embedding,
 }
 """Objectives by ``objective.name``; a program may replace one by its own before it trains."""
 

@@ -28,7 +28,7 @@ from megatron_deberta.model.flops import (
 from megatron_deberta.model.replaced_tokens import single_models
 from megatron_deberta.ops.batched import block_size, strip_size
 from megatron_deberta.ops.cross_entropy import chunk_rows
-from megatron_deberta.tasks.task import load_task, run_task_name
+from megatron_deberta.tasks.task import EXAMPLE_HEADS, load_task, run_task_name
 
 ELEMENT_BYTES = {"auto": 4, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes by ``precision.dtype``; ``auto`` that nothing has resolved is fp32."""
@@ -37,11 +37,14 @@ _STATISTICS = 8
 
 
 def rows_per_sample(config: RunConfig) -> int:
-    """Return the number of rows per sample: 1, but in multiple choice the task's choices."""
-    if config.model.head != "choices":
+    """Return the number of rows per sample: 1, or the task's choices, or the texts of a pair."""
+    if config.model.head not in EXAMPLE_HEADS:
         return 1
     name = run_task_name(config.finetune.task or "", Path(config.train.run_dir))
-    return max(1, len(load_task(name).labels))
+    task = load_task(name)
+    if task.head == "embed":
+        return 2 + ("negative" in task.columns)
+    return max(1, len(task.labels))
 
 
 def micro_batch_rows(config: RunConfig) -> int:
@@ -271,7 +274,7 @@ def _activations(shape: _Shape, device_type: str) -> _Kept:
     # States that the head reads, and inside it: of masked tokens, or of all for a discriminator.
     read = tokens if model.head == "discriminator" else shape.masked
     decoder = shape.tokens * width * element + read * 4 * width * element
-    if model.head in ("spans", "tokens"):
+    if model.head in ("spans", "tokens", "embed"):
         decoder = 0
     if decoded:
         decoder += tokens * 2 * width // tp * element + shape.table_bytes

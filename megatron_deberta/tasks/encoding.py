@@ -37,7 +37,8 @@ class EncodedDataset:
     """Encoded examples: rows of tokens behind each other, with labels.
 
     A row is an example or a window of one (windows of classes and scores only with ``split_long``
-    of `encode`), or one of its choices. Rows of one example are contiguous.
+    of `encode`), one of its choices, or one of its texts (embed: text, second text, negative; as
+    many in every example). Rows of one example are contiguous.
 
     Attributes:
         input_ids: int32 ``[total]``, [CLS] and [SEP] included, without padding.
@@ -46,8 +47,9 @@ class EncodedDataset:
         example_index: int64 ``[rows]``, non-decreasing.
         labels: classification int64 ``[rows]``; regression float32 ``[rows]``; spans int64
             ``[rows, 2]``, first and last token of the answer in the row, 0 0 without an answer in
-            this window; tokens int32 ``[total]``; choices int64 ``[examples]``. -100 (NaN for
-            regression) is not scored.
+            this window; tokens int32 ``[total]``; choices int64 ``[examples]``; embed float32
+            ``[examples]``, similarity from 0 to 1. -100 (NaN for regression and embed) is not
+            scored.
         char_offsets: spans: int32 ``[total, 2]``, characters of the passage that a token stands
             for, -1 outside the passage; otherwise ``[0, 2]``.
         word_index: tokens: int32 ``[total]``, index of the word whose label is read at this token,
@@ -355,7 +357,10 @@ def omitted_tokens(
     for index in full:
         example = examples[index]
         first, second = next(lengths), next(lengths)
-        if example.choices:
+        if task.head == "embed":
+            sizes = [first, second, *(next(lengths) for _ in example.choices)]
+            omitted[index] = sum(max(size - (length - 2), 0) for size in sizes)
+        elif example.choices:
             limit = length - 3 if example.text else length - 2
             sizes = [first + next(lengths) for _ in example.choices]
             omitted[index] = sum(max(size - limit, 0) for size in sizes)
@@ -393,6 +398,32 @@ def encode_choices(
                 _add_pair(rows, index, choice, None, length, task.truncate)
     labels = np.array([IGNORED if e.label is None else e.label for e in examples], np.int64)
     return EncodedDataset(labels=labels, **rows.arrays())
+
+
+def encode_texts(
+    task: TaskConfig, examples: Sequence[Example], tokenizer: Tokenizer, length: int
+) -> EncodedDataset:
+    """Encode one row per text of an example.
+
+    Args:
+        task: the task.
+        examples: to encode; all have as many texts.
+        tokenizer: the model's tokenizer.
+        length: maximum number of tokens per row.
+    """
+    texts = [
+        (e.text, *(() if e.text_pair is None else (e.text_pair,)), *e.choices) for e in examples
+    ]
+    encoded = iter(encode_each(tokenizer, [text for each in texts for text in each]))
+    rows = RowBuilder(tokenizer)
+    for index, each in enumerate(texts):
+        for _ in each:
+            rows.add(index, next(encoded)[: length - 2])
+    low, high = task.label_range or (0.0, 1.0)
+    scores = [high if e.label is None else e.label for e in examples]
+    labels = (np.array(scores, np.float64) - low) / (high - low)
+    labels[[e.text_pair is None for e in examples]] = np.nan
+    return EncodedDataset(labels=labels.astype(np.float32), **rows.arrays())
 
 
 def _add_pair(
@@ -687,11 +718,12 @@ _ENCODERS: Mapping[
     "spans": encode_spans,
     "tokens": encode_words,
     "choices": encode_choices,
+    "embed": encode_texts,
 }
 
 
 _USED = ("head", "stride", "truncate", "mask_text", "merge_sentences")
-"""Keys of a task that encoding depends on."""
+"""Keys of a task that encoding depends on; that of pairs to embed also on ``label_range``."""
 
 
 def encode(
@@ -766,7 +798,8 @@ def _report_unplaced(
 def _key(task: TaskConfig, examples: Sequence[Example], tokenizer: Tokenizer, length: int) -> str:
     """Return a hash of everything that the encoding depends on."""
     values = asdict(task)
-    content = [_VERSION, {key: values[key] for key in _USED}, length, tokenizer.fingerprint]
+    used = (*_USED, "label_range") if task.head == "embed" else _USED
+    content = [_VERSION, {key: values[key] for key in used}, length, tokenizer.fingerprint]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
     for example in examples:
         digest.update(repr(example).encode())

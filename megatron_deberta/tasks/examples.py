@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from megatron_deberta.errors import DataError
 from megatron_deberta.tasks.records import Place, Record, kind_of, whole_number
-from megatron_deberta.tasks.task import TaskConfig, is_labelled, task_names
+from megatron_deberta.tasks.task import SCORE_HEADS, TaskConfig, is_labelled, task_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Example:
         text: first segment; for spans the question.
         text_pair: second segment, or None; for spans the passage.
         words: words to label (tokens).
-        choices: second segments, one per choice (choices).
+        choices: second segments, one per choice (choices); a text that does not match (embed).
         label: class index, score or index of the right choice; None: unlabelled.
         tags: class index per word (tokens); empty: unlabelled.
         breaks: indices of words that begin a sentence, other than the first (tokens); empty: the
@@ -79,7 +79,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _WHITE_SPACE = re.compile(r"[ \t\r\n\f\v]+")
 
 
-_OPTIONAL = ("label", "tags", "answers", "answer_text", "answer_start")
+_OPTIONAL = ("label", "tags", "answers", "answer_text", "answer_start", "negative")
 """Roles that files may lack where labels are optional."""
 
 
@@ -91,13 +91,14 @@ class Prediction:
         id: identifier of the example.
         index: class index, or index of the choice; -1 for other heads.
         value: label as written in the files, score, answer text (empty: no answer), or a label
-            per word.
+            per word; of embeddings, the cosine of a pair (empty: of a text alone).
         probabilities: one per class or choice; of tokens, of each word's label; empty for other
             heads.
         null_score: spans: score of no answer minus that of the best answer.
         group: the example's group.
         windows: rows that the example's text was predicted in; 0: unknown, or choices.
         truncated: a part of the text was in no row.
+        embedding: of a text alone; empty for other heads.
     """
 
     id: str
@@ -108,6 +109,7 @@ class Prediction:
     group: str = ""
     windows: int = 0
     truncated: bool = False
+    embedding: tuple[float, ...] = ()
 
 
 def sentences(example: Example, values: tuple[str, ...]) -> list[list[str]]:
@@ -394,8 +396,20 @@ def _segments(row: Row, identifier: str) -> Example:
     )
 
 
+def _pair(row: Row, identifier: str) -> Example:
+    row.require("text_pair")
+    pair = row.filled_text("text_pair") if row.has("text_pair") else None
+    return Example(
+        id=identifier,
+        text=row.filled_text("text"),
+        text_pair=pair,
+        choices=(row.filled_text("negative"),) if pair and row.has("negative") else (),
+        label=_score(row) if row.has("label") else None,
+    )
+
+
 def _label(row: Row) -> float | None:
-    if row.task.head == "regression":
+    if row.task.head in SCORE_HEADS:
         return _score(row)
     return row.class_index(row.raw("label"))
 
@@ -562,4 +576,5 @@ _BUILDERS: Mapping[str, Callable[[Row, str], Example]] = {
     "spans": _spans,
     "tokens": _words,
     "choices": _choices,
+    "embed": _pair,
 }

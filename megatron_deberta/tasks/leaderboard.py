@@ -12,7 +12,7 @@ import orjson
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import write_atomically
 from megatron_deberta.tasks.examples import Example, Prediction, sentences
-from megatron_deberta.tasks.task import TaskConfig, entities, entity_labels
+from megatron_deberta.tasks.task import SCORE_HEADS, TaskConfig, entities, entity_labels
 
 Files = dict[str, bytes]
 
@@ -74,10 +74,12 @@ def _described(task: TaskConfig, example: Example, prediction: Prediction) -> di
     if words:
         texts["words"] = words
     names: Sequence[str] = task.labels
-    if choices:
+    if choices and task.head == "choices":
         texts["choices"] = choices
         names = task.labels or list(map(str, range(len(choices))))
     found = {"id": prediction.id, **texts, "label": prediction.value}
+    if prediction.embedding:
+        found = {"id": prediction.id, **texts, "embedding": prediction.embedding}
     if words:
         found["scores"] = prediction.probabilities
         found |= _entities(task, words, prediction)
@@ -117,7 +119,7 @@ def _gold(task: TaskConfig, example: Example) -> Any:
         return list(dict.fromkeys(answer.text for answer in example.answers))
     if example.tags:
         return [task.labels[tag] for tag in example.tags]
-    if example.label is None or task.head == "regression":
+    if example.label is None or task.head in SCORE_HEADS:
         return example.label
     index = int(example.label)
     return task.labels[index] if task.labels else str(index)

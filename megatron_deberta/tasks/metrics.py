@@ -19,7 +19,7 @@ import numpy.typing as npt
 from typing_extensions import Self
 
 from megatron_deberta.tasks.examples import Example, Prediction, sentences
-from megatron_deberta.tasks.task import OUTSIDE, TOKEN_PREFIX, TaskConfig, entities
+from megatron_deberta.tasks.task import OUTSIDE, SCORE_HEADS, TOKEN_PREFIX, TaskConfig, entities
 
 Floats = npt.NDArray[np.float64]
 
@@ -166,7 +166,7 @@ def paired_metric(
             the threshold of no answer, which is then 0, or for ``best_f1`` and ``best_exact`` the
             best one on all examples (resamples keep it). False: no answer is in the values.
     """
-    if task.head == "regression":
+    if task.head in SCORE_HEADS:
         scores = np.array([example.label for example in examples], np.float64)
         predicted = np.array([prediction.value for prediction in predictions], np.float64)
         return CorrelationMetric(name, scores, predicted)

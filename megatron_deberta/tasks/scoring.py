@@ -19,7 +19,7 @@ from megatron_deberta.tasks.metrics import (
     group_accuracies,
     paired_metric,
 )
-from megatron_deberta.tasks.task import TaskConfig
+from megatron_deberta.tasks.task import SCORE_HEADS, TaskConfig
 
 Outputs = npt.NDArray[np.float32]
 
@@ -47,7 +47,7 @@ def predict(
         encoded: their encoding.
         outputs: float32: classification ``[rows, classes]``, regression ``[rows]``, spans
             ``[total, 2]`` (logits of start and end), tokens ``[total, classes]``, choices
-            ``[rows]``.
+            ``[rows]``, embed ``[rows, hidden size]``.
         null_threshold: spans: predict no answer if ``null_score`` is above it; ``score`` finds the
             best one on a dev split as ``null_threshold``.
         is_multi_label: classification: each class has a probability of its own (sigmoid), as in a
@@ -61,6 +61,8 @@ def predict(
     _check_outputs(task, examples, encoded, outputs)
     if task.head == "choices":
         return _predict_choices(task, examples, encoded, outputs)
+    if task.head == "embed":
+        return _predict_embeddings(task, examples, encoded, outputs)
     if task.head == "classification":
         to_probabilities = sigmoid if is_multi_label else softmax
         found = _predict_classes(task, examples, encoded, outputs, to_probabilities, pooling)
@@ -105,10 +107,13 @@ def score(
     """
     _check_outputs(task, examples, encoded, outputs)
     require_labels(task, examples)
-    if task.head == "regression":
+    if task.head in SCORE_HEADS:
         # Not clipped to the range of the scores, as predictions are.
         truth = np.array([example.label for example in examples], np.float64)
-        found = pool_windows(outputs.astype(np.float64), encoded, "mean")
+        if task.head == "embed":
+            found = cosines(encoded, outputs)
+        else:
+            found = pool_windows(outputs.astype(np.float64), encoded, "mean")
         return {name: CorrelationMetric(name, truth, found).value() for name in task.metrics}
     predictions = predict(task, examples, encoded, outputs, null_threshold=np.inf)
     values: dict[str, float] = {
@@ -158,6 +163,7 @@ def _check_outputs(
         "spans": (total, 2),
         "tokens": (total, classes),
         "choices": (rows,),
+        "embed": (rows, *outputs.shape[1:2]),
     }
     if outputs.shape != shapes[task.head]:
         raise ValueError(
@@ -243,6 +249,25 @@ def _predict_scores(
     pooled = pool_windows(outputs.astype(np.float64), encoded, pooling)
     values = np.clip(pooled, low, high).tolist()
     return [Prediction(id=e.id, value=value) for e, value in zip(examples, values, strict=True)]
+
+
+def cosines(encoded: EncodedDataset, embeddings: Outputs) -> npt.NDArray[np.float64]:
+    """Return the cosine of the first two texts of each example, float64 ``[examples]``."""
+    unit = embeddings.astype(np.float64)
+    unit /= np.maximum(np.linalg.norm(unit, axis=1, keepdims=True), 1e-12)
+    first = encoded.example_offsets[:-1]
+    result: npt.NDArray[np.float64] = (unit[first] * unit[first + 1]).sum(axis=1)
+    return result
+
+
+def _predict_embeddings(
+    task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset, outputs: Outputs
+) -> list[Prediction]:
+    if encoded.num_rows == len(examples):
+        rows = zip(examples, map(tuple, outputs.tolist()), strict=True)
+        return [Prediction(id=example.id, value="", embedding=row) for example, row in rows]
+    pairs = zip(examples, cosines(encoded, outputs).tolist(), strict=True)
+    return [Prediction(id=example.id, value=value) for example, value in pairs]
 
 
 def _predict_choices(

@@ -23,7 +23,7 @@ from megatron_deberta.config.yaml_reader import PlainScalar, TextLoader, parse_y
 from megatron_deberta.errors import ConfigError, MissingInputError
 from megatron_deberta.files import write_atomically
 
-Head = Literal["classification", "regression", "spans", "tokens", "choices"]
+Head = Literal["classification", "regression", "spans", "tokens", "choices", "embed"]
 
 
 Reader = Literal[
@@ -45,6 +45,7 @@ METRICS: Mapping[str, tuple[str, ...]] = {
         "f1", "precision", "recall", "accuracy", "token_f1", "token_precision", "token_recall",
     ),
     "choices": ("accuracy",),
+    "embed": ("spearman", "pearson", "pearson_spearman"),
 }  # fmt: skip
 
 
@@ -62,6 +63,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     ),
     "tokens": ("words", "tags", "id"),
     "choices": ("text", "question", "choices", "label", "id", "group"),
+    "embed": ("text", "text_pair", "negative", "label", "id"),
 }
 
 
@@ -71,7 +73,16 @@ REQUIRED_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "spans": ("question", "context"),
     "tokens": ("words",),
     "choices": ("choices",),
+    "embed": ("text",),
 }
+
+
+EXAMPLE_HEADS = ("choices", "embed")
+"""Heads whose samples are examples of several rows."""
+
+
+SCORE_HEADS = ("regression", "embed")
+"""Heads whose labels are numbers."""
 
 
 TRAIN, DEV = "train", "dev"
@@ -137,7 +148,8 @@ class TaskConfig:
     description: str = ""
     """One line: what is to be predicted, and the source of the data."""
     head: Head
-    """Kind of output: one class or number per example, a span, a class per word, or a choice."""
+    """Kind of output: one class or number per example, a span, a class per word, a choice, or an
+    embedding of each text."""
     reader: Reader
     """File format; ``table`` takes CSV, TSV, JSON Lines, Parquet and ``datasets`` folders by their
     suffix."""
@@ -159,11 +171,12 @@ class TaskConfig:
     """Labels of rows to skip, such as ``-`` for no consensus."""
     labels: tuple[str, ...] = ()
     """Labels as written in the files, in the order of the classes; for choices the names of the
-    positions (empty: 0, 1, ...); for regression empty."""
+    positions (empty: 0, 1, ...); for regression and embeddings empty."""
     label_names: tuple[str, ...] = ()
     """Readable names of ``labels`` for exports; empty: ``labels``."""
     label_range: tuple[float, ...] = ()
-    """Lowest and highest score (regression); predictions are clipped to it."""
+    """Lowest and highest score; those of regression are clipped to it, those of pairs to embed
+    scaled from it to 0 to 1."""
     positive_label: str = ""
     """Label that ``f1`` refers to; empty: the last one."""
     metrics: tuple[str, ...]

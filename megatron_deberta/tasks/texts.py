@@ -197,7 +197,7 @@ def _text_example(task: TaskConfig, place: Place, values: Mapping[str, Any]) -> 
         return {"text": str(values.get(text) or ""), "choices": tuple(choices)}
     # A task without columns is that of an export, of which it is not known.
     is_pair = task.head == "spans" or pair in task.columns
-    if is_pair and not has_pair:
+    if is_pair and not has_pair and task.head != "embed":
         first, second = ("question", "passage") if task.head == "spans" else ("text", "second text")
         raise ConfigError(
             f"task {task.name} has a {first} and a {second}; give the {second} with --text-pair, "

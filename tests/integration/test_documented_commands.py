@@ -48,7 +48,9 @@ INPUTS = {
     "docs/data.md": (
         "data/books_text_document", "data/part-0_text_document", "data/part-1_text_document",
     ),
-    "docs/finetuning.md": ("exports/base", "runs/large", "glue/SST-2", "glue/MNLI", "blimp"),
+    "docs/finetuning.md": (
+        "exports/base", "runs/large", "glue/SST-2", "glue/STS-B", "glue/MNLI", "blimp",
+    ),
     "docs/search.md": ("exports/base", "glue/SST-2"),
     "docs/tasks.md": ("runs/own", "orders"),
     "docs/onnx.md": ("exports/base", "runs/first", "glue/SST-2"),
@@ -86,7 +88,18 @@ def write_tagged(folder: Path) -> None:
         (folder / f"{split}.txt").write_text(sentence * 8)
 
 
+def write_scored(folder: Path) -> None:
+    """Write the files of pairs with scores: eight in each."""
+    folder.mkdir()
+    rows = [f"{n}\tA man sings.\tA person is singing.\t{n / 2}" for n in range(8)]
+    for split in ("train", "dev"):
+        (folder / f"{split}.tsv").write_text(
+            "\n".join(["index\tsentence1\tsentence2\tscore", *rows, ""])
+        )
+
+
 WRITERS = {
+    "glue/STS-B": write_scored,
     "blimp": write_pairs,
     "orders": write_tagged,
     "wiki.valid.tokens": lambda path: path.write_text(" \n = A title = \n \n Some words . \n"),

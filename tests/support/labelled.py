@@ -28,6 +28,7 @@ from megatron_deberta.finetune.data import EpochOrder
 from megatron_deberta.tasks.encoding import EncodedDataset
 
 HEADS: tuple[Head, ...] = ("classification", "regression", "spans", "tokens", "choices")
+"""Heads of transformers' classes."""
 LABELS = ("no", "maybe", "yes")
 SMALL = ModelConfig(
     num_layers=2,
@@ -49,9 +50,14 @@ def encoded(
     choices: tuple[int, ...] = (2, 3, 4),
     lengths: tuple[int, int] = (5, 19),
 ) -> EncodedDataset:
-    """Return random examples; of multiple choice with these numbers of choices in turn."""
+    """Return random examples.
+
+    Those of multiple choice have these numbers of choices in turn, those to embed a text, one that
+    matches in three of four, and one that does not.
+    """
     random = np.random.default_rng(7)
-    rows_of = [choices[i % len(choices)] if head == "choices" else 1 for i in range(num_examples)]
+    counts = {"choices": choices, "embed": (3,)}.get(head, (1,))
+    rows_of = [counts[i % len(counts)] for i in range(num_examples)]
     sizes = random.integers(*lengths, sum(rows_of), endpoint=True)
     offsets = np.concatenate([[0], sizes.cumsum()]).astype(np.int64)
     ids = random.integers(4, vocab_size, offsets[-1]).astype(np.int32)
@@ -64,6 +70,8 @@ def encoded(
     elif head == "tokens":
         labels = random.integers(0, len(LABELS), offsets[-1]).astype(np.int32)
         labels[random.random(offsets[-1]) < 0.3] = -100
+    elif head == "embed":
+        labels = random.choice([0.5, 1.0], num_examples, p=[0.25, 0.75]).astype(np.float32)
     elif head == "choices":
         labels = random.integers(0, rows_of)
     return EncodedDataset(

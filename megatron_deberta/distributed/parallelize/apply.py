@@ -12,6 +12,7 @@ ColumnParallelInput               backward: all-reduce     all-gather; backward:
 RowParallelLinear                 all-reduce               reduce-scatter; bias gradient summed
 VocabParallelEmbedding            all-reduce               reduce-scatter
 ReplicatedEmbedding, LayerNorm    identity                 gradients of parameters summed
+GatherFromDataParallelRegion      data-parallel all-gather; backward: reduce-scatter
 TokenLoss                         part of the vocabulary   the same
 ================================  =======================  =====================================
 
@@ -36,6 +37,7 @@ from megatron_deberta.distributed.collectives import (
     all_gather_sequence,
     all_to_all_hp2sp,
     copy_to_tensor_parallel_region,
+    gather_from_data_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_parallel_region,
     scatter_to_sequence_parallel_region,
@@ -58,9 +60,10 @@ from megatron_deberta.model.parallel_layers import InputExchange, project_togeth
 
 @dataclass(frozen=True, slots=True)
 class _Parallelism:
-    """How a model is split over the tensor-parallel ranks."""
+    """How a model is split over the tensor-parallel ranks, and the batch over the others."""
 
     group: ProcessGroup | None
+    batch_group: ProcessGroup | None
     sequence: bool
     vocab_start: int
 
@@ -74,6 +77,7 @@ class _ParallelLayer(nn.Module):
     def __init__(self, layer: nn.Module, parallelism: _Parallelism) -> None:
         super().__init__()
         self.group = parallelism.group
+        self.batch_group = parallelism.batch_group
         self.sequence = parallelism.sequence
         self.vocab_start = parallelism.vocab_start
         for name, parameter in layer.named_parameters(recurse=False):
@@ -196,6 +200,13 @@ class _GatherFromTensorParallelRegion(_ParallelLayer):
         return gather_from_tensor_parallel_region(value, self.group)
 
 
+class _GatherFromDataParallelRegion(_ParallelLayer):
+    def forward(self, rows: Tensor) -> tuple[Tensor, int]:
+        group = self.batch_group
+        first = 0 if group is None else group.rank() * len(rows)
+        return gather_from_data_parallel_region(rows, group), first
+
+
 class _RowParallelLinear(_ParallelLayer):
     def __init__(self, layer: parallel_layers.RowParallelLinear, parallelism: _Parallelism) -> None:
         super().__init__(layer, parallelism)
@@ -239,6 +250,7 @@ _PARALLEL_LAYERS: dict[type[nn.Module], type[_ParallelLayer]] = {
     parallel_layers.GatherFromSequenceParallelRegion: _GatherFromSequenceParallelRegion,
     parallel_layers.ColumnParallelInput: _ColumnParallelInput,
     parallel_layers.CopyToTensorParallelRegion: _CopyToTensorParallelRegion,
+    parallel_layers.GatherFromDataParallelRegion: _GatherFromDataParallelRegion,
     parallel_layers.GatherFromTensorParallelRegion: _GatherFromTensorParallelRegion,
     parallel_layers.RowParallelLinear: _RowParallelLinear,
     parallel_layers.VocabParallelEmbedding: _VocabParallelEmbedding,
@@ -266,7 +278,7 @@ def parallelize_module(
         vocab_size: size of the vocabulary, without padding.
         fuse: fuse the vocabulary's cross-entropy where its kernels are supported.
     """
-    parallelism = _Parallelism(groups.tp_group, sequence, vocab_start)
+    parallelism = _Parallelism(groups.tp_group, groups.dp_group, sequence, vocab_start)
     for path, module in list(model.named_modules()):
         layer = _PARALLEL_LAYERS.get(type(module))
         if layer is not None:

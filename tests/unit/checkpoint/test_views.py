@@ -212,6 +212,8 @@ def test_rows_are_permuted_by_name() -> None:
     same = TaskHead(Weights(), MODEL, MODEL)
     assert same.tensor("classifier.bias").tolist() == [0, 1, 2]
     assert same.describe([]) == "the head is taken over unchanged"
+    none = TaskHead(Weights(), MODEL, with_task_head(MODEL, "embed"))
+    assert none.describe([]) == "the head has no weights of its own"
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from megatron_deberta.evaluate.outputs import (
 )
 from megatron_deberta.evaluate.predict import open_predictor
 from megatron_deberta.evaluate.validation import Evaluation
-from megatron_deberta.tasks.scoring import softmax
+from megatron_deberta.tasks.scoring import cosines, softmax
 from megatron_deberta.tokenizer import load_tokenizer
 from tests.support.labelled import encoded
 from tests.support.tiny_task import MODEL, write_task
@@ -518,3 +518,12 @@ def test_tokens_are_normalised_one_by_one() -> None:
     logits = np.random.default_rng(0).normal(size=(len(data.input_ids), 3)).astype(np.float32)
     found = mean_outputs("tokens", data, [logits, logits])
     assert np.exp(found) == pytest.approx(softmax(logits), rel=1e-5)
+
+
+def test_embeddings_of_an_ensemble_have_the_mean_of_the_cosines() -> None:
+    data = encoded("embed", 2)
+    random = np.random.default_rng(0)
+    members = [random.normal(size=(6, size)).astype(np.float32) for size in (3, 5)]
+    mean = cosines(data, mean_outputs("embed", data, members))
+    expected = np.mean([cosines(data, each) for each in members], axis=0)
+    assert mean == pytest.approx(expected, abs=1e-6)

@@ -10,19 +10,25 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_deberta.config.rules import validate
+from megatron_deberta.config.rules import validate, validate_for_world
 from megatron_deberta.config.schema import Head
 from megatron_deberta.data.batch import TaskBatch
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import ConfigError
-from megatron_deberta.evaluate.splits import OutputCollector, TaskBatchBuilder, pack_rows
+from megatron_deberta.evaluate.splits import (
+    OutputCollector,
+    TaskBatchBuilder,
+    check_task,
+    pack_rows,
+)
 from megatron_deberta.finetune.data import EpochOrder
 from megatron_deberta.model import DropoutSeeds
 from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.step import TrainStep
 from tests.support.labelled import HEADS, SMALL, labelled_rows, labelled_run, labelled_steps
+from tests.support.task_files import make_task
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -194,3 +200,54 @@ def test_sift_is_refused() -> None:
     validate(config)
     with pytest.raises(ConfigError, match="finetune.pack_rows"):
         validate(labelled_run("regression", sift=1.0, pack_rows=True))
+    with pytest.raises(
+        ConfigError, match=r"objective\.sift_weight=1 does not fit model\.head=embed"
+    ):
+        validate(labelled_run("embed", sift=1.0))
+
+
+def test_negatives_of_the_batch_cannot_be_accumulated() -> None:
+    config = labelled_run("embed", micro_batch_size=4)
+    assert validate_for_world(config, 2).accumulation_steps == 1
+    with pytest.raises(
+        ConfigError, match=r"micro_batch_size=4 divides .*train\.micro_batch_size=8 \("
+    ):
+        validate_for_world(config, 1)
+    scores = replace(config, objective=replace(config.objective, positive_similarity=None))
+    assert validate_for_world(scores, 1).accumulation_steps == 2
+
+
+def test_padding_samples_have_as_many_texts() -> None:
+    rows = labelled_rows(labelled_run("embed"))
+    none = np.array([-1, -1])
+    batch = rows.batch(none, none)
+    assert batch.choice_rows is not None
+    assert batch.choice_rows.shape == (2, 3)
+    assert batch.row_index.tolist() == [-1] * 6
+    assert batch.labels.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("columns", "dev", "similarity", "problem"),
+    [
+        ({}, {}, 0.8, r"splits\.dev has no columns\.label"),
+        ({}, {"label": "s"}, None, r"splits\.train has no columns\.label.*similarity=null"),
+        ({}, {"label": "s"}, 0.8, ""),
+        ({"label": "s"}, {}, None, ""),
+    ],
+)
+def test_pairs_need_the_scores_that_are_used(
+    columns: dict[str, str], dev: dict[str, str], similarity: float | None, problem: str
+) -> None:
+    pair = {"text": "a", "text_pair": "b"}
+    own = {**pair, **dev} if dev else {}
+    splits = {"train": "train", "dev": {"files": "dev", "columns": own}}
+    task = make_task("embed", columns={**pair, **columns}, splits=splits)
+    config = labelled_run("embed")
+    objective = replace(config.objective, positive_similarity=similarity)
+    config = replace(config, objective=objective)
+    if not problem:
+        check_task(config, task)
+        return
+    with pytest.raises(ConfigError, match=problem):
+        check_task(config, task)

@@ -31,6 +31,7 @@ from megatron_deberta.finetune.settings import (
     settings_name,
 )
 from megatron_deberta.model.task_models import parameter_shapes
+from megatron_deberta.planning.memory import micro_batch_rows
 from megatron_deberta.tasks import load_task
 from megatron_deberta.tasks.task import absolute_task_name
 from tests.support.tiny_task import MODEL, write_task
@@ -156,6 +157,19 @@ def test_the_micro_batch_is_that_of_the_task_unless_overridden(
     assert config.train.micro_batch_size == expected
     planned = planned_config(RunConfig(model=model.config), str(task), 100, 1, overrides)
     assert planned.train.micro_batch_size == expected
+
+
+@pytest.mark.parametrize(("similarity", "ranks", "expected"), [("0.8", 2, 16), ("null", 2, 8)])
+def test_the_micro_batch_is_whole_where_its_texts_are_negatives(
+    similarity: str, ranks: int, expected: int
+) -> None:
+    overrides = ("train.global_batch_size=32", f"objective.positive_similarity={similarity}")
+    model = open_source_model(MODEL)
+    config = finetune_config("custom_embed", model, "", overrides, world_size=ranks)
+    assert config.train.micro_batch_size == expected
+    planned = planned_config(RunConfig(model=model.config), "custom_embed", 100, ranks, overrides)
+    assert planned.train.micro_batch_size == expected
+    assert micro_batch_rows(config) == 2 * expected
 
 
 def test_published_warmup_shrinks_with_the_run(

@@ -76,6 +76,10 @@ CHOICES: Rows = [
     {"passage": "It rains.", "question": "It is", "choices": ["wet", "dry", "red"], "label": 2},
     {"passage": "Sun.", "question": "It is", "choices": ["warm", "cold"], "label": 0},
 ]
+PAIRS: Rows = [
+    {"text": "a", "text_pair": "b", "wrong": "x", "score": 0.5},
+    {"text": "c", "text_pair": "d", "wrong": "y", "score": 1.0},
+]
 TEXTS = "question: question, context: context"
 CASES: list[tuple[str, str, Rows, dict[str, Any], list[str]]] = [
     # A line break inside a field is an error in TSV.
@@ -97,6 +101,10 @@ CASES: list[tuple[str, str, Rows, dict[str, Any], list[str]]] = [
     ("choices", "columns={text: passage, choices: [a, b], label: label}",
      [{"passage": "Sun.", "a": "warm sun", "b": "cold", "label": 1}] * 2,
      {"choices": [("warm sun", "cold")] * 2}, FORMS),
+    ("embed", "", PAIRS, {"text_pair": ["b", "d"], "choices": [(), ()], "label": [None] * 2},
+     FORMS),
+    ("embed", "columns={text: text, text_pair: text_pair, negative: wrong, label: score}", PAIRS,
+     {"text_pair": ["b", "d"], "choices": [("x",), ("y",)], "label": [0.5, 1.0]}, FORMS),
 ]  # fmt: skip
 
 

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from megatron_deberta.errors import DataError
-from megatron_deberta.tasks import EncodedDataset, Example, TaskConfig, encode, predict, score
+from megatron_deberta.tasks import (
+    EncodedDataset,
+    Example,
+    TaskConfig,
+    encode,
+    json_lines,
+    predict,
+    score,
+)
 from megatron_deberta.tokenizer import Tokenizer
 from tests.support.task_files import make_task
 
@@ -198,3 +206,29 @@ def test_outputs_of_another_shape(tokenizer: Tokenizer) -> None:
     encoded = encode(task, examples, tokenizer)
     with pytest.raises(ValueError, match=r"outputs are \[1, 3\], not \[1, 2\]"):
         score(task, examples, encoded, np.zeros((1, 3), np.float32))
+
+
+def test_embeddings_are_scored_by_their_cosines(tokenizer: Tokenizer) -> None:
+    task = make_task("embed", "spearman", "pearson", label_range=[0, 5])
+    texts = ["the fox", "the dog", "a river"]
+    pairs = [
+        Example(id=str(i), text=text, text_pair="it", choices=("no",), label=label)
+        for i, (text, label) in enumerate(zip(texts, [5.0, 2.5, 0.0], strict=True))
+    ]
+    encoded = encode(task, pairs, tokenizer)
+    assert encoded.labels.tolist() == [1.0, 0.5, 0.0]
+    assert encoded.example_index.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    outputs = np.zeros((9, 2), np.float32)
+    outputs[[0, 1]] = [[3, 4], [6, 8]]
+    outputs[[3, 4]] = [[1, 0], [3, 4]]
+    outputs[[6, 7]] = [[0, 2], [7, 0]]
+    assert [p.value for p in predict(task, pairs, encoded, outputs)] == pytest.approx([1, 0.6, 0])
+    values = score(task, pairs, encoded, outputs)
+    assert values["spearman"] == pytest.approx(1)
+    assert values["pearson"] == pytest.approx(np.corrcoef([1, 0.6, 0], [5, 2.5, 0])[0, 1])
+    alone = [Example(id=str(i), text=text) for i, text in enumerate(texts)]
+    encoded = encode(task, alone, tokenizer)
+    assert np.isnan(encoded.labels).all()
+    found = predict(task, alone, encoded, outputs[:3])
+    assert [p.embedding for p in found] == [(3, 4), (6, 8), (0, 0)]
+    assert b'"embedding":[3.0,4.0]' in json_lines(task, alone, found).replace(b" ", b"")
