@@ -142,4 +142,4 @@ def test_exports_have_the_same_embeddings(normalize: bool, tmp_path: Path) -> No
     written = tmp_path / "embeddings.npy"
     texts = [option for text in TEXT for option in ("--text", text)]
     assert main(["predict", "--model", str(folder), *texts, "--output", str(written)]) == EXIT_DONE
-    assert np.array_equal(np.load(written), found)
+    assert np.array_equal(np.load(written, allow_pickle=False), found)

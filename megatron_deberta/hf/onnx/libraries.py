@@ -107,7 +107,13 @@ class GraphWriter:
         return self.op("Scan", index, *values, body=graph, num_scan_inputs=len(names))
 
     def choose(self, condition: str, then: Callable[[], str], otherwise: Callable[[], str]) -> str:
-        """Compute one of two floating-point values, which add nodes of their own."""
+        """Compute one of two floating-point values.
+
+        Args:
+            condition: boolean scalar.
+            then: adds the nodes of the value if it is true.
+            otherwise: adds those of the value if it is false.
+        """
         stem = f"If_{next(self._numbers)}"
         branches = {
             name: self._subgraph(f"{stem}_{name}", body, [])
