@@ -43,6 +43,7 @@ def disentangled_attention(
     positions: RelativePositions,
     *,
     q_positions: Tensor | None = ...,
+    distinct_positions: bool = ...,
     attention_mask: Tensor | None = ...,
     document_ids: Tensor | None = ...,
     causal: bool = ...,
@@ -67,6 +68,7 @@ def disentangled_attention(
     positions: RelativePositions,
     *,
     q_positions: Tensor | None = ...,
+    distinct_positions: bool = ...,
     attention_mask: Tensor | None = ...,
     document_ids: Tensor | None = ...,
     causal: bool = ...,
@@ -90,6 +92,7 @@ def disentangled_attention(
     positions: RelativePositions,
     *,
     q_positions: Tensor | None = None,
+    distinct_positions: bool = False,
     attention_mask: Tensor | None = None,
     document_ids: Tensor | None = None,
     causal: bool = False,
@@ -121,6 +124,8 @@ def disentangled_attention(
         positions: map from distances to slots.
         q_positions: int ``[batch, q_len]``, positions of gathered queries in ``[0, k_len)``, or
             -1 for padding (zero output, no gradient). None: query i is at i, q_len = k_len.
+        distinct_positions: no position occurs twice among the queries of a row, padding aside. The
+            fused kernels are then faster.
         attention_mask: bool ``[batch, k_len]``, True = real key; real keys form one run.
         document_ids: int ``[batch, k_len]``, non-decreasing along a row; a query sees only keys
             of its own document.
@@ -149,16 +154,17 @@ def disentangled_attention(
     if torch.compiler.is_dynamo_compiling() and not _is_traceable(backend, q):
         return _outside_graph(
             q, k, v, pos_key, pos_query, positions, q_positions=q_positions,
-            attention_mask=attention_mask, document_ids=document_ids, causal=causal,
-            dropout_p=dropout_p, seed=seed, head_offset=head_offset, scale=scale,
-            p2c_index=p2c_index, return_lse=return_lse, backend=backend, masks=masks,
+            distinct_positions=distinct_positions, attention_mask=attention_mask,
+            document_ids=document_ids, causal=causal, dropout_p=dropout_p, seed=seed,
+            head_offset=head_offset, scale=scale, p2c_index=p2c_index, return_lse=return_lse,
+            backend=backend, masks=masks,
         )  # fmt: skip
     if scale is None:
         scale = default_scale(q.shape[-1], pos_key, pos_query)
     arguments = AttentionArguments(
         q, k, v, pos_key, pos_query, positions, q_positions, attention_mask, document_ids, causal,
         dropout_p, row_seeds(seed, dropout_p, q), head_offset, scale,
-        current_p2c_index(p2c_index), return_lse, masks,
+        current_p2c_index(p2c_index), return_lse, masks, distinct_positions,
     )  # fmt: skip
     check_arguments(arguments)
     chosen = choose_backend(backend, q)

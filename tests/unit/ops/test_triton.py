@@ -27,6 +27,7 @@ from tests.support.attention import (
 from tests.support.tolerances import OPERATOR
 
 pytest.importorskip("triton", reason="the fused kernels are written in Triton")
+from megatron_deberta.ops.triton import gathered as gathered_kernels
 from megatron_deberta.ops.triton import settings as triton_settings
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -136,6 +137,18 @@ def test_gathered_queries(mask: str, positions: RelativePositions) -> None:
     options = {**MASKS[mask], "q_positions": AT, "p2c_index": "paper"}
     # With some seeds a query keeps one visible key, and all its score gradient is rounding error.
     assert_matches_reference(inputs, positions, dtype, dropout_p=0.2, seed=4, **options)
+
+
+@pytest.mark.parametrize("mask", ["none", "everything"])
+def test_queries_at_distinct_positions_are_spread_over_the_row(
+    mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any order and with padding, by the kernels of consecutive queries."""
+    monkeypatch.setattr(gathered_kernels, "forward", None)
+    at = torch.tensor([[36, 3, 20, 0, 5, 19, 4], [1, -1, 30, 16, -1, 2, 31]])
+    inputs = random_inputs((2, 1, LENGTH, 32), LINEAR, gathered=7)
+    options = {**MASKS[mask], "q_positions": at, "distinct_positions": True}
+    assert_matches_reference(inputs, LINEAR, torch.float16, dropout_p=0.2, seed=4, **options)
 
 
 @pytest.mark.parametrize("gathered", [False, True])
