@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from megatron_deberta.ops import chunked, reference
+from megatron_deberta.ops import chunked, efficient, reference
 from megatron_deberta.ops.arguments import (
     AttentionArguments,
     MaskCache,
@@ -28,7 +28,7 @@ from megatron_deberta.ops.native.backend import why_not_native
 from megatron_deberta.ops.relative_positions import RelativePositions
 from megatron_deberta.ops.triton import why_not_fused
 
-_BACKENDS = ("reference", "chunked", "native", "triton")
+_BACKENDS = ("reference", "chunked", "efficient", "native", "triton")
 # Looked up at import: torch 2.11 cannot compile a function that looks it up.
 _log = logging.getLogger(__name__)
 
@@ -136,9 +136,10 @@ def disentangled_attention(
         scale: factor on scores; None: 1 / sqrt(terms * head_dim), terms = 1 + position terms.
         p2c_index: which distance the position-to-content term takes.
         return_lse: also return the log-sum-exp of the scores, which is not differentiable.
-        backend: ``"reference"``, ``"chunked"``, ``"native"`` (compiled for this CPU), ``"triton"``
-            or ``"auto"`` (None), which takes the value of the environment variable
-            ``MEGATRON_DEBERTA_ATTENTION`` if that is set.
+        backend: ``"reference"``, ``"chunked"``, ``"efficient"`` (torch's kernel, which drops other
+            elements), ``"native"`` (compiled for this CPU), ``"triton"`` or ``"auto"`` (None),
+            which takes the value of the environment variable ``MEGATRON_DEBERTA_ATTENTION`` if that
+            is set.
         masks: the same dictionary, empty at first, in all calls with the same ``attention_mask``,
             ``document_ids`` and ``causal``, so that only the first one converts them.
 
@@ -222,7 +223,11 @@ def _requested_backend(requested: str | None) -> tuple[str, str]:
     return source, os.environ.get(source) or "auto"
 
 
-_LIMITS = {"triton": why_not_fused, "native": why_not_native}
+_LIMITS = {
+    "triton": why_not_fused,
+    "native": why_not_native,
+    "efficient": efficient.why_not_efficient,
+}
 """Why a backend cannot run on some queries."""
 
 
@@ -234,6 +239,8 @@ def _backend(name: str) -> Callable[[AttentionArguments], tuple[Tensor, Tensor |
         return triton_backend.attend
     if name == "native":
         return native_backend.attend
+    if name == "efficient":
+        return efficient.attend
     return reference.attend if name == "reference" else chunked.attend
 
 
