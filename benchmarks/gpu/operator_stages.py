@@ -197,7 +197,10 @@ def compile_kernels(device: str) -> Item:
             for length in kernel_checks.FULL_LENGTHS
         ]
         tasks += [partial(run_case, case, 64) for case in ATTENTION_CASES]
-        tasks += [partial(kernel_checks.attention, device, torch.bfloat16, 64, "gathered")]
+        tasks += [
+            partial(kernel_checks.attention, device, torch.bfloat16, 64, kernels)
+            for kernels in ("gathered", "spread")
+        ]
         tasks += [partial(kernel_checks.layer_norm, device, torch.bfloat16)]
     else:
         tasks = [partial(kernel_checks.attention, device, torch.float16, 32, "gathered")]

@@ -94,14 +94,14 @@ class _Rows(torch.autograd.Function):
             index: int64 ``[batch, n]``, -1: zeros.
             inverse: int64 ``[batch, rows]``, where each row goes, -1: nowhere.
         """
-        ctx.save_for_backward(inverse, index)
+        ctx.save_for_backward(inverse)
         return _rows(x, index)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None]:
         """Gather the rows of the gradient: no sum, so no order to keep."""
-        index, inverse = ctx.saved_tensors
-        return _Rows.apply(d_out, index, inverse), None, None
+        (inverse,) = ctx.saved_tensors
+        return _rows(d_out, inverse), None, None
 
 
 def _rows(x: Tensor, index: Tensor) -> Tensor:

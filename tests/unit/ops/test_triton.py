@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_deberta.ops import RelativePositions, disentangled_attention
+from megatron_deberta.ops import RelativePositions, disentangled_attention, dispatch
 from tests.support.attention import (
     GATHERED,
     LENGTH,
@@ -215,12 +215,18 @@ def test_custom_operators_pass_opcheck(gathered: bool) -> None:
     )
 
 
-def test_compiles_without_graph_break() -> None:
-    inputs = random_inputs((1, 1, 18, 32), LINEAR)
-    leaves = [x.to(DEVICE, torch.float32).requires_grad_() for x in inputs if x is not None]
+@pytest.mark.parametrize("spread", [False, True])
+def test_compiles_without_graph_break(spread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = random_inputs((1, 1, 18, 32), LINEAR, gathered=3 if spread else None)
+    leaves = [x.to(DEVICE, torch.float16).requires_grad_() for x in inputs if x is not None]
+    options: dict[str, Any] = {"causal": True, "backend": "triton"}
+    if spread:
+        options |= {"q_positions": torch.tensor([[9, 2, -1]]), "distinct_positions": True}
+        # On the CPU alone values are read, which breaks the graph.
+        monkeypatch.setattr(dispatch, "check_arguments", lambda _: None)
 
     def attend(*x: Tensor) -> Tensor:
-        return disentangled_attention(*x, positions=LINEAR, causal=True, backend="triton") * 2
+        return disentangled_attention(*x, positions=LINEAR, **options) * 2
 
     traced = torch.compile(attend, backend="aot_eager", fullgraph=True)
     expected = torch.autograd.grad(attend(*leaves).sum(), leaves)
