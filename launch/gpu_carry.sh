@@ -13,7 +13,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3.12}"
 folder=.first_contact
 limit=$((64 * 1024 * 1024))
-packages=annotated-types,awkward,awkward-cpp,deepspeed,gigatoken,hjson,isal,omegaconf,orjson,plotext
+packages=annotated-types,argcomplete,awkward,awkward-cpp,deepspeed,gigatoken,hjson,isal,omegaconf,orjson,plotext
 packages+=,pydantic,pydantic-core,rensa,sentencex,seqeval,typing-inspection,zstandard
 
 work="$(mktemp -d)"

@@ -1,9 +1,9 @@
 """Count the work of the ``chunked`` attention backend on a GPU: FLOPs, bytes and operators.
 
 Per layer, forward and backward, on the meta device, which computes nothing: all heads at once with
-16-bit operands, and one head at a time in float32, as on the CPU. An operator reads each operand
-and writes its result once. Times are bytes and FLOPs at the V100's peak rates: lower bounds, not
-measurements.
+16-bit operands, one head at a time in float32, as on the CPU, and the backend ``efficient``. An
+operator reads each operand and writes its result once. Times are bytes and FLOPs at the V100's peak
+rates: lower bounds, not measurements.
 
     python -m benchmarks.attention.batched_work \
         --output benchmarks/results/offline/batched_attention.json
@@ -15,7 +15,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -31,6 +31,8 @@ from megatron_deberta.ops import (
     batched,
     chunked,
     disentangled_attention,
+    dispatch,
+    efficient,
     relative_positions,
 )
 from megatron_deberta.planning.machine import DEVICES
@@ -40,6 +42,8 @@ POSITIONS = RelativePositions(512, 256)
 V100 = next(device for device in DEVICES if device.name.startswith("V100"))
 RATES = {"float16": V100.flops_per_second("fp16"), "float32": V100.flops_per_second("fp32")}
 """FLOPs per second by dtype of the operands."""
+KEY_BLOCK = 64
+"""Keys per block in the backward pass of torch's kernel."""
 _PRODUCTS = ("aten::bmm", "aten::baddbmm", "aten::addmm")
 _NO_WORK = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::detach")
 
@@ -100,6 +104,11 @@ class Work(TorchDispatchMode):
         self._add_traffic([a, b, out, *([out] if beta else [])])
         return out
 
+    def add_kernel(self, tensors: list[Tensor], flops: int) -> None:
+        """Add a kernel of 16-bit products that moves these tensors."""
+        self.counts["float16"] += flops
+        self._add_traffic(tensors)
+
     def _add_product(self, a: Tensor, b: Tensor) -> None:
         self.counts[str(a.dtype).removeprefix("torch.")] += 2 * a.numel() * b.shape[-1]
 
@@ -109,6 +118,45 @@ class Work(TorchDispatchMode):
             # Elements of overlapping views are read from memory once.
             size = min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
             self.counts["bytes"] += size
+
+
+class Attention(torch.autograd.Function):
+    """Stands for torch's memory-efficient kernel: adds its work."""
+
+    @staticmethod
+    def forward(ctx: Any, work: Work, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        """Two products; the log-sum-exp is float32."""
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        ctx.work, ctx.lse = work, lse
+        ctx.save_for_backward(q, k, v, bias, out)
+        work.add_kernel([q, k, v, bias, out, lse], 2 * q.numel() * k.shape[2] * 2)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        """Five products; float32 sums of dQ are read and written for each block of keys."""
+        q, k, v, bias, out = ctx.saved_tensors
+        grads = [torch.empty_like(x) for x in (q, k, v, bias)]
+        sums = [torch.empty_like(q, dtype=torch.float32)] * (2 * -(-k.shape[2] // KEY_BLOCK))
+        moved = [q, k, v, bias, out, ctx.lse, d_out, *grads, *sums]
+        ctx.work.add_kernel(moved, 2 * q.numel() * k.shape[2] * 5)
+        return None, *grads
+
+
+def count_efficient(case: Case, dropout: float) -> dict[str, Any]:
+    """Return the work of the backend ``efficient``, as ``count`` does."""
+    work = Work()
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor, **_: Any) -> Tensor:
+        out: Tensor = Attention.apply(work, q, k, v, attn_mask)
+        return out
+
+    with (
+        mock.patch.dict(dispatch._LIMITS, {"efficient": lambda q: None}),
+        mock.patch.object(efficient, "scaled_dot_product_attention", kernel),
+        mock.patch.object(efficient, "_seeded", return_value=nullcontext()),
+    ):
+        return count(case, dropout, "efficient", work)
 
 
 @contextmanager
@@ -122,8 +170,11 @@ def per_head() -> Iterator[None]:
         yield
 
 
-def count(case: Case, dropout: float) -> dict[str, Any]:
+def count(
+    case: Case, dropout: float, backend: str = "chunked", work: Work | None = None
+) -> dict[str, Any]:
     """Return the work of forward and backward of one call."""
+    work = Work() if work is None else work
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float16, device="meta", requires_grad=True)
@@ -135,10 +186,10 @@ def count(case: Case, dropout: float) -> dict[str, Any]:
     at = torch.empty(case.rows, queries, dtype=torch.int64, device="meta")
     seed = torch.empty(case.rows, dtype=torch.int64, device="meta")
     found = {}
-    with Work() as work, mock.patch.object(batched, "product_", work.product_):
+    with work, mock.patch.object(batched, "product_", work.product_):
         out = disentangled_attention(
             q, k, v, *tables, POSITIONS, q_positions=at if case.targets else None,
-            dropout_p=dropout, seed=seed, backend="chunked",
+            dropout_p=dropout, seed=seed, backend=backend,
         )  # fmt: skip
         found["forward"], work.counts = dict(work.counts), Counter()
         out.backward(torch.empty_like(out))
@@ -163,9 +214,10 @@ def measure() -> list[dict[str, Any]]:
             now = count(case, dropout)
             with per_head():
                 before = count(case, dropout)
-            results.append(
-                {"case": case._asdict(), "dropout": dropout, "per_head": before, "batched": now}
-            )
+            result = {"case": case._asdict(), "dropout": dropout}
+            results.append({**result, "per_head": before, "batched": now})
+            if not case.targets:  # gathered queries are computed by ``chunked``
+                results[-1]["efficient"] = count_efficient(case, dropout)
     return results
 
 

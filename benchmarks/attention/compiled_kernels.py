@@ -8,6 +8,8 @@ benchmarks/results/offline/kernels.json`` adds the installed Triton's results to
 ``--slots FILE --label NAME`` instead counts the issue slots per tile of the main kernels, which is
 what bounds them, and adds them to FILE under NAME
 (``benchmarks/results/offline/attention_slots.json``). Exits with 1 if there are too many.
+``--gathered`` counts those of the mask decoder's queries instead, per row and head: by the kernels
+of gathered queries, and spread over the row for those of consecutive queries.
 """
 
 from __future__ import annotations
@@ -234,6 +236,73 @@ def issue_slots() -> dict[str, dict[str, Any]]:
     return found
 
 
+def gathered_slots() -> dict[str, Any]:
+    """Return the issue slots per row and head of 15 % masked queries among 512 positions.
+
+    Counted as in ``issue_slots``, with dropout, from instructions and how often loops run: the
+    kernels of gathered queries multiply by each block of the tables that a tile needs.
+    """
+    # Here, because it imports what the other counts do not need.
+    from benchmarks.attention.operator import masked_positions
+    from benchmarks.attention.variants import Case
+
+    rows = masked_positions(Case(32, 1, 512, 0.1))
+    spread = issue_slots()["dropout"]["kernels"]
+    tiles = (512 // 64) ** 2
+    forward = spread["forward"]["slots"] * tiles
+    by_row: dict[str, Any] = {
+        "queries": rows.shape[1],
+        "spread": {
+            "forward": forward,
+            "backward": sum(kernel["slots"] for kernel in spread.values()) * tiles - forward,
+        },
+    }
+    tile, near = 32, 512 // 32
+    pairs, blocks, bands = 0, 0, 0
+    for at in (part for row in rows for part in row.split(tile)):
+        nearest, farthest = int(at.min()), int(at.max())
+        for key_tile in range(512 // tile):
+            pairs += 1
+            first = nearest - key_tile * tile - tile + 1 + near * tile
+            blocks += (farthest - key_tile * tile + near * tile) // tile - max(first, 0) // tile + 1
+            bands += farthest // tile - nearest // tile + 1
+    repeats = [count / len(rows) for count in (pairs, blocks, bands)]
+    slots: dict[str, float] = {}
+    for kernel in ("gathered_forward", "gathered_query", "gathered_key"):
+        result = compile_variant(Variant(kernel, 90, 64, torch.bfloat16, "masked"))
+        *inner, outer = result["instructions_of_loops"]
+        counts = [outer - sum(inner), *inner]
+        instructions = sum(n * count for n, count in zip(repeats, counts, strict=False))
+        slots[kernel] = instructions * result["warps"] / SCHEDULERS
+    for kernel, constants in (
+        ("key_gradient", {"CONTENT": False, "FAR": True}), ("table_gradient", {"C2P": False})
+    ):  # fmt: skip
+        variant = _OfPositions(kernel, 90, 64, torch.bfloat16, "plain", overrides=constants)
+        result = compile_variant(variant)
+        loop = max(result["instructions_of_loops"])
+        slots[kernel] = loop * result["warps"] / SCHEDULERS * (512 // tile) ** 2
+    by_row["gathered"] = {
+        "forward": round(slots.pop("gathered_forward")),
+        "backward": round(sum(slots.values())),
+        "blocks_per_tile": blocks / pairs,
+    }
+    return by_row
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfPositions(Variant):
+    """Kernel of consecutive queries as the backward pass of gathered queries calls it."""
+
+    overrides: dict[str, bool] = dataclasses.field(default_factory=dict)
+
+    @property
+    def tile(self) -> int:
+        return tile_size(self.dtype, True, self.capability)
+
+    def constants(self) -> dict[str, Any]:
+        return {**super().constants(), **self.overrides}
+
+
 def _type_of(name: str, variant: Variant) -> Any:
     """Return the type of an argument that is not a compile-time constant."""
     pointer = f"*{_TYPES[variant.dtype]}"
@@ -282,8 +351,14 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", default="", help="regular expression of variant names")
     parser.add_argument("--slots", type=Path, help="only count issue slots, into this file")
+    parser.add_argument("--gathered", action="store_true", help="slots of the mask decoder")
     parser.add_argument("--label", default="now", help="name of the counts in this file")
     arguments = parser.parse_args()
+    if arguments.slots is not None and arguments.gathered:
+        by_row = gathered_slots()
+        write_by_version(arguments.slots, {arguments.label: by_row}, keep=True)
+        print(by_row)
+        return 0
     if arguments.slots is not None:
         counts = issue_slots()
         write_by_version(arguments.slots, {arguments.label: counts}, keep=True)

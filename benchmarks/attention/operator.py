@@ -333,20 +333,23 @@ def gathered_seconds(case: Case, backend: str) -> dict[str, Callable[[], list[fl
     masked = masked_positions(case)
     gathered = q.detach().gather(2, masked[:, None, :, None].expand(-1, case.heads, -1, HEAD_SIZE))
 
-    def run(queries: Tensor, positions: Tensor | None) -> list[float]:
+    def run(queries: Tensor, positions: Tensor | None, distinct: bool = False) -> list[float]:
         watch = Stopwatch(case.device)
         watch.mark()
         x = [queries, *rest]
         output = disentangled_attention(
-            *x, positions=POSITIONS, q_positions=positions, dropout_p=case.dropout, seed=SEED,
-            backend=backend,
+            *x, positions=POSITIONS, q_positions=positions, distinct_positions=distinct,
+            dropout_p=case.dropout, seed=SEED, backend=backend,
         )  # fmt: skip
         torch.autograd.grad(output, x, queries.detach())
         watch.mark()
         return watch.seconds()
 
     gathered.requires_grad_()
-    return {"gathered": lambda: run(gathered, masked), "all": lambda: run(q, None)}
+    jobs = {"gathered": lambda: run(gathered, masked), "all": lambda: run(q, None)}
+    if backend == "triton":  # other backends compute both in the same way
+        jobs["spread"] = lambda: run(gathered, masked, distinct=True)
+    return jobs
 
 
 def masked_positions(case: Case) -> Tensor:
@@ -391,7 +394,7 @@ def table(result: dict[str, Any]) -> list[str]:
         lines.append(f"  {name:20} {'  '.join(words)}")
         if took := result.get(f"{name}_gathered_ms"):
             lines.append(
-                f"    masked queries {took['gathered']:.3f} ms, all queries {took['all']:.3f}"
+                "    masked queries, ms: " + ", ".join(f"{n} {t:.3f}" for n, t in took.items())
             )
     return lines
 

@@ -44,10 +44,10 @@ def check_kernels(record: Record, dtype: torch.dtype) -> None:
 
 
 def check_attention(
-    record: Record, dtype: torch.dtype, size: int, gathered: bool = False, documents: bool = False
+    record: Record, dtype: torch.dtype, size: int, gathered: str = "", documents: bool = False
 ) -> None:
     """Check one variant of the attention operator."""
-    name = f"attention {name_of(dtype)} d={size}" + " gathered" * gathered
+    name = f"attention {name_of(dtype)} d={size}" + f" {gathered}" * bool(gathered)
     name += " documents" * documents
     device = record.options.device
     record.run(name, lambda: attention(device, dtype, size, gathered, documents))
@@ -167,11 +167,19 @@ def uses_kernels(device: str) -> Callable[[Tensor], bool]:
 
 
 def attention(
-    device: str, dtype: torch.dtype, size: int, gathered: bool, documents: bool = False
+    device: str, dtype: torch.dtype, size: int, gathered: str = "", documents: bool = False
 ) -> Item:
-    """The attention operator with padding, dropout and distances beyond the table."""
+    """The attention operator with padding, dropout and distances beyond the table.
+
+    Args:
+        device: where the kernels run.
+        dtype: of the inputs.
+        size: features per head.
+        gathered: ``"gathered"`` or ``"spread"``: which kernels compute queries at some positions.
+        documents: rows are packed.
+    """
     heads, length = 2, LENGTH if device == "cuda" else CPU_LENGTH
-    queries = 9 if gathered else length
+    queries = 13 if gathered else length  # enough to be spread
     shapes = [(2, heads, queries, size), *[(2, heads, length, size)] * 2]
     leaves = random_tensors(dtype, *shapes, *[(heads, 2 * POSITIONS.span, size)] * 2)
     at = torch.arange(queries).mul(7).remainder(length).expand(2, -1) if gathered else None
@@ -183,7 +191,8 @@ def attention(
         backend = "reference" if q.dtype == torch.float64 else "triton"
         return disentangled_attention(
             q, k, v, *tables, POSITIONS,
-            q_positions=None if at is None else at.to(where), attention_mask=real.to(where),
+            q_positions=None if at is None else at.to(where),
+            distinct_positions=gathered == "spread", attention_mask=real.to(where),
             document_ids=None if ids is None else ids.to(where),
             dropout_p=0.1, seed=torch.arange(2, device=where), backend=backend,
         )  # fmt: skip

@@ -177,7 +177,8 @@ def numerics(record: Record) -> None:
     record.run("compile", lambda: compile_kernels(record.options.device))
     dtype, size = kernel_checks.kernel_case(record.options.device)
     kernel_checks.check_attention(record, dtype, size)
-    kernel_checks.check_attention(record, dtype, size, gathered=True)
+    for kernels in ("gathered", "spread"):
+        kernel_checks.check_attention(record, dtype, size, kernels)
     if record.options.device == "cuda":
         kernel_checks.check_full_size(record)
         kernel_checks.check_attention(record, dtype, size, documents=True)
@@ -196,10 +197,13 @@ def compile_kernels(device: str) -> Item:
             for length in kernel_checks.FULL_LENGTHS
         ]
         tasks += [partial(run_case, case, 64) for case in ATTENTION_CASES]
-        tasks += [partial(kernel_checks.attention, device, torch.bfloat16, 64, True)]
+        tasks += [
+            partial(kernel_checks.attention, device, torch.bfloat16, 64, kernels)
+            for kernels in ("gathered", "spread")
+        ]
         tasks += [partial(kernel_checks.layer_norm, device, torch.bfloat16)]
     else:
-        tasks = [partial(kernel_checks.attention, device, torch.float16, 32, True)]
+        tasks = [partial(kernel_checks.attention, device, torch.float16, 32, "gathered")]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(COMPILE_PROCESSES, len(tasks)), context) as pool:
         futures = [pool.submit(_seconds_of, task) for task in tasks]

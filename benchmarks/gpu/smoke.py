@@ -40,7 +40,7 @@ def run(record: Record) -> None:
     record.run("installation", lambda: installation(on_gpu))
     first, size = kernel_case(device)
     check_kernels(record, first)
-    for gathered in (False, True):
+    for gathered in ("", "gathered", "spread"):
         check_attention(record, first, size, gathered)
     check_attention(record, first, size, documents=True)
     if on_gpu:
@@ -56,7 +56,7 @@ def run(record: Record) -> None:
             check_kernels(record, dtype)
     if on_gpu:
         check_attention(record, torch.float16, 128)
-        check_attention(record, torch.float32, 32, gathered=True)
+        check_attention(record, torch.float32, 32, gathered="gathered")
 
 
 def installation(on_gpu: bool) -> Item:
@@ -113,7 +113,7 @@ def racecheck(device: str = "cuda") -> Item:
 def gathered_kernels(device: str) -> int:
     """Run forward and backward of gathered queries, as `racecheck` does; return the exit code."""
     dtype, size = kernel_case(device)
-    item = attention(device, dtype, size, gathered=True)
+    item = attention(device, dtype, size, gathered="gathered")
     print(GATHERED_DONE, *item["wrong"], sep="\n")
     return int(bool(item["wrong"]))
 

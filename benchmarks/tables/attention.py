@@ -60,7 +60,11 @@ def batched(record: Result) -> str:
     for row in record["results"]:
         case, dropout = row["case"], row["dropout"]
         name = f"{case['name']}, {case['rows']} rows" + (", dropout" if dropout else "")
-        for side, title in (("per_head", "head by head, fp32"), ("batched", "all heads, fp16")):
+        sides = {"per_head": "head by head, fp32", "batched": "all heads, fp16",
+                 "efficient": "`efficient`, fp16"}  # fmt: skip
+        for side, title in sides.items():
+            if side not in row:
+                continue
             forward, backward = row[side].values()
             total = {key: value + backward[key] for key, value in forward.items()}
             flops = total.get("float16", 0) + total.get("float32", 0)

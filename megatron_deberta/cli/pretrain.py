@@ -143,13 +143,13 @@ def predict_bytes(config: RunConfig) -> int:
 
     on_gpu = torch.cuda.is_available() and config.train.device != "cpu"
     has_triton = on_gpu and torch.cuda.get_device_capability() >= (8, 0)
-    chunked = config.parallel.attention_backend == "chunked" or not has_triton
+    without_kernels = config.parallel.attention_backend in ("chunked", "efficient")
     dp_size = validate_for_world(config, read_environment().world_size).dp_size
     tensors = max(
         estimate_memory(
             part.config,
             dp_size,
-            attention="chunked" if chunked else "triton",
+            attention="chunked" if without_kernels or not has_triton else "triton",
             device_type="cuda" if on_gpu else "cpu",
         ).total
         for part in segments(config)

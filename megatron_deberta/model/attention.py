@@ -49,6 +49,7 @@ class AttentionContext:
         causal: attention sees no later token.
         table_positions: the numbers of these slots, int64 ``[S]``, a dropout key.
         masks: what the attention operator derives from the masks, kept from layer to layer.
+        distinct_queries: gathered queries stand at distinct positions.
     """
 
     position_table: Tensor | None
@@ -61,6 +62,7 @@ class AttentionContext:
     causal: bool = False
     table_positions: Tensor | None = None
     masks: MaskCache = field(default_factory=dict)
+    distinct_queries: bool = False
 
 
 @dataclass(frozen=True)
@@ -226,6 +228,7 @@ class DisentangledSelfAttention(nn.Module):
             key_value.position_query,
             self.positions,
             q_positions=query_positions,
+            distinct_positions=context.distinct_queries,
             attention_mask=context.attention_mask,
             document_ids=context.document_ids,
             causal=context.causal,

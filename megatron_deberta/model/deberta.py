@@ -258,7 +258,8 @@ class DebertaForPretraining(DebertaBackbone):
 
         Args:
             inputs: the tokens ``[B, N]``.
-            masked_positions: int64 ``[B, M]`` positions in the row, -1 = padding; None: all N.
+            masked_positions: int64 ``[B, M]`` positions in the row, -1 = padding, in training each
+                at most once; None: all N.
             seeds: dropout keys; None: no dropout.
 
         Returns:

@@ -108,7 +108,8 @@ class EnhancedMaskDecoder(nn.Module):
         Args:
             hidden: ``[B, N, D]`` input of the last layer, replicated on all ranks.
             tokens: those of ``hidden``.
-            masked_positions: int64 ``[B, M]`` positions to decode, -1 = padding.
+            masked_positions: int64 ``[B, M]`` positions to decode, -1 = padding; in training each
+                at most once.
             last_layer: the encoder's last layer.
             context: inputs shared by all layers.
             with_first: also compute the last layer's ordinary output at [CLS].
@@ -151,5 +152,6 @@ class EnhancedMaskDecoder(nn.Module):
             query = query + self.position(tokens.position_ids, tokens.is_sequence)
         for decoder_pass in range(1, self.num_passes + 1):
             seeds = None if context.seeds is None else context.seeds.at_pass(decoder_pass)
-            query = last_layer(query, tokens, replace(context, seeds=seeds), key_value)
+            of_pass = replace(context, seeds=seeds, distinct_queries=self.training)
+            query = last_layer(query, tokens, of_pass, key_value)
         return query

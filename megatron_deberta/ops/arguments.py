@@ -46,6 +46,7 @@ class AttentionArguments(NamedTuple):
     p2c_index: P2CIndex
     return_lse: bool
     masks: MaskCache | None = None
+    distinct_positions: bool = False
 
 
 def score_dtype(a: AttentionArguments) -> torch.dtype:
@@ -184,6 +185,15 @@ def _check_values(a: AttentionArguments) -> None:
                 f"q_positions: got values in [{low}, {high}], expected -1 or "
                 f"[0, {a.k.shape[2]}), the positions of the keys"
             )
+        if a.distinct_positions:
+            rising = positions.sort(dim=1).values
+            repeated = ((rising[:, 1:] == rising[:, :-1]) & (rising[:, 1:] >= 0)).any(1)
+            if bool(repeated.any()):
+                row = int(torch.nonzero(repeated)[0])
+                raise ValueError(
+                    f"q_positions: got a repeated position in row {row}, expected each at most "
+                    "once with distinct_positions"
+                )
     if padding is not None and padding.shape[1]:
         edges = (padding[:, 1:] != padding[:, :-1]).sum(1)
         wrong = edges + padding[:, 0].int() + padding[:, -1].int() > 2

@@ -131,10 +131,10 @@ def _gather(x: Tensor, index: Tensor | None) -> Tensor:
     return cast(Tensor, by_head.gather(-1, index.expand(*by_head.shape[:-1], -1)).flatten(0, 1))
 
 
-class _Block:
+class Block:
     """Masks and strips of some batch rows and queries of a call."""
 
-    def __init__(self, call: _Call, rows: slice, queries: slice) -> None:
+    def __init__(self, call: Call, rows: slice, queries: slice) -> None:
         a = call.a
         self.rows, self.queries, self.length = rows, queries, a.k.shape[2]
         at = call.at[rows, queries] if call.at.shape[0] > 1 else call.at[:, queries]
@@ -203,7 +203,7 @@ class _Block:
             yield _Strip(slice(start, stop), columns, last - first, index, None, None, spread)
 
 
-class _Call:
+class Call:
     """State that the blocks of a call share.
 
     Vectors are ``[heads * rows, n, head_dim]``, scores ``[heads * rows, queries, k_len]``.
@@ -238,12 +238,12 @@ class _Call:
         rows, _ = block_size(self.heads, batch, q_len, self.length)
         return (slice(at, min(at + rows, batch)) for at in range(0, batch, rows))
 
-    def blocks(self, rows: slice) -> Iterator[_Block]:
+    def blocks(self, rows: slice) -> Iterator[Block]:
         """Yield the blocks of some batch rows."""
         batch, _, q_len, _ = self.a.q.shape
         _, queries = block_size(self.heads, batch, q_len, self.length)
         for at in range(0, q_len, queries):
-            yield _Block(self, rows, slice(at, min(at + queries, q_len)))
+            yield Block(self, rows, slice(at, min(at + queries, q_len)))
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return an uninitialized tensor of the input's dtype."""
@@ -253,18 +253,18 @@ class _Call:
         """Return vectors ``[heads, rows * n, head_dim]`` of ``[heads * rows, ...]``, a copy."""
         return cast(Tensor, x.unflatten(0, (self.heads, -1))[:, :, vectors].flatten(1, 2))
 
-    def probabilities(self, q: Tensor, k: Tensor, block: _Block, lse: Tensor | None) -> Tensor:
-        """Return the softmax of the scores; write the log-sum-exp ``[rows, heads, queries]``."""
+    def probabilities(self, q: Tensor, k: Tensor, block: Block, lse: Tensor | None) -> Tensor:
+        """Return the softmax of the scores.
+
+        Args:
+            q: queries of the block.
+            k: keys of its rows.
+            block: the block.
+            lse: ``[rows, heads, queries]``, overwritten by the log-sum-exp; None: not wanted.
+        """
         scores = self.new(len(q), q.shape[1], self.length, dtype=self.wide)
         product_(scores, q, k.transpose(1, 2), alpha=self.a.scale)
-        for name, table, vectors, by_vector in self._terms((q, k), scores):
-            for strip in block.strips(name):
-                rows = table.rows[:, strip.columns].transpose(1, 2)
-                chosen = self.split(vectors, strip.vectors)
-                product = self.new(self.heads, chosen.shape[1], rows.shape[2])
-                product_(product, chosen, rows, alpha=self.a.scale)
-                part = by_vector[:, strip.vectors]
-                part.add_(strip.values(product.view(len(part), part.shape[1], -1)))
+        self.add_terms(scores, q, k, block)
         by_head = scores.unflatten(0, (self.heads, -1))
         if block.hidden is not None:
             by_head.masked_fill_(block.hidden, torch.finfo(self.wide).min)
@@ -275,14 +275,37 @@ class _Call:
             lse.copy_(value)
         return torch.softmax(scores, -1, out=scores)
 
-    def kept(self, probabilities: Tensor, block: _Block) -> Tensor:
+    def add_terms(
+        self, scores: Tensor, q: Tensor, k: Tensor, block: Block, *, overwrite: bool = False
+    ) -> None:
+        """Add the position terms times the scale.
+
+        Args:
+            scores: ``[heads * rows, queries, k_len]``, of any dtype.
+            q: queries of the block.
+            k: keys of its rows.
+            block: the block.
+            overwrite: the first term overwrites the scores.
+        """
+        for name, table, vectors, by_vector in self._terms((q, k), scores):
+            for strip in block.strips(name):
+                rows = table.rows[:, strip.columns].transpose(1, 2)
+                chosen = self.split(vectors, strip.vectors)
+                product = self.new(self.heads, chosen.shape[1], rows.shape[2])
+                product_(product, chosen, rows, alpha=self.a.scale)
+                part = by_vector[:, strip.vectors]
+                values = strip.values(product.view(len(part), part.shape[1], -1))
+                part.copy_(values) if overwrite else part.add_(values)
+            overwrite = False
+
+    def kept(self, probabilities: Tensor, block: Block) -> Tensor:
         """Return the probabilities after dropout, before its scale, in the input's dtype."""
         if block.keep is None:
             return probabilities.to(self.a.q.dtype)
         return torch.mul(probabilities, block.keep, out=self.new(*probabilities.shape))
 
     def add_gradients(
-        self, d_scores: Tensor, vectors: tuple[Tensor, Tensor], grads: list[Tensor], block: _Block
+        self, d_scores: Tensor, vectors: tuple[Tensor, Tensor], grads: list[Tensor], block: Block
     ) -> None:
         """Add the position terms' gradients.
 
@@ -330,12 +353,18 @@ class _Call:
         return table.folded_gradient(like.shape[1], 1.0).to(like.dtype)
 
 
-def _heads_first(x: Tensor, rows: slice, queries: slice = slice(None)) -> Tensor:
-    """Return ``[heads * rows, n, head_dim]`` of ``[batch, heads, n, head_dim]``."""
+def heads_first(x: Tensor, rows: slice, queries: slice = slice(None)) -> Tensor:
+    """Return some rows with heads first, ``[heads * rows, n, head_dim]``.
+
+    Args:
+        x: ``[batch, heads, length, head_dim]``.
+        rows: of the batch.
+        queries: positions to return.
+    """
     return x[rows, :, queries].transpose(0, 1).flatten(0, 1)
 
 
-def _rows_first(x: Tensor, heads: int) -> Tensor:
+def rows_first(x: Tensor, heads: int) -> Tensor:
     """Return ``[rows, heads, n, head_dim]`` of ``[heads * rows, n, head_dim]``."""
     return cast(Tensor, x.unflatten(0, (heads, -1)).transpose(0, 1))
 
@@ -350,18 +379,18 @@ def forward(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
         Output like ``q``, and if requested the log-sum-exp of the scores, float32
         ``[batch, heads, q_len]``.
     """
-    call, factor = _Call(a), keep_scale(a.dropout_p)
+    call, factor = Call(a), keep_scale(a.dropout_p)
     output = torch.empty_like(a.q)
     lse = None
     if a.return_lse:
         lse = torch.empty(a.q.shape[:3], dtype=torch.float32, device=a.q.device)
     for rows in call.row_slices():
-        k, v = (_heads_first(x, rows) for x in (a.k, a.v))
+        k, v = (heads_first(x, rows) for x in (a.k, a.v))
         for block in call.blocks(rows):
-            q = _heads_first(a.q, rows, block.queries)
+            q = heads_first(a.q, rows, block.queries)
             part = None if lse is None else lse[rows, :, block.queries]
             kept = call.kept(call.probabilities(q, k, block, part), block)
-            mixed = _rows_first(product_(call.new(*q.shape), kept, v, alpha=factor), call.heads)
+            mixed = rows_first(product_(call.new(*q.shape), kept, v, alpha=factor), call.heads)
             if block.fully_masked is not None:
                 mixed = mixed.masked_fill(block.fully_masked[:, None], 0.0)
             output[rows, :, block.queries] = mixed
@@ -375,22 +404,22 @@ def backward(a: AttentionArguments, d_output: Tensor) -> tuple[Tensor | None, ..
         a: checked arguments.
         d_output: gradient of the output, ``[batch, heads, q_len, head_dim]``.
     """
-    call = _Call(a)
+    call = Call(a)
     d_q, d_k, d_v = (torch.empty_like(x) for x in (a.q, a.k, a.v))
     for rows in call.row_slices():
-        k, v = (_heads_first(x, rows) for x in (a.k, a.v))
+        k, v = (heads_first(x, rows) for x in (a.k, a.v))
         sums = [torch.zeros_like(x, dtype=call.wide) for x in (k, v)]
         for block in call.blocks(rows):
             d_block = _backward_block(call, block, (k, v), d_output, sums)
-            d_q[rows, :, block.queries] = _rows_first(d_block, call.heads)
+            d_q[rows, :, block.queries] = rows_first(d_block, call.heads)
         for grad, total in zip((d_k, d_v), sums, strict=True):
-            grad[rows] = _rows_first(total, call.heads)
+            grad[rows] = rows_first(total, call.heads)
     tables = call.folded(call.c2p, a.pos_key), call.folded(call.p2c, a.pos_query)
     return d_q, d_k, d_v, *tables
 
 
 def _backward_block(
-    call: _Call, block: _Block, kv: tuple[Tensor, Tensor], d_output: Tensor, sums: list[Tensor]
+    call: Call, block: Block, kv: tuple[Tensor, Tensor], d_output: Tensor, sums: list[Tensor]
 ) -> Tensor:
     """Return the gradient of a block's queries; add to those of keys, values and tables.
 
@@ -403,7 +432,7 @@ def _backward_block(
     """
     a, (k, v), (d_k, d_v) = call.a, kv, sums
     factor = keep_scale(a.dropout_p)
-    q, d_o = (_heads_first(x, block.rows, block.queries) for x in (a.q, d_output))
+    q, d_o = (heads_first(x, block.rows, block.queries) for x in (a.q, d_output))
     if block.fully_masked is not None:
         by_head = d_o.unflatten(0, (call.heads, -1))
         d_o = by_head.masked_fill(block.fully_masked, 0.0).flatten(0, 1)

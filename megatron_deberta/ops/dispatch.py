@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from megatron_deberta.ops import chunked, reference
+from megatron_deberta.ops import chunked, efficient, reference
 from megatron_deberta.ops.arguments import (
     AttentionArguments,
     MaskCache,
@@ -28,7 +28,7 @@ from megatron_deberta.ops.native.backend import why_not_native
 from megatron_deberta.ops.relative_positions import RelativePositions
 from megatron_deberta.ops.triton import why_not_fused
 
-_BACKENDS = ("reference", "chunked", "native", "triton")
+_BACKENDS = ("reference", "chunked", "efficient", "native", "triton")
 # Looked up at import: torch 2.11 cannot compile a function that looks it up.
 _log = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ def disentangled_attention(
     positions: RelativePositions,
     *,
     q_positions: Tensor | None = ...,
+    distinct_positions: bool = ...,
     attention_mask: Tensor | None = ...,
     document_ids: Tensor | None = ...,
     causal: bool = ...,
@@ -67,6 +68,7 @@ def disentangled_attention(
     positions: RelativePositions,
     *,
     q_positions: Tensor | None = ...,
+    distinct_positions: bool = ...,
     attention_mask: Tensor | None = ...,
     document_ids: Tensor | None = ...,
     causal: bool = ...,
@@ -90,6 +92,7 @@ def disentangled_attention(
     positions: RelativePositions,
     *,
     q_positions: Tensor | None = None,
+    distinct_positions: bool = False,
     attention_mask: Tensor | None = None,
     document_ids: Tensor | None = None,
     causal: bool = False,
@@ -121,6 +124,8 @@ def disentangled_attention(
         positions: map from distances to slots.
         q_positions: int ``[batch, q_len]``, positions of gathered queries in ``[0, k_len)``, or
             -1 for padding (zero output, no gradient). None: query i is at i, q_len = k_len.
+        distinct_positions: no position occurs twice among the queries of a row, padding aside. The
+            fused kernels are then faster.
         attention_mask: bool ``[batch, k_len]``, True = real key; real keys form one run.
         document_ids: int ``[batch, k_len]``, non-decreasing along a row; a query sees only keys
             of its own document.
@@ -131,9 +136,10 @@ def disentangled_attention(
         scale: factor on scores; None: 1 / sqrt(terms * head_dim), terms = 1 + position terms.
         p2c_index: which distance the position-to-content term takes.
         return_lse: also return the log-sum-exp of the scores, which is not differentiable.
-        backend: ``"reference"``, ``"chunked"``, ``"native"`` (compiled for this CPU), ``"triton"``
-            or ``"auto"`` (None), which takes the value of the environment variable
-            ``MEGATRON_DEBERTA_ATTENTION`` if that is set.
+        backend: ``"reference"``, ``"chunked"``, ``"efficient"`` (torch's kernel, which drops other
+            elements), ``"native"`` (compiled for this CPU), ``"triton"`` or ``"auto"`` (None),
+            which takes the value of the environment variable ``MEGATRON_DEBERTA_ATTENTION`` if that
+            is set.
         masks: the same dictionary, empty at first, in all calls with the same ``attention_mask``,
             ``document_ids`` and ``causal``, so that only the first one converts them.
 
@@ -149,16 +155,17 @@ def disentangled_attention(
     if torch.compiler.is_dynamo_compiling() and not _is_traceable(backend, q):
         return _outside_graph(
             q, k, v, pos_key, pos_query, positions, q_positions=q_positions,
-            attention_mask=attention_mask, document_ids=document_ids, causal=causal,
-            dropout_p=dropout_p, seed=seed, head_offset=head_offset, scale=scale,
-            p2c_index=p2c_index, return_lse=return_lse, backend=backend, masks=masks,
+            distinct_positions=distinct_positions, attention_mask=attention_mask,
+            document_ids=document_ids, causal=causal, dropout_p=dropout_p, seed=seed,
+            head_offset=head_offset, scale=scale, p2c_index=p2c_index, return_lse=return_lse,
+            backend=backend, masks=masks,
         )  # fmt: skip
     if scale is None:
         scale = default_scale(q.shape[-1], pos_key, pos_query)
     arguments = AttentionArguments(
         q, k, v, pos_key, pos_query, positions, q_positions, attention_mask, document_ids, causal,
         dropout_p, row_seeds(seed, dropout_p, q), head_offset, scale,
-        current_p2c_index(p2c_index), return_lse, masks,
+        current_p2c_index(p2c_index), return_lse, masks, distinct_positions,
     )  # fmt: skip
     check_arguments(arguments)
     chosen = choose_backend(backend, q)
@@ -216,7 +223,11 @@ def _requested_backend(requested: str | None) -> tuple[str, str]:
     return source, os.environ.get(source) or "auto"
 
 
-_LIMITS = {"triton": why_not_fused, "native": why_not_native}
+_LIMITS = {
+    "triton": why_not_fused,
+    "native": why_not_native,
+    "efficient": efficient.why_not_efficient,
+}
 """Why a backend cannot run on some queries."""
 
 
@@ -228,6 +239,8 @@ def _backend(name: str) -> Callable[[AttentionArguments], tuple[Tensor, Tensor |
         return triton_backend.attend
     if name == "native":
         return native_backend.attend
+    if name == "efficient":
+        return efficient.attend
     return reference.attend if name == "reference" else chunked.attend
 
 

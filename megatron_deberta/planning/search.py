@@ -146,7 +146,7 @@ def rank_memory(config: RunConfig, machine: Machine, dp_size: int) -> MemoryEsti
         machine: devices and links of the cluster.
         dp_size: number of data-parallel ranks.
     """
-    is_chunked = config.parallel.attention_backend == "chunked"
+    is_chunked = config.parallel.attention_backend in ("chunked", "efficient")
     attention = "chunked" if is_chunked else machine.device.attention
     return estimate_memory(config, dp_size, attention=attention)
 

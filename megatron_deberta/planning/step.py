@@ -35,6 +35,7 @@ from megatron_deberta.ops.cross_entropy import chunk_rows
 from megatron_deberta.planning.machine import (
     CALL_SECONDS,
     CHUNKED_BYTES,
+    EFFICIENT_BYTES,
     LINK_EFFICIENCY,
     MEASURED,
     Device,
@@ -445,9 +446,10 @@ def attention_bytes(config: RunConfig, device: Device) -> float:
 
 def bytes_per_score(config: RunConfig, device: Device) -> float:
     """Return the memory traffic of attention per score; 0: included in the share of the rate."""
-    if config.parallel.attention_backend == "chunked" and device.achieved_source != MEASURED:
-        return CHUNKED_BYTES
-    return device.attention_bytes
+    counted = {"chunked": CHUNKED_BYTES, "efficient": EFFICIENT_BYTES}
+    if device.achieved_source == MEASURED:
+        return device.attention_bytes
+    return counted.get(config.parallel.attention_backend, device.attention_bytes)
 
 
 def run_seconds(

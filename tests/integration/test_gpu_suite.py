@@ -21,6 +21,8 @@ from benchmarks.gpu.record import Options, Record, result_path
 from tests.support.jobs import ForkedRank, fork_server
 
 ROOT = Path(__file__).parents[2]
+GPU_IMAGE_PYTHON = "MEGATRON_DEBERTA_GPU_IMAGE_PYTHON"
+"""Environment variable: interpreter with the packages of a GPU image (docs/benchmarks.md)."""
 SUITE = [sys.executable, "-m", "benchmarks.gpu.suite"]
 
 
@@ -96,11 +98,17 @@ def test_part_runs_and_passes(
 
 
 @pytest.mark.nightly
-def test_first_contact_runs_on_a_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("packages", ["installed here", "of a GPU image"])
+def test_first_contact_runs_on_a_cpu(packages: str, tmp_path: Path) -> None:
     """The script, every stage in a process of its own, with small sizes; then nothing is left."""
+    environment = {**os.environ, "PYTHON": sys.executable, "CARRIED": str(tmp_path / "none")}
+    if packages == "of a GPU image":
+        if GPU_IMAGE_PYTHON not in os.environ:
+            pytest.skip(f"{GPU_IMAGE_PYTHON} names no interpreter")
+        carried = os.environ.get("CARRIED", str(ROOT / ".first_contact"))
+        environment |= {"PYTHON": os.environ[GPU_IMAGE_PYTHON], "CARRIED": carried}
     command = [ROOT / "launch" / "gpu_first_contact.sh", "--device", "cpu", "--small"]
     command += ["--out", tmp_path / "out", "--work", tmp_path / "work", "--total-seconds", "3600"]
-    environment = {**os.environ, "PYTHON": sys.executable, "CARRIED": str(tmp_path / "none")}
     for kept in (False, True):
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -91,6 +91,9 @@ def test_documented_subset_covers_the_requirements():
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     wanted = {re.split("[=;]", line)[0] for line in lines if not line.startswith("#")}
     assert {name.replace("_", "-") for name in wanted} <= known
+    script = (ROOT / "launch" / "gpu_carry.sh").read_text()
+    carried = "".join(re.findall(r"^packages\+?=(\S+)$", script, re.M))
+    assert carried == row[2]
 
 
 LINES = ["alpha==1.0", "# said", "gamma", 'old==1.0; python_version < "3.12"']

@@ -19,7 +19,7 @@ from megatron_deberta.ops.arguments import (
     gathered_ranges,
     visible_ranges,
 )
-from megatron_deberta.ops.triton import gathered, launch
+from megatron_deberta.ops.triton import gathered, launch, settings
 from megatron_deberta.ops.triton.launch import (
     LOG2_E,
     KernelCall,
@@ -42,6 +42,8 @@ def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
     if "ranges" not in masks:
         masks["ranges"] = _key_and_query_ranges(a)
     ranges = masks["ranges"]
+    if a.q_positions is not None and _is_spread(a):
+        return _attend_spread(a, a.q_positions.long())
     if a.q_positions is not None:
         ranges = placement(a.q_positions, ranges, a.k.shape[2])
     output, lse2 = _forward_op(
@@ -50,6 +52,61 @@ def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
         a.dropout_p, a.head_offset, a.scale,
     )  # fmt: skip
     return output, lse2 / LOG2_E if a.return_lse else None
+
+
+def _is_spread(a: AttentionArguments) -> bool:
+    """Return whether gathered queries are computed by the kernels of consecutive queries."""
+    queries, length = a.q.shape[2], a.k.shape[2]
+    is_half = a.q.dtype != torch.float32
+    return a.distinct_positions and is_half and queries >= settings.SPREAD_FRACTION * length > 0
+
+
+def _attend_spread(a: AttentionArguments, at: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Compute attention of all positions and return that of the gathered queries.
+
+    Positions without a query have the query 0, whose output is left out, so that its gradient and
+    those that it would contribute are exactly 0.
+
+    Args:
+        a: arguments of the call.
+        at: int64 ``[batch, queries]``, distinct, -1 for padding.
+    """
+    is_at = at[:, None, :] == torch.arange(a.k.shape[2], device=at.device)[:, None]
+    query = is_at.byte().argmax(-1).masked_fill(~is_at.any(-1), -1)
+    spread = _Rows.apply(a.q, query, at)
+    output, lse = attend(a._replace(q=spread, q_positions=None))
+    if lse is not None:
+        lse = lse.gather(2, at.clamp(min=0)[:, None].expand(-1, lse.shape[1], -1))
+        lse = lse.masked_fill((at < 0)[:, None], float("-inf"))
+    return _Rows.apply(output, at, query), lse
+
+
+class _Rows(torch.autograd.Function):
+    """Some rows of ``[batch, heads, rows, head_dim]``, each at most once, or zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        """Gather rows.
+
+        Args:
+            ctx: of autograd.
+            x: ``[batch, heads, rows, head_dim]``.
+            index: int64 ``[batch, n]``, -1: zeros.
+            inverse: int64 ``[batch, rows]``, where each row goes, -1: nowhere.
+        """
+        ctx.save_for_backward(inverse)
+        return _rows(x, index)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None]:
+        """Gather the rows of the gradient: no sum, so no order to keep."""
+        (inverse,) = ctx.saved_tensors
+        return _rows(d_out, inverse), None, None
+
+
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    rows = index.clamp(min=0)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+    return x.gather(2, rows).masked_fill((index < 0)[:, None, :, None], 0.0)
 
 
 def _key_and_query_ranges(a: AttentionArguments) -> Tensor | None:

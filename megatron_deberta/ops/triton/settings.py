@@ -32,6 +32,11 @@ SMALL_TILE = 32
 asynchronous matrix products, and for gathered queries, whose tiles need more registers. Larger
 tiles spill there, and took as many instructions per element or more."""
 
+SPREAD_FRACTION = 1 / 16
+"""From this share of a row's positions on, queries at distinct positions are spread over the whole
+row for the kernels of consecutive queries. Those of gathered queries take more instructions: each
+pair of a key tile and a block of the tables is multiplied, however few queries there are."""
+
 _ASYNCHRONOUS = (9, 10)
 """Major compute capabilities with matrix products that read shared memory: Hopper, Blackwell."""
 

@@ -21,3 +21,9 @@ def test_work_is_less_than_head_by_head() -> None:
             assert set(now) == set(before) - {"float32"} | {"float16"}
             assert 2.5 * now["operators"] < before["operators"]
             assert now["bytes"] < before["bytes"]
+        if "efficient" in row:
+            moved = {
+                name: sum(part["bytes"] for part in row[name].values())
+                for name in ("batched", "efficient")
+            }
+            assert moved["efficient"] < (0.45 if row["dropout"] else 0.6) * moved["batched"]

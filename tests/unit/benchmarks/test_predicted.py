@@ -95,7 +95,7 @@ def test_smoke_part_launches_every_kernel(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(interpreter.InterpretedFunction, "run", record)
     monkeypatch.setattr(kernel_checks, "CPU_REPEATS", 1)
-    for gathered, documents in ((True, False), (False, True), (False, False)):
+    for gathered, documents in (("gathered", False), ("", True), ("", False)):
         if not gathered and not documents:
             monkeypatch.setattr(kernel_checks, "CPU_LENGTH", 136)
         item = kernel_checks.attention("cpu", torch.float32, 32, gathered, documents)
@@ -119,7 +119,7 @@ def test_smoke_check_of_attention_passes_and_failures_print_their_stack(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    item = kernel_checks.attention("cpu", torch.float16, 32, gathered=True)
+    item = kernel_checks.attention("cpu", torch.float16, 32, "gathered")
     assert not item["wrong"], item
     record = Record(Options("smoke", tmp_path, tmp_path, "cpu", small=True, minutes=1))
 

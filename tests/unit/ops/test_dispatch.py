@@ -40,6 +40,10 @@ BAD = {
     "q_positions: got dtype": {"q_positions": torch.zeros(2, 5)},
     "q_positions: got values": {"q_positions": torch.full((2, 5), 5)},
     r"q_positions: got values in \[-2": {"q_positions": torch.full((2, 5), -2)},
+    "q_positions: got a repeated position in row 1": {
+        "q_positions": torch.tensor([[0, 1, -1, 2, -1], [3, 0, 3, -1, -1]]),
+        "distinct_positions": True,
+    },
     "attention_mask: got shape": {"attention_mask": torch.ones(5, dtype=torch.bool)},
     "attention_mask: got dtype": {"attention_mask": torch.ones(2, 5)},
     "attention_mask: got a gap.* row 1": {

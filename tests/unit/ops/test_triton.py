@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_deberta.ops import RelativePositions, disentangled_attention
+from megatron_deberta.ops import RelativePositions, disentangled_attention, dispatch
 from tests.support.attention import (
     GATHERED,
     LENGTH,
@@ -27,6 +27,7 @@ from tests.support.attention import (
 from tests.support.tolerances import OPERATOR
 
 pytest.importorskip("triton", reason="the fused kernels are written in Triton")
+from megatron_deberta.ops.triton import gathered as gathered_kernels
 from megatron_deberta.ops.triton import settings as triton_settings
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -138,6 +139,18 @@ def test_gathered_queries(mask: str, positions: RelativePositions) -> None:
     assert_matches_reference(inputs, positions, dtype, dropout_p=0.2, seed=4, **options)
 
 
+@pytest.mark.parametrize("mask", ["none", "everything"])
+def test_queries_at_distinct_positions_are_spread_over_the_row(
+    mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any order and with padding, by the kernels of consecutive queries."""
+    monkeypatch.setattr(gathered_kernels, "forward", None)
+    at = torch.tensor([[36, 3, 20, 0, 5, 19, 4], [1, -1, 30, 16, -1, 2, 31]])
+    inputs = random_inputs((2, 1, LENGTH, 32), LINEAR, gathered=7)
+    options = {**MASKS[mask], "q_positions": at, "distinct_positions": True}
+    assert_matches_reference(inputs, LINEAR, torch.float16, dropout_p=0.2, seed=4, **options)
+
+
 @pytest.mark.parametrize("gathered", [False, True])
 def test_causal_outputs_do_not_depend_on_later_tokens(gathered: bool) -> None:
     inputs = random_inputs((2, 1, 53, 32), LINEAR, gathered=7 if gathered else None)
@@ -202,12 +215,18 @@ def test_custom_operators_pass_opcheck(gathered: bool) -> None:
     )
 
 
-def test_compiles_without_graph_break() -> None:
-    inputs = random_inputs((1, 1, 18, 32), LINEAR)
-    leaves = [x.to(DEVICE, torch.float32).requires_grad_() for x in inputs if x is not None]
+@pytest.mark.parametrize("spread", [False, True])
+def test_compiles_without_graph_break(spread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = random_inputs((1, 1, 18, 32), LINEAR, gathered=3 if spread else None)
+    leaves = [x.to(DEVICE, torch.float16).requires_grad_() for x in inputs if x is not None]
+    options: dict[str, Any] = {"causal": True, "backend": "triton"}
+    if spread:
+        options |= {"q_positions": torch.tensor([[9, 2, -1]]), "distinct_positions": True}
+        # On the CPU alone values are read, which breaks the graph.
+        monkeypatch.setattr(dispatch, "check_arguments", lambda _: None)
 
     def attend(*x: Tensor) -> Tensor:
-        return disentangled_attention(*x, positions=LINEAR, causal=True, backend="triton") * 2
+        return disentangled_attention(*x, positions=LINEAR, **options) * 2
 
     traced = torch.compile(attend, backend="aot_eager", fullgraph=True)
     expected = torch.autograd.grad(attend(*leaves).sum(), leaves)

@@ -77,6 +77,9 @@ def test_attention_without_kernels_is_bound_by_memory(large: RunConfig) -> None:
     assert step_time(chunked, measured, 256).attention == 0
     assumed = make_plan(chunked, h100, 256, search=False).assumptions
     assert any("248 bytes per score" in text for text in assumed)
+    efficient = replace(large, parallel=replace(large.parallel, attention_backend="efficient"))
+    assert step_time(efficient, DGX2, 256).attention == pytest.approx(105 * scores / 900e9)
+    assert make_plan(efficient, DGX2, 256, search=False).tokens_per_second > plan.tokens_per_second
     assert rank_memory(chunked, DGX2, 256) == rank_memory(large, DGX2, 256)
     assert rank_memory(chunked, h100, 256) == rank_memory(chunked, DGX2, 256)
 
