@@ -8,7 +8,13 @@ import pytest
 
 from megatron_deberta.config import config_from_dict, config_to_dict, load_config, save_config
 from megatron_deberta.config.loader import merge_layers
-from megatron_deberta.config.phases import Stage, segment_at, segments, steps_of_tokens
+from megatron_deberta.config.phases import (
+    Stage,
+    describe_phases,
+    segment_at,
+    segments,
+    steps_of_tokens,
+)
 from megatron_deberta.config.rules import validate_for_world
 from megatron_deberta.config.schema import PHASE_KEYS, RunConfig
 from megatron_deberta.errors import ConfigError
@@ -72,6 +78,12 @@ def test_segments(run: RunConfig) -> None:
     # At least 9,000 of the last tokens: 3 steps of 4,096.
     assert run.optimizer.decay_steps == 3
     assert [segment_at(run, step).phase for step in (0, 9, 10, 19, 20)] == [0, 0, 1, 2, 2]
+
+
+def test_a_phase_with_a_ramp_names_its_first_and_last_batch(run: RunConfig) -> None:
+    first, second, _ = describe_phases(run)
+    assert first.startswith("steps 1 to 10: 4 to 16 sequences of 64 tokens, masking 0.3")
+    assert second.startswith("steps 11 to 15: 16 sequences of 128 tokens")
 
 
 def test_config_survives_a_checkpoint(run: RunConfig, tmp_path: Path) -> None:
