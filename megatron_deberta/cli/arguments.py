@@ -182,7 +182,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "--no-check": {
         "action": "store_true",
         "help": "do not check torch, tokenizer, data, checkpoint and run folder first, for a "
-        "cluster whose files are not visible from here",
+        "cluster whose files are not visible from here, or whose nodes have another torch",
     },
     "--nodes": {
         "type": int, "metavar": "N", "help": "number of nodes (default: cluster.nodes)",

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from megatron_deberta.cli.arguments import add_run_arguments, print_table, refuse_options
+from megatron_deberta.cluster import profile
 from megatron_deberta.config import RunConfig, load_config, schema
 from megatron_deberta.config.loader import CONFIG_ROOTS, config_to_yaml
 from megatron_deberta.config.schema import AUTO, ModelConfig
@@ -170,6 +171,24 @@ def list_keys() -> list[Key]:
                         Key(f"{section.name}.{name}", type_text(hints[name]), default, meaning)
                     )
     return keys
+
+
+def profile_table() -> str:
+    """Format the keys of cluster profiles as the table of ``docs/slurm.md``."""
+    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    defaults = profile.ClusterProfile(ranks_per_node=1)
+    hints = get_type_hints(profile.ClusterProfile)
+    for node in ast.parse(inspect.getsource(profile)).body:
+        if not (isinstance(node, ast.ClassDef) and node.name in ("NodeSettings", "ClusterProfile")):
+            continue
+        for pair in itertools.pairwise(node.body):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(meaning))):
+                    default = f"`{json.dumps(getattr(defaults, name))}`"
+                    default = "required" if name == "ranks_per_node" else default
+                    meaning = " ".join(meaning.split()).replace("``", "`")
+                    rows.append(f"| `{name}` | {type_text(hints[name])} | {default} | {meaning} |")
+    return "\n".join(rows) + "\n"
 
 
 def choices() -> dict[str, list[str]]:

@@ -260,7 +260,7 @@ def check_cluster(config: RunConfig, profile: ClusterProfile, nodes: int) -> str
 
     check_fit(config, profile, nodes)
     problem = installation.torch_problem(profile.gpu_architecture, profile.torch_builds)
-    if problem and profile.container == "none":
+    if problem and profile.container == "none" and not profile.python:
         raise ConfigError(problem)
     return f"{nodes} nodes x {profile.ranks_per_node} ranks"
 

@@ -145,8 +145,8 @@ def submission_problem(config: RunConfig, profile: ClusterProfile, args: argpars
     if args.no_check:
         return ""
     problem = ""
-    # A container has its own torch.
-    if profile.container == "none":
+    # A container or another interpreter has its own torch.
+    if profile.container == "none" and not profile.python:
         problem = installation.torch_problem(profile.gpu_architecture, profile.torch_builds)
     return problem or file_problem(config, getattr(args, "allow_config_change", False))
 

@@ -244,7 +244,9 @@ def torch_problem(architecture: str, builds: Sequence[str]) -> str:
         devices = architecture or "the cluster's devices"
         return (
             f"torch {torch.__version__} ({build}) has no kernels for {devices}; "
-            f"install a build of {', '.join(builds)}, or name another profile"
+            f"install a build of {', '.join(builds)}, or name another profile; "
+            "if the nodes have another torch than this machine, set python or container in the "
+            "profile, or add --no-check"
         )
     return ""
 

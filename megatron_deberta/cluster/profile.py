@@ -20,6 +20,11 @@ from megatron_deberta.errors import ConfigError
 CODE_ROOT = Path(__file__).resolve().parents[2]
 """The folder that contains the package."""
 PROFILES = Path(__file__).with_name("profiles")
+SBATCH_OPTIONS = (
+    "--comment", "--constraint", "--licenses", "--mail-type", "--mail-user", "--nice", "--prefer",
+    "--reservation", "--switches", "--tmp", "--wckey",
+)  # fmt: skip
+"""Options of ``sbatch_options``: none runs code, or contradicts an option of ``submit``."""
 TUNING = frozenset(
     f"{prefix}_{name}"
     for prefix, names in {
@@ -86,6 +91,7 @@ class NodeSettings:
     container: Literal["none", "pyxis", "apptainer"] = "none"
     """Container runtime of the ranks."""
     container_image: str = ""
+    """Image of ``container``: a file, or a name in a registry."""
     container_mounts: tuple[str, ...] = ()
     """``/host:/inside[:ro]``; must include the code, the run folder and the data."""
     python: str = ""
@@ -106,6 +112,10 @@ class ClusterProfile(NodeSettings):
     """Values of ``precision.dtype`` that the devices support."""
     torch_builds: tuple[str, ...] = ()
     """Builds of torch (the part after ``+``) with kernels for the GPUs; empty: any."""
+    gpu_type: str = ""
+    """Type in ``--gres=gpu:TYPE:N``, such as ``a100``; empty: none."""
+    sbatch_options: tuple[str, ...] = ()
+    """Further options of ``sbatch``, such as ``--constraint=a100`` or ``--reservation=x``."""
     memory_gib_per_node: int = 0
     """Host memory requested per node; 0: all of it."""
     exclusive: bool = False
@@ -142,7 +152,7 @@ class ClusterProfile(NodeSettings):
             )
         patterns = {
             "gpu_architecture": slurm.ARCHITECTURE, "device": slurm.NAME,
-            "partition": slurm.NAMES,
+            "gpu_type": slurm.NAME, "partition": slurm.NAMES,
             "account": slurm.NAME, "qos": slurm.NAME, "exclude": slurm.NAMES,
             "rendezvous_interface": slurm.INTERFACE, "container_image": slurm.IMAGE,
             "python": slurm.PATH,
@@ -154,6 +164,7 @@ class ClusterProfile(NodeSettings):
             checked(mount, slurm.MOUNT, "container_mounts")
         for build in self.torch_builds:
             checked(build, slurm.BUILD, "torch_builds")
+        _check_sbatch(self)
         for name, value in self.environment.items():
             checked(name, slurm.VARIABLE, "environment")
             checked(value, slurm.VALUE, f"environment.{name}")
@@ -162,6 +173,19 @@ class ClusterProfile(NodeSettings):
                 f"container={self.container} with container_image={self.container_image!r}; set "
                 "both a runtime and an image, or neither"
             )
+
+
+def _check_sbatch(profile: ClusterProfile) -> None:
+    if profile.gpu_type and not profile.gpus_per_node:
+        raise ConfigError(f"gpu_type={profile.gpu_type} without GPUs; set gpus_per_node")
+    for option in profile.sbatch_options:
+        name, _, _ = option.partition("=")
+        if name not in SBATCH_OPTIONS:
+            raise ConfigError(
+                f"sbatch_options={option}: {name} is not supported; use --NAME=VALUE with one "
+                f"of {', '.join(SBATCH_OPTIONS)}"
+            )
+        checked(option, slurm.OPTION, "sbatch_options")
 
 
 def check_dtype(dtype: str, supported: Sequence[str]) -> None:

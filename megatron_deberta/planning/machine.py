@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -97,8 +98,12 @@ def find_device(name: str) -> Device:
     short = {key.split("-")[0]: device for key, device in known.items()}
     found = known.get(name.lower()) or short.get(name.lower())
     if found is None:
-        close = difflib.get_close_matches(name.lower(), [*known, *short], n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        # Another memory is another device: A100-40GB is not a misspelt A100-80GB.
+        memory = re.sub(r"\D", "", name.partition("-")[2])
+        alike = [key for key in known if re.sub(r"\D", "", key.partition("-")[2]) == memory]
+        names = alike if memory else list(short)
+        close = difflib.get_close_matches(name.lower(), names, n=1)
+        hint = f"; did you mean {(known | short)[close[0]].name}?" if close else ""
         listed = ", ".join(device.name for device in DEVICES)
         raise ConfigError(f"device={name} must be one of {listed}{hint}")
     return found

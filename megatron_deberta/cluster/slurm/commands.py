@@ -23,6 +23,8 @@ PATH = re.compile(r"/[\w./@+=,:~ -]*")
 """No ``%`` and no backslash: SLURM expands them in names of log files."""
 IMAGE = re.compile(r"[A-Za-z0-9/][A-Za-z0-9_./:@+#-]*")
 MOUNT = re.compile(r"/[\w./@+=~-]*:/[\w./@+=~-]*(:(ro|rw))?")
+OPTION = re.compile(r"--[a-z-]+=[\w.,:;/@+&|*()\[\]=-]{1,1024}")
+"""A long option with its value."""
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 """Environment variables."""
 VALUE = re.compile(r"[^\x00-\x1f\x7f]{0,4096}")

@@ -168,12 +168,14 @@ def sbatch_command(
     if after:
         command.append(f"--dependency=afterany:{after}")
     if profile.gpus_per_node:
-        command.append(f"--gres=gpu:{profile.gpus_per_node}")
+        kind = f"{profile.gpu_type}:" if profile.gpu_type else ""
+        command.append(f"--gres=gpu:{kind}{profile.gpus_per_node}")
     if profile.exclusive:
         command.append("--exclusive")
     for option in ("partition", "account", "qos"):
         if value := getattr(profile, option):
             command.append(f"--{option}={value}")
+    command += profile.sbatch_options
     return [*command, str(BATCH_SCRIPT), spec.python, spec.code_root, str(job_file)]
 
 

@@ -13,7 +13,7 @@ import argcomplete
 import pytest
 
 from megatron_deberta.cli.completion import complete
-from megatron_deberta.cli.config import list_keys, markdown
+from megatron_deberta.cli.config import list_keys, markdown, profile_table
 from megatron_deberta.cli.main import main
 from megatron_deberta.config import RunConfig, load_config
 from megatron_deberta.tasks.task import task_names
@@ -158,3 +158,9 @@ def test_shells_call_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         capture_output=True, text=True, check=True, env={**os.environ, "PATH": path},
     )  # fmt: skip
     assert done.stdout.split() == ["--dry-run"]
+
+
+def test_the_page_has_the_keys_of_profiles() -> None:
+    table = profile_table()
+    assert "| `gpu_type` |" in table
+    assert table in (ROOT / "docs" / "slurm.md").read_text(), f"put into docs/slurm.md:\n{table}"

@@ -501,6 +501,34 @@ def test_an_element_is_named_by_its_array() -> None:
     assert slurm.current_job({}) == ""
 
 
+def test_profile_of_the_page_is_complete(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "slurm.md").read_text()
+    file = tmp_path / "site.yaml"
+    file.write_text(page.partition("complete profile")[2].split("```")[1].removeprefix("yaml"))
+    profile = load_profile(str(file))
+    assert profile.gpu_type == "a100"
+    assert profile.sbatch_options == ("--constraint=ib", "--reservation=course")
+
+
+def test_options_of_a_site() -> None:
+    profile = replace(
+        PROFILE, gpus_per_node=4, gpu_type="a100",
+        sbatch_options=("--constraint=a100&ib", "--reservation=x"),
+    )  # fmt: skip
+    command = sbatch_command(spec_of(profile), profile, Path("/runs/a/job.json"))
+    assert "--gres=gpu:a100:4" in command
+    first = command.index("--constraint=a100&ib")
+    assert command[first + 1 : first + 3] == ["--reservation=x", str(BATCH_SCRIPT)]
+
+
+@pytest.mark.parametrize(
+    "option", ["--nodes=2", "--export=ALL", "--constraint", "--constraint=a b", "script.sh"]
+)
+def test_other_options_are_refused(option: str) -> None:
+    with pytest.raises(ConfigError, match="sbatch_options"):
+        replace(PROFILE, sbatch_options=(option,))
+
+
 def test_runs_of_several_nodes_keep_the_profile() -> None:
     assert submit.profile_of_ranks(PROFILE, 16) == (PROFILE, 2)
     assert submit.profile_of_ranks(PROFILE, 8) == (PROFILE, 1)

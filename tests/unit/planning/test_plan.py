@@ -220,7 +220,7 @@ def test_fine_tuning_is_planned_by_task(
         (["--cluster", "cpu", "--nodes", "2"], ["--nodes 2", "this machine alone"]),
         (["--nodes", "2", "--ranks", "32"], ["--nodes 2 and --ranks 32 contradict"]),
         (["--task", "mnli"], ["--task needs --examples"]),
-        (["--device", "V1000"], ["V1000", "did you mean v100?"]),
+        (["--device", "V1000"], ["V1000", "did you mean V100-32GB?"]),
         (["--mfu", "40"], ["--mfu 40"]),
         (["precision.dtype=bf16"], ["precision.dtype=bf16", "fp16 or fp32"]),
         (
@@ -319,6 +319,11 @@ def test_a_profile_without_a_device_needs_one() -> None:
 
 def test_devices_are_found_by_any_name() -> None:
     assert find_device("h200") is find_device("H200-141GB")
+    with pytest.raises(ConfigError, match=r"did you mean A100-80GB\?"):
+        find_device("A100-80G")
+    with pytest.raises(ConfigError) as refused:
+        find_device("A100-40GB")
+    assert "did you mean" not in str(refused.value)
     assert DGX2.device is find_device("V100")
 
 
