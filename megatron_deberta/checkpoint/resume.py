@@ -101,19 +101,20 @@ def check_resume(
     changed = changes(before, config)
     source = f"checkpoint of step {saved.step}"
     _check_same_kind(before, config)
-    for key, (old, new) in changed.items():
-        if key in FREE or (key in WITH_FLAG and allow_change):
-            continue
-        if key == "precision.dtype" and (new == "auto" or (old, new) == ("auto", "fp32")):
-            # The run keeps its own; see ``config.precision``. Unresolved, ``auto`` is fp32.
-            continue
+    refused = [key for key in changed if not _is_permitted(key, changed[key], allow_change)]
+    # Before the keys that follow from it, such as train.steps.
+    refused.sort(key="finetune.epochs".__ne__)
+    for key in refused[:1]:
+        old, new = changed[key]
         # What is determined by another key, which the user has changed.
         from_epochs = config.finetune.task and key == "train.steps"
         cause = " (given, or of finetune.epochs and the examples)" if from_epochs else ""
-        remedy = f"or pass {FLAG}" if key in WITH_FLAG else "or start a new train.run_dir"
+        others = f" (also changed: {', '.join(refused[1:])})" if refused[1:] else ""
+        has_flag = all(each in WITH_FLAG for each in refused)
+        remedy = f"or pass {FLAG}" if has_flag else "or start a new train.run_dir"
         raise CheckpointError(
-            f"{key}={new!r}{cause} but the {source} was trained with {old!r}; change it back "
-            f"{remedy}"
+            f"{key}={new!r}{cause} but the {source} was trained with {old!r}{others}; change it "
+            f"back {remedy}"
         )
     for what, old_hash, new_hash in (
         ("tokenizer", saved.tokenizer_fingerprint, tokenizer_fingerprint),
@@ -125,6 +126,14 @@ def check_resume(
                 f"{old_hash[:16]}; use the same files or start a new train.run_dir"
             )
     return [f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items()]
+
+
+def _is_permitted(key: str, change: tuple[Any, Any], allow_change: bool) -> bool:
+    old, new = change
+    if key == "precision.dtype" and (new == "auto" or (old, new) == ("auto", "fp32")):
+        # The run keeps its own; see ``config.precision``. Unresolved, ``auto`` is fp32.
+        return True
+    return key in FREE or (key in WITH_FLAG and allow_change)
 
 
 def _saved_config(reader: CheckpointReader) -> RunConfig:

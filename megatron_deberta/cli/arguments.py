@@ -64,7 +64,10 @@ class CommandParser(argparse.ArgumentParser):
         Raises:
             ConfigError: always.
         """
-        raise ConfigError(f"{message}{self._suggestion()}; see {self.prog} --help")
+        suggestion = self._suggestion()
+        if "required" in message and suggestion.startswith("; set "):
+            suggestion = ""  # A key cannot stand for a missing argument.
+        raise ConfigError(f"{message}{suggestion}; see {self.prog} --help")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does, and keep the arguments for `error`."""

@@ -27,6 +27,7 @@ from megatron_deberta.cli.arguments import (
     refuse_options,
 )
 from megatron_deberta.config import save_config
+from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.errors import EXIT_DONE, refusals
 
@@ -101,7 +102,8 @@ def run(args: argparse.Namespace) -> int:
         args.task, model, args.data, args.overrides, settings=args.settings, world_size=ranks
     )
     settings = describe_settings(load_task(args.task), model.config, args.settings, config)
-    if hint := learning_rate_hint(config, args.overrides, parameter_shapes(config.model)):
+    hint = learning_rate_hint(config, args.overrides, parameter_shapes(config.model))
+    if hint:
         settings = f"{settings}\n{hint}"
     if args.dry_run:
         print(describe_run(config, args.ranks))
@@ -114,7 +116,16 @@ def run(args: argparse.Namespace) -> int:
     if read_environment().rank == 0:
         print(settings, file=sys.stderr)
     if not args.ranks:
-        return train(config, args.allow_config_change, ends_process=True)
+        code = train(config, args.allow_config_change, ends_process=True)
+    else:
+        code = _launch(config, args)
+    if hint and code == EXIT_DONE and read_environment().rank == 0:
+        # Again, because the first lines of a run are out of sight at its end.
+        print(hint, file=sys.stderr)
+    return code
+
+
+def _launch(config: RunConfig, args: argparse.Namespace) -> int:
     from megatron_deberta.cli.launch import launch
 
     run_file = Path(config.train.run_dir, RUN_FILE)

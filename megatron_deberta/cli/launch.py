@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     add_shared(
         parser, "--ranks", required=True,
-        help="number of ranks (training processes), one per GPU",
+        help="number of ranks (training processes) on this machine, one per GPU; submit starts a "
+        "run on several nodes",
     )  # fmt: skip
     add_shared(parser, "--max-restarts")
     add_shared(

@@ -298,7 +298,7 @@ def _predict(
                 advance=lambda share: show(share * _STEPS, _STEPS),
             )
         except MissingInputError as error:
-            splits = ", ".join(predictor.task.splits)
+            splits = ", ".join(split for split in predictor.task.splits if split != name)
             raise MissingInputError(f"{error}; choose a split with --split: {splits}") from error
         return
     begin = 0

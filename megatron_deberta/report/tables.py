@@ -107,7 +107,7 @@ def _restarts(run: RunFolder) -> dict[str, str]:
     guard = run.of_kind("guard")
     skipped = len(skipped_updates(run))
     rollbacks = sum(record.get("event") == "rollback" for record in guard)
-    found = {"restarts": str(starts - 1)} if starts else {}
+    found = {"starts": str(starts)} if starts else {}
     if skipped or rollbacks:
         found["guard"] = f"{_count(skipped, 'skipped update')}, {_count(rollbacks, 'rollback')}"
     start = first_time(run)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_deberta.checkpoint.layout import committed_steps, read_best, step_dir
+from megatron_deberta.checkpoint.layout import Best, committed_steps, read_best, step_dir
 from megatron_deberta.config.phases import last_step
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.topology import ProcessGroups
@@ -109,7 +109,12 @@ def describe_end(
     rows = [("run", reached)]
     rows += _losses(config)
     saved = [known for known in committed_steps(run_dir) if known <= step]
-    rows.append(("checkpoint", str(step_dir(run_dir, saved[-1])) if saved else "none yet"))
+    best = _best(config)
+    if best is not None and best["step"] in saved[:-1]:
+        rows.append(("selected", str(step_dir(run_dir, best["step"]))))
+        rows.append(("last", str(step_dir(run_dir, saved[-1]))))
+    else:
+        rows.append(("checkpoint", str(step_dir(run_dir, saved[-1])) if saved else "none yet"))
     rows.append(("log", ", ".join(map(str, [path / FILE_NAME, *plots]))))
     return _table([*rows, *(("next", text) for text in _next_steps(config, ending, bool(saved)))])
 
@@ -152,6 +157,14 @@ def _losses(config: RunConfig) -> list[tuple[str, str]]:
     return rows
 
 
+def _best(config: RunConfig) -> Best | None:
+    """Return the record of a fine-tuning run's best checkpoint; None: none is known."""
+    try:
+        return read_best(config.train.run_dir) if config.finetune.task else None
+    except (MegatronDebertaError, OSError):
+        return None
+
+
 def _selected_score(config: RunConfig, validations: Sequence[Mapping[str, Any]]) -> str:
     """Return the metric that selects the checkpoint of a fine-tuning run; empty: none is known.
 
@@ -165,10 +178,10 @@ def _selected_score(config: RunConfig, validations: Sequence[Mapping[str, Any]])
         return ""
     try:
         metric = load_task(config.finetune.task).metrics[0]
-        best = read_best(config.train.run_dir)
     except (MegatronDebertaError, OSError):
         # The run has ended; a task file that was removed meanwhile is not its concern.
         return ""
+    best = _best(config)
     last = max(scores)
     texts = [f"{scores[last]:.4f} at step {last:,}"]
     if best is not None and best["step"] in scores:

@@ -314,6 +314,9 @@ class _Merger:
         refuse_bad(self._reasons, records, allow_bad, self._folder.staged / _QUARANTINE)
         for key, parts in zip(self._job.options.keys, self._shards.parts, strict=True):
             if not any(part.size.tokens for part in parts):
+                empty = [each.name for each in self._job.sources if not each.size_bytes]
+                if len(empty) == len(self._job.sources):
+                    raise MalformedInputError(f"{empty[0]}: the file is empty")
                 raise MalformedInputError(
                     f"no text under key {key!r} in {len(self._job.sources)} input file(s)"
                 )

@@ -61,7 +61,7 @@ def test_everything_that_a_run_records_is_shown(page: str) -> None:
     assert "step 40 of 40" in text
     assert "best validation loss 4.5000 at step 40" in text
     assert "unigram baseline 6.5000" in text
-    assert "restarts 1" in text
+    assert "starts 2" in text
     assert "1 skipped update" in text
     assert "backward pass and update 50%, forward pass 25%, waiting for data 12%" in text
     assert "job attempt 7.0 ended: rank 1 on n2: &lt;b&gt;killed&lt;/b&gt; by SIGKILL" in text

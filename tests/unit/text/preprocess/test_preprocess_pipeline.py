@@ -445,7 +445,7 @@ def test_an_empty_input_is_a_mistake_of_the_user(
     make = ["preprocess", "--tokenizer", tokenizer_dir, "--workers", "0"]
     make += ["--output", str(tmp_path / "c"), "--input", str(tmp_path / "a.jsonl")]
     assert main(make) == 2
-    assert "no text under key 'text' in 1 input file" in capsys.readouterr().err
+    assert f"{tmp_path / 'a.jsonl'}: the file is empty" in capsys.readouterr().err
 
 
 def test_options_that_cannot_be(
