@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import unicodedata
@@ -282,13 +283,9 @@ def encode_segments(
     return EncodedDataset(labels=_example_labels(task, examples), **rows.arrays())
 
 
-def _example_labels(
-    task: TaskConfig, examples: Sequence[Example]
-) -> npt.NDArray[np.float32] | npt.NDArray[np.int64]:
-    if task.head == "regression":
-        scores = [np.nan if e.label is None else e.label for e in examples]
-        return np.array(scores, np.float32)
-    return np.array([IGNORED if e.label is None else e.label for e in examples], np.int64)
+def _example_labels(task: TaskConfig, examples: Sequence[Example]) -> npt.NDArray[Any]:
+    kind, missing = (np.float32, np.nan) if task.head == "regression" else (np.int64, IGNORED)
+    return np.array([missing if e.label is None else e.label for e in examples], kind)
 
 
 def encode_windows(
@@ -346,13 +343,11 @@ def omitted_tokens(
         length: maximum number of tokens per row.
     """
     omitted = np.zeros(len(examples), np.int64)
-    if task.head in ("spans", "tokens"):
-        return omitted
     full = np.unique(encoded.example_index[encoded.lengths >= length]).tolist()
-    texts = [[examples[i].text, examples[i].text_pair or "", *examples[i].choices] for i in full]
-    lengths = iter(
-        map(len, encode_each(tokenizer, [text for own in texts for text in own])) if full else ()
-    )
+    if task.head in ("spans", "tokens") or not full:
+        return omitted
+    own = [(examples[i].text, examples[i].text_pair or "", *examples[i].choices) for i in full]
+    lengths = map(len, encode_each(tokenizer, list(itertools.chain.from_iterable(own))))
     num_rows = np.diff(encoded.example_offsets)
     for index in full:
         example = examples[index]
@@ -366,8 +361,7 @@ def omitted_tokens(
             omitted[index] = sum(max(size - limit, 0) for size in sizes)
         elif num_rows[index] > 1:
             # In windows, only the shorter segment can lack tokens.
-            has_pair = example.text_pair is not None
-            omitted[index] = has_pair * max(min(first, second) - (length - 3) // 2, 0)
+            omitted[index] = max(min(first, second) - (length - 3) // 2, 0)
         else:
             limit = length - 2 if example.text_pair is None else length - 3
             omitted[index] = max(first + second - limit, 0)
