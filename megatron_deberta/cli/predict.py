@@ -10,12 +10,18 @@ writes.
 
 Texts are those of --text, or without TASK and --text the lines of standard input. For taggers,
 separate words and punctuation by spaces, as in the training data. The second text of a pair is
---text-pair, as often as --text; of spans, --text is the question and --text-pair the passage.
+--text-pair, as often as --text; of spans, --text is the question and --text-pair the passage, of
+rerank the query and a passage: one --text has several. Of rerank, scores and ranks are one per
+passage.
+
+--zero-shot classifies texts with any labels by a model of natural language inference (MNLI, RTE,
+QNLI): the label's score is the probability that the text entails the sentence --hypothesis.
 
 Examples:
   megatron-deberta predict sst2 --model runs/sst2 --data glue/SST-2 --split test --output out.jsonl
   megatron-deberta predict --model runs/sst2 --text "A film to see twice."
   megatron-deberta predict --model exports/sst2 < reviews.txt
+  megatron-deberta predict --model runs/mnli --text "They won 2:1." --zero-shot sport politics
 """
 
 from __future__ import annotations
@@ -32,11 +38,13 @@ from megatron_deberta.cli.arguments import (
     add_task_arguments,
     number,
     prepare_output,
+    refuse_options,
 )
 from megatron_deberta.errors import ConfigError, MissingInputError, refusals
 from megatron_deberta.files import write_atomically
 
 if TYPE_CHECKING:
+    from megatron_deberta.evaluate.zero_shot import ZeroShot
     from megatron_deberta.tasks import Example, Prediction, TaskConfig
 
 _TEST = "test"
@@ -53,7 +61,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--text-pair", action="append", default=[], metavar="TEXT",
-        help="second segment of --text: of spans the passage",
+        help="second segment of --text: of spans and rerank the passage",
+    )  # fmt: skip
+    parser.add_argument(
+        "--zero-shot", action="extend", nargs="+", default=[], metavar="LABEL",
+        help="labels of --text for a model with a class named entailment",
+    )  # fmt: skip
+    parser.add_argument(
+        "--hypothesis", metavar="SENTENCE",
+        help="--zero-shot: sentence with {} for the label (default: This example is {}.)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--multi-label", action="store_true",
+        help="--zero-shot: several labels may hold, each against contradiction",
     )  # fmt: skip
     add_shared(parser, "--split", help=f"split to predict (default: {_TEST})")
     add_shared(parser, "--output", help="file to write (default: standard output)")
@@ -70,12 +90,18 @@ def run(args: argparse.Namespace) -> None:
     from megatron_deberta.evaluate.predict import open_predictor
 
     texts = _texts(args)
+    zero_shot = _zero_shot(args)
     prepare_output("--output", args.output)
     prepare_output("--leaderboard", args.leaderboard, is_folder=True)
     with (
         refusals(),
         open_predictor(
-            args.task, Path(args.model), args.data, tuple(args.overrides), args.tokenizer
+            args.task,
+            Path(args.model),
+            args.data,
+            tuple(args.overrides),
+            args.tokenizer,
+            zero_shot,
         ) as predictor,
     ):
         task = predictor.task
@@ -136,11 +162,32 @@ def _texts(args: argparse.Namespace) -> tuple[list[str], list[str]] | None:
         texts = _standard_input()
     if not texts:
         raise ConfigError("standard input has no text; write a text per line, or give --text TEXT")
-    if pairs and len(pairs) != len(texts):
+    # One query has several passages.
+    if pairs and len(pairs) != len(texts) and len(texts) > 1:
         raise ConfigError(
             f"{len(pairs)} --text-pair for {len(texts)} texts; give one for each --text"
         )
     return texts, pairs
+
+
+def _zero_shot(args: argparse.Namespace) -> ZeroShot | None:
+    """Return the labels of ``--zero-shot``; None: there are none.
+
+    Raises:
+        ConfigError: the arguments contradict each other.
+    """
+    if not args.zero_shot:
+        refuse_options(args, ["hypothesis", "multi_label"], "needs --zero-shot LABEL ...")
+        return None
+    from megatron_deberta.evaluate.zero_shot import HYPOTHESIS, ZeroShot
+
+    if args.task:
+        raise ConfigError(
+            f"--zero-shot classifies --text, not the files of {args.task}; give these a task file "
+            "with head: choices and hypothesis:, or omit TASK"
+        )
+    sentence = HYPOTHESIS if args.hypothesis is None else args.hypothesis
+    return ZeroShot(tuple(args.zero_shot), sentence, args.multi_label)
 
 
 def _standard_input() -> list[str]:

@@ -472,7 +472,7 @@ def combined_outputs(
 
 
 def mean_outputs(head: Head, encoded: EncodedDataset, outputs: Sequence[Outputs]) -> Outputs:
-    """Return the logarithms of mean probabilities, or mean scores in regression.
+    """Return the logarithms of mean probabilities, or mean scores in regression and of passages.
 
     The probabilities of spans are those of start and end over all windows of an example, so that
     differences between windows count.
@@ -482,7 +482,7 @@ def mean_outputs(head: Head, encoded: EncodedDataset, outputs: Sequence[Outputs]
         encoded: the examples.
         outputs: of each model; see ``tasks.scoring.predict``.
     """
-    if head == "regression":
+    if head in ("regression", "rerank"):
         mean: Outputs = np.stack(outputs).mean(axis=0).astype(np.float32)
         return mean
     members = [_probabilities(head, encoded, values) for values in outputs]

@@ -32,6 +32,7 @@ from megatron_deberta.evaluate.splits import (
     run_split,
     task_rows,
 )
+from megatron_deberta.evaluate.zero_shot import ZeroShot, for_task
 from megatron_deberta.hf.heads import GraphKind
 from megatron_deberta.model import DebertaForTask
 from megatron_deberta.model.flops import is_task_head
@@ -39,7 +40,7 @@ from megatron_deberta.model.heads import num_outputs
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.objectives.labelled import LabelledObjective
 from megatron_deberta.tasks.encoding import encode
-from megatron_deberta.tasks.examples import Example
+from megatron_deberta.tasks.examples import Example, hypotheses
 from megatron_deberta.tasks.scoring import Outputs, score
 from megatron_deberta.tasks.task import DEV, METRICS, Head, TaskConfig, load_task, run_task_name
 from megatron_deberta.tokenizer import Tokenizer
@@ -101,7 +102,12 @@ class Predictor:
 
 @contextmanager
 def open_predictor(
-    task_name: str, model: Path, data: str, overrides: tuple[str, ...] = (), tokenizer: str = ""
+    task_name: str,
+    model: Path,
+    data: str,
+    overrides: tuple[str, ...] = (),
+    tokenizer: str = "",
+    zero_shot: ZeroShot | None = None,
 ) -> Iterator[Predictor]:
     """Load a fine-tuned model. Collective over the ranks of the launcher.
 
@@ -112,6 +118,7 @@ def open_predictor(
         data: folder of the task's files.
         overrides: ``section.key=value``.
         tokenizer: the model's tokenizer; empty: its own.
+        zero_shot: labels for a model of natural language inference, in place of a task.
 
     Raises:
         ConfigError: the model is not fine-tuned on this task.
@@ -124,10 +131,13 @@ def open_predictor(
             f"{model} lacks {source.missing[0]} of the shape that its config.json says, so "
             "predictions would come from random weights; give a fine-tuned model"
         )
-    if not task_name and source.run is not None:
+    if not task_name and source.run is not None and zero_shot is None:
         task_name = run_task_name(source.run.finetune.task or "", source.path.parents[1])
-    task = load_task(task_name) if task_name else model_task(source.config)
-    source = with_classes(source, class_names(task))
+    if zero_shot is not None:
+        task = zero_shot.task(source.config)
+    else:
+        task = load_task(task_name) if task_name else model_task(source.config)
+    source = with_classes(for_task(source, task, zero_shot), class_names(task))
     config = prediction_config(task, task_name, source, data, overrides)
     check_task(config, task)
     with open_ranks(config, source) as (module, groups):
@@ -201,14 +211,19 @@ def text_examples(
         ConfigError: the task has a second segment and none is given, or the other way round, or
             its examples are more than one or two texts.
     """
-    if task.head == "choices":
+    if task.head == "choices" and not task.hypothesis:
         raise ConfigError("--text: multiple choice has several texts per example; predict a file")
-    is_pair = task.head == "spans" or "text_pair" in task.columns
+    is_pair = task.head in ("spans", "rerank") or "text_pair" in task.columns
     # A task without columns is that of an export, of which it is not known.
     if is_pair and not pairs:
-        first, second = ("question", "passage") if task.head == "spans" else ("text", "second text")
+        names = {"spans": ("question", "passage"), "rerank": ("query", "passage")}
+        first, second = names.get(task.head, ("text", "second text"))
         raise ConfigError(
             f"task {task.name} has a {first} and a {second}; give the {second} with --text-pair"
+        )
+    if len(pairs) not in (0, len(texts)) and task.head != "rerank":
+        raise ConfigError(
+            f"{len(pairs)} --text-pair for {len(texts)} text; give one for each --text"
         )
     if pairs and not is_pair and (task.columns or task.head == "tokens"):
         raise ConfigError(f"task {task.name} has no second text; omit --text-pair")
@@ -216,6 +231,19 @@ def text_examples(
         raise ConfigError(f"--text {empty[0]!r} is empty; give a text")
     if task.head == "tokens":
         return [Example(id=str(n), words=tuple(text.split())) for n, text in enumerate(texts)]
+    if task.head == "choices":
+        choices = hypotheses(task)
+        return [Example(id=str(n), text=text, choices=choices) for n, text in enumerate(texts)]
+    if task.head == "rerank":
+        # One query stands for all passages.
+        queries: dict[str, list[str]] = {}
+        each = [*texts] * (len(pairs) if len(texts) == 1 else 1)
+        for query, passage in zip(each, pairs, strict=True):
+            queries.setdefault(query, []).append(passage)
+        return [
+            Example(id=str(n), text=query, choices=tuple(passages))
+            for n, (query, passages) in enumerate(queries.items())
+        ]
     seconds: Sequence[str | None] = pairs or [None] * len(texts)
     return [
         Example(id=str(number), text=text, text_pair=second)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from megatron_deberta.config.schema import Head, RunConfig
+from megatron_deberta.config.schema import GROUPED_HEADS, Head, RunConfig
 from megatron_deberta.data import Integers
 from megatron_deberta.data.batch import TaskBatch
 from megatron_deberta.data.dataset.best_fit import best_fit
@@ -48,7 +48,7 @@ _KEYS_PER_SAMPLE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TaskRows:
-    """Encoded examples of one split, as samples: rows, or whole examples in multiple choice.
+    """Encoded examples of one split, as samples: rows, or whole examples of grouped heads.
 
     Attributes:
         head: of the model.
@@ -69,13 +69,13 @@ class TaskRows:
     @property
     def num_samples(self) -> int:
         """Number of samples."""
-        return self.encoded.num_examples if self.head == "choices" else self.encoded.num_rows
+        return self.encoded.num_examples if self.head in GROUPED_HEADS else self.encoded.num_rows
 
     @property
     def lengths(self) -> Integers:
-        """Tokens of each sample; of the longest choice in multiple choice."""
+        """Tokens of each sample; of the longest choice or passage of grouped heads."""
         lengths = self.encoded.lengths
-        if self.head != "choices":
+        if self.head not in GROUPED_HEADS:
             return lengths
         longest: Integers = np.maximum.reduceat(lengths, self.encoded.example_offsets[:-1])
         return longest
@@ -87,7 +87,7 @@ class TaskRows:
             samples: number of each sample in the split, -1 = padding sample.
             indices: global sample index of each, which selects dropout bits.
         """
-        if self.head != "choices":
+        if self.head not in GROUPED_HEADS:
             rows = samples
             return self._collate(rows, indices, self._labels(rows))
         offsets = self.encoded.example_offsets
@@ -98,6 +98,8 @@ class TaskRows:
         choice_rows = np.full(present.shape, -1, np.int64)
         choice_rows[present] = np.arange(rows.size)
         keys = (indices[:, None] * _KEYS_PER_SAMPLE + columns)[present]
+        if self.head == "rerank":
+            return self._collate(rows, indices, self._labels(rows), choice_rows, keys)
         labels = np.where(samples < 0, IGNORED_LABEL, self.encoded.labels[samples])
         return self._collate(rows, indices, labels.astype(np.int64), choice_rows, keys)
 
@@ -158,7 +160,7 @@ class TaskRows:
         if self.head == "tokens":
             return None
         labels = np.asarray(self.encoded.labels[rows])
-        if self.head == "regression":
+        if self.head in ("regression", "rerank"):
             return np.where(rows < 0, np.nan, labels).astype(np.float32)
         labels = labels.astype(np.int64)
         labels[rows < 0] = IGNORED_LABEL
@@ -221,7 +223,7 @@ def output_shape(head: Head, encoded: EncodedDataset, num_outputs: int) -> tuple
         num_outputs: values per row or token.
     """
     places = len(encoded.input_ids) if head in ("spans", "tokens") else encoded.num_rows
-    return (places,) if head in ("regression", "choices") else (places, num_outputs)
+    return (places,) if head in ("regression", *GROUPED_HEADS) else (places, num_outputs)
 
 
 class OutputCollector:

@@ -155,6 +155,11 @@ def loading_lines(config: ModelConfig, model_type: ModelType, folder: str) -> di
             "model": f"from transformers import {head.auto_class}; "
             f'model = {head.auto_class}.from_pretrained("{folder}"{option})'
         }
+        if config.head == "rerank":
+            lines["scores"] = (
+                "from sentence_transformers import CrossEncoder; "
+                f'scores = CrossEncoder("{folder}"{option}).predict([("a query", "a passage")])'
+            )
         if head.has_pipeline:
             lines[head.task] = (
                 "from transformers import pipeline; "
@@ -192,6 +197,8 @@ def model_card(
             "from sentence_transformers import SentenceTransformer; "
             f'sentences = SentenceTransformer("{name}"{own_code})'
         )
+    if config.head == "rerank":
+        tags += ["sentence-transformers", "cross-encoder"]
     return _CARD.format(
         name=name,
         pipeline=head.task,

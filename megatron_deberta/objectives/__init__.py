@@ -19,6 +19,7 @@ from megatron_deberta.objectives.objective import (
     Objective,
     Update,
 )
+from megatron_deberta.objectives.rerank import Reranking
 from megatron_deberta.objectives.rtd import ReplacedTokenDetection
 
 OBJECTIVES: dict[str, type[Objective]] = {
@@ -31,6 +32,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "spans": Spans,
     "tokens": Tokens,
     "choices": Choices,
+    "rerank": Reranking,
 }
 """Objectives by ``objective.name``; a program may replace one by its own before it trains."""
 

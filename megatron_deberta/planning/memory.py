@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from megatron_deberta.config.rules import causal_fraction
-from megatron_deberta.config.schema import ModelConfig, RunConfig
+from megatron_deberta.config.schema import GROUPED_HEADS, ModelConfig, RunConfig
 from megatron_deberta.distributed.parallelize.plan import shard_spec, vocabulary_rows
 from megatron_deberta.engine.deepspeed_engine import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS
 from megatron_deberta.model import parameter_shapes
@@ -37,11 +37,11 @@ _STATISTICS = 8
 
 
 def rows_per_sample(config: RunConfig) -> int:
-    """Return the number of rows per sample: 1, but in multiple choice the task's choices."""
-    if config.model.head != "choices":
+    """Return the number of rows per sample: 1, or the task's choices or most passages."""
+    if config.model.head not in GROUPED_HEADS:
         return 1
-    name = run_task_name(config.finetune.task or "", Path(config.train.run_dir))
-    return max(1, len(load_task(name).labels))
+    task = load_task(run_task_name(config.finetune.task or "", Path(config.train.run_dir)))
+    return max(1, task.max_passages if task.head == "rerank" else len(task.labels))
 
 
 def micro_batch_rows(config: RunConfig) -> int:

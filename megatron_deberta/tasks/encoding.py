@@ -37,17 +37,17 @@ class EncodedDataset:
     """Encoded examples: rows of tokens behind each other, with labels.
 
     A row is an example (classification, regression), a window of one (spans, tokens), or one of its
-    choices. Rows of one example are contiguous.
+    choices or passages. Rows of one example are contiguous.
 
     Attributes:
         input_ids: int32 ``[total]``, [CLS] and [SEP] included, without padding.
         token_type_ids: uint8 ``[total]``, 1 in the second segment.
         row_offsets: int64 ``[rows + 1]``; row i is ``row_offsets[i] : row_offsets[i + 1]``.
         example_index: int64 ``[rows]``, non-decreasing.
-        labels: classification int64 ``[rows]``; regression float32 ``[rows]``; spans int64
+        labels: classification int64 ``[rows]``; regression, rerank float32 ``[rows]``; spans int64
             ``[rows, 2]``, first and last token of the answer in the row, 0 0 without an answer in
-            this window; tokens int32 ``[total]``; choices int64 ``[examples]``. -100 (NaN for
-            regression) is not scored.
+            this window; tokens int32 ``[total]``; choices int64 ``[examples]``. -100 (NaN in
+            float32) is not scored.
         char_offsets: spans: int32 ``[total, 2]``, characters of the passage that a token stands
             for, -1 outside the passage; otherwise ``[0, 2]``.
         word_index: tokens: int32 ``[total]``, index of the word whose label is read at this token,
@@ -286,7 +286,7 @@ def encode_segments(
 def encode_choices(
     task: TaskConfig, examples: Sequence[Example], tokenizer: Tokenizer, length: int
 ) -> EncodedDataset:
-    """Encode one row per choice: the example's text, if it has one, then the choice.
+    """Encode one row per choice or passage: the example's text, if it has one, then the choice.
 
     Args:
         task: the task.
@@ -305,6 +305,9 @@ def encode_choices(
                 _add_pair(rows, index, first[index], choice, length, task.truncate)
             else:
                 _add_pair(rows, index, choice, None, length, task.truncate)
+    if task.head == "rerank":
+        relevance = [e.relevance or (np.nan,) * len(e.choices) for e in examples]
+        return EncodedDataset(labels=np.concatenate(relevance, dtype=np.float32), **rows.arrays())
     labels = np.array([IGNORED if e.label is None else e.label for e in examples], np.int64)
     return EncodedDataset(labels=labels, **rows.arrays())
 
@@ -601,6 +604,7 @@ _ENCODERS: Mapping[
     "spans": encode_spans,
     "tokens": encode_words,
     "choices": encode_choices,
+    "rerank": encode_choices,
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron_deberta.config.schema import GROUPED_HEADS
 from megatron_deberta.errors import DataError, MalformedInputError
 from megatron_deberta.tasks.encoding import EncodedDataset, covered_span, pieces_of
 from megatron_deberta.tasks.examples import Example, Prediction
@@ -41,20 +42,20 @@ def predict(
         examples: the examples, in the order in which they were encoded.
         encoded: their encoding.
         outputs: float32: classification ``[rows, classes]``, regression ``[rows]``, spans
-            ``[total, 2]`` (logits of start and end), tokens ``[total, classes]``, choices
-            ``[rows]``.
+            ``[total, 2]`` (logits of start and end), tokens ``[total, classes]``, choices and
+            rerank ``[rows]``.
         null_threshold: spans: predict no answer if ``null_score`` is above it; ``score`` finds the
             best one on a dev split as ``null_threshold``.
-        is_multi_label: classification: each class has a probability of its own (sigmoid), as in a
-            model trained with several classes per example; the value is still the most probable.
+        is_multi_label: each class, choice or passage has a probability of its own (sigmoid), as in
+            a model trained with several classes per example; the value is still the most probable.
 
     Raises:
         DataError: outputs are infinite or not a number.
         ValueError: the outputs have another shape.
     """
     _check_outputs(task, examples, encoded, outputs)
-    if is_multi_label and task.head == "classification":
-        return _predict_classes(task, examples, encoded, outputs, sigmoid)
+    if is_multi_label and task.head in ("classification", *GROUPED_HEADS):
+        return _PREDICT[task.head](task, examples, encoded, outputs, sigmoid)
     if task.head == "spans":
         return [
             Prediction(
@@ -114,7 +115,11 @@ def require_labels(task: TaskConfig, examples: Sequence[Example]) -> None:
     Raises:
         MalformedInputError: one has none.
     """
-    unlabelled = [e.id for e in examples if e.label is None and not e.tags and e.answers is None]
+    unlabelled = [
+        e.id
+        for e in examples
+        if e.label is None and not (e.tags or e.relevance) and e.answers is None
+    ]
     if unlabelled:
         raise MalformedInputError(
             f"task {task.name}: {len(unlabelled)} of {len(examples)} examples have no label "
@@ -144,6 +149,7 @@ def _check_outputs(
         "spans": (total, 2),
         "tokens": (total, classes),
         "choices": (rows,),
+        "rerank": (rows,),
     }
     if outputs.shape != shapes[task.head]:
         raise ValueError(
@@ -203,8 +209,15 @@ def _predict_scores(
 
 
 def _predict_choices(
-    task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset, outputs: Outputs
+    task: TaskConfig,
+    examples: Sequence[Example],
+    encoded: EncodedDataset,
+    outputs: Outputs,
+    to_scores: Callable[[Outputs], npt.NDArray[np.float64]] | None = None,
 ) -> list[Prediction]:
+    if to_scores is None:
+        # Of passages the scores as they are.
+        to_scores = np.float64 if task.head == "rerank" else softmax
     found = []
     for example, logits in zip(
         examples, np.split(outputs, encoded.example_offsets[1:-1]), strict=True
@@ -215,7 +228,7 @@ def _predict_choices(
                 id=example.id,
                 index=index,
                 value=task.labels[index] if task.labels else str(index),
-                probabilities=tuple(softmax(logits).tolist()),
+                probabilities=tuple(to_scores(logits).tolist()),
                 group=example.group,
             )
         )
@@ -244,6 +257,7 @@ _PREDICT: Mapping[str, Callable[..., list[Prediction]]] = {
     "regression": _predict_scores,
     "tokens": _predict_tags,
     "choices": _predict_choices,
+    "rerank": _predict_choices,
 }
 
 

@@ -19,6 +19,7 @@ CASES: list[tuple[Head, Layout, float]] = [
     ("tokens", Layout(1, 2, False, "none"), SIFT),
     ("choices", Layout(2, 2, False, "selective"), 0.0),
     ("regression", Layout(2, 1, True, "none"), SIFT),
+    ("rerank", Layout(2, 2, False, "selective"), 0.0),
 ]
 ZERO3: tuple[Head, Layout, float] = ("classification", Layout(2, 3, True, "full"), SIFT)
 MORE: list[tuple[Head, Layout, float]] = [
@@ -32,6 +33,7 @@ MORE: list[tuple[Head, Layout, float]] = [
     ("choices", Layout(2, 1, True, "none"), SIFT),
     ("regression", Layout(4, 1, True, "none"), SIFT),
     ("regression", Layout(2, 2, False, "full"), 0.0),
+    ("rerank", Layout(1, 3, False, "full"), SIFT),
 ]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_deberta.config.schema import (
+    GROUPED_HEADS,
     FinetuneConfig,
     Head,
     ModelConfig,
@@ -16,6 +17,7 @@ from megatron_deberta.config.schema import (
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
+    RankingLoss,
     RunConfig,
     TrainConfig,
     with_task_head,
@@ -27,7 +29,7 @@ from megatron_deberta.evaluate.splits import TaskBatchBuilder, TaskRows
 from megatron_deberta.finetune.data import EpochOrder
 from megatron_deberta.tasks.encoding import EncodedDataset
 
-HEADS: tuple[Head, ...] = ("classification", "regression", "spans", "tokens", "choices")
+HEADS: tuple[Head, ...] = ("classification", "regression", "spans", "tokens", "choices", "rerank")
 LABELS = ("no", "maybe", "yes")
 SMALL = ModelConfig(
     num_layers=2,
@@ -49,9 +51,10 @@ def encoded(
     choices: tuple[int, ...] = (2, 3, 4),
     lengths: tuple[int, int] = (5, 19),
 ) -> EncodedDataset:
-    """Return random examples; of multiple choice with these numbers of choices in turn."""
+    """Return random examples; of grouped heads with these numbers of choices in turn."""
     random = np.random.default_rng(7)
-    rows_of = [choices[i % len(choices)] if head == "choices" else 1 for i in range(num_examples)]
+    is_grouped = head in GROUPED_HEADS
+    rows_of = [choices[i % len(choices)] if is_grouped else 1 for i in range(num_examples)]
     sizes = random.integers(*lengths, sum(rows_of), endpoint=True)
     offsets = np.concatenate([[0], sizes.cumsum()]).astype(np.int64)
     ids = random.integers(4, vocab_size, offsets[-1]).astype(np.int32)
@@ -66,6 +69,8 @@ def encoded(
         labels[random.random(offsets[-1]) < 0.3] = -100
     elif head == "choices":
         labels = random.integers(0, rows_of)
+    elif head == "rerank":
+        labels = (random.integers(0, 3, sum(rows_of)) / 2).astype(np.float32)
     return EncodedDataset(
         input_ids=ids,
         token_type_ids=np.zeros(offsets[-1], np.uint8),
@@ -88,6 +93,7 @@ def labelled_run(
     micro_batch_size: int = 4,
     learning_rate: float = 1e-3,
     pack_rows: bool = False,
+    ranking_loss: RankingLoss = "ranknet",
 ) -> RunConfig:
     """Return a run of 20 steps of 8 samples."""
     labels = LABELS if head in ("classification", "tokens") else ()
@@ -99,7 +105,9 @@ def labelled_run(
         precision=precision or PrecisionConfig(engine="plain"),
         parallel=parallel or ParallelConfig(),
         train=TrainConfig(steps=20, global_batch_size=8, micro_batch_size=micro_batch_size),
-        finetune=FinetuneConfig(task="tiny", data="nowhere", pack_rows=pack_rows),
+        finetune=FinetuneConfig(
+            task="tiny", data="nowhere", pack_rows=pack_rows, ranking_loss=ranking_loss
+        ),
     )
 
 

@@ -36,7 +36,9 @@ from megatron_deberta.tasks.task import absolute_task_name
 from tests.support.tiny_task import MODEL, write_task
 
 
-@pytest.mark.parametrize("head", ["classification", "regression", "spans", "tokens", "choices"])
+@pytest.mark.parametrize(
+    "head", ["classification", "regression", "spans", "tokens", "choices", "rerank"]
+)
 def test_custom_tasks_use_the_usual_settings_and_not_a_search_space(head: str) -> None:
     task = load_task(f"custom_{head}")
     chosen = choose_settings(task, ModelConfig())
