@@ -168,7 +168,10 @@ class Row:
 
     def holds(self, role: str) -> bool:
         """Return whether the role has a column that this record has."""
-        return self._values.get(str(self._columns.get(role))) is not None
+        value: Any = self._values
+        for part in self._path(str(self._columns.get(role))):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value is not None
 
     def require(self, role: str) -> None:
         """Check that a role has a column where labels are not optional.
@@ -272,8 +275,7 @@ class Row:
 
     def _value(self, name: str) -> Any:
         value: Any = self._values
-        # A name that contains a full stop is tried before the path that it could be.
-        for part in [name] if name in self._values else name.split("."):
+        for part in self._path(name):
             if not isinstance(value, dict) or part not in value:
                 there = ", ".join(map(repr, list(self._values)[:12]))
                 self.fail(f"no column {name!r} (there are {there})")
@@ -281,6 +283,10 @@ class Row:
         if self._has_surrogate(value):
             self.fail(f"{name!r} has an unpaired surrogate, which is half of a character")
         return value
+
+    def _path(self, name: str) -> list[str]:
+        # A name that contains a full stop is tried before the path that it could be.
+        return [name] if name in self._values else name.split(".")
 
     def _has_surrogate(self, value: Any) -> bool:
         if isinstance(value, str):
@@ -491,7 +497,11 @@ def _passages(row: Row, identifier: str) -> Example:
             passages += row.texts(role)
             relevance += [value] * (len(passages) - len(relevance))
     if not passages or not all(passage.strip() for passage in passages):
-        row.fail("a passage is empty" if passages else "the query has no passages")
+        row.fail(
+            "a passage is empty"
+            if passages
+            else "the query has no passages; columns.passages or columns.positives names them"
+        )
     most = row.task.max_passages
     if row.labelled and 0 < most < len(passages):
         kept = _drawn(row.task, identifier, relevance)

@@ -143,6 +143,7 @@ def read_squad_passages(
     """Read a SQuAD file as queries and passages: each question with the paragraphs of its article.
 
     Relevant are all paragraphs that answer a question of this wording, as several in PolicyQA do.
+    Paragraphs without questions are left out.
 
     Args:
         path: the file.

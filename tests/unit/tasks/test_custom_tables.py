@@ -102,6 +102,9 @@ CASES: list[tuple[str, str, Rows, dict[str, Any], list[str]]] = [
      {"choices": [("wet", "dry")] * 2, "relevance": [(2.0, 0.5)] * 2}, FORMS[2:]),
     ("rerank", "", [{"query": "rain", "positive": ["wet"], "negative": ["dry", "red"]}] * 2,
      {"choices": [("wet", "dry", "red")] * 2, "relevance": [(1.0, 0.0, 0.0)] * 2}, FORMS[2:]),
+    ("rerank", "columns={query: in.q, passages: in.texts, labels: in.marks}",
+     [{"in": {"q": "rain", "texts": ["wet", "dry"], "marks": [1, 0]}}] * 2,
+     {"text": ["rain"] * 2, "relevance": [(1.0, 0.0)] * 2}, FORMS[2:]),
     ("rerank", "", [{"query": "rain", "positive": "wet", "negative": "dry"}] * 2,
      {"choices": [("wet", "dry")] * 2, "relevance": [(1.0, 0.0)] * 2}, FORMS),
 ]  # fmt: skip
