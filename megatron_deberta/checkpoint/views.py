@@ -19,7 +19,7 @@ from megatron_deberta.checkpoint.reader import (
     WeightSource,
     WeightView,
 )
-from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.config.schema import SINGLE_OUTPUT_HEADS, ModelConfig
 from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.model.replaced_tokens import (
     DELTA,
@@ -248,7 +248,7 @@ class TaskHead(WeightView):
         super().__init__(source)
         self.order: list[int] | None = None
         self.why_new = ""
-        if own.head != wanted.head:
+        if own.head != wanted.head and not {own.head, wanted.head} <= {*SINGLE_OUTPUT_HEADS}:
             self.why_new = f"{self.path} has the head {own.head}, not {wanted.head}"
         elif own.labels != wanted.labels:
             self.order = class_order(own.labels, wanted.labels)

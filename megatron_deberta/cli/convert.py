@@ -427,6 +427,7 @@ def _export(args: argparse.Namespace) -> None:
         generator_facts=facts[-1],
         extend=_onnx_extension(args, trained) if args.to == "onnx" else None,
         why_untrained=trained.reader.metadata.why_untrained,
+        ranking_loss=trained.run.finetune.ranking_loss,
     )
     print(f"{args.output}: {trained.reader.path} as {export.model_type}, {dtype}")
     if export.reason:

@@ -32,14 +32,20 @@ Head = Literal[
     "tokens",
     "choices",
     "embed",
+    "rerank",
 ]
 ObjectiveName = Literal[Head, "mlm+ar"]
+RankingLoss = Literal["bce", "ranknet", "listnet", "softmax"]
 DType = Literal["fp32", "bf16", "fp16"]
 EngineName = Literal["deepspeed", "plain"]
 PRETRAINING_HEADS: tuple[Head, ...] = ("mlm", "autoregressive", "rtd")
 """Heads that are trained on text without labels."""
 LANGUAGE_MODEL_HEADS: tuple[Head, ...] = ("mlm", "autoregressive")
 """Heads that predict tokens; their weights are the same."""
+GROUPED_HEADS: tuple[Head, ...] = ("choices", "rerank")
+"""Heads whose samples are several rows: the choices, or the passages of a query."""
+SINGLE_OUTPUT_HEADS: tuple[Head, ...] = ("regression", "rerank")
+"""Heads of one score per row; their weights are the same."""
 
 
 def head_of(objective: ObjectiveName) -> Head:
@@ -561,6 +567,10 @@ class FinetuneConfig(Section):
     """Save a checkpoint at each better score, and keep the best one."""
     cache: str | None = None
     """Folder of encoded examples; null: ``encoded`` in the run folder."""
+    ranking_loss: RankingLoss = "bce"
+    """Loss of the head ``rerank``: ``bce`` of each passage (relevance from 0 to 1), ``ranknet`` of
+    each pair of different relevance, ``listnet`` (softmax of the relevance) or ``softmax``
+    (relevance divided by its sum) of each query's list."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

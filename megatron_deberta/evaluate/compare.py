@@ -264,6 +264,9 @@ def _fits(task: TaskConfig, example: Example, prediction: Prediction) -> bool:
         return isinstance(value, float) and math.isfinite(value)
     if task.head == "spans":
         return isinstance(value, str)
+    if task.head == "rerank":
+        scores = prediction.probabilities
+        return len(scores) == len(example.choices) and all(map(math.isfinite, scores))
     if task.head == "tokens":
         is_right_size = isinstance(value, tuple) and len(value) == len(example.words)
         return is_right_size and set(cast("tuple[str, ...]", value)) <= set(task.labels)

@@ -26,6 +26,7 @@ from megatron_deberta.config import config_from_dict, validate_for_world
 from megatron_deberta.config.loader import config_from_layers, config_to_dict
 from megatron_deberta.config.schema import (
     LANGUAGE_MODEL_HEADS,
+    Head,
     ModelConfig,
     PrecisionConfig,
     RunConfig,
@@ -68,7 +69,8 @@ class SourceModel:
         read: returns a logical fp32 tensor by canonical name.
         missing: canonical names of the parameters that the folder lacks, such as a head.
         why_untrained: why it cannot predict tokens, of a pretrained model; empty: it can.
-        is_multi_label: each class has a probability of its own (sigmoid instead of softmax).
+        is_multi_label: each class has a probability of its own (sigmoid instead of softmax); of
+            rerank, scores are written as probabilities.
         checkpoint: the training checkpoint, whose files are not verified yet; None: another format.
         fields: ``config.json`` of another format.
     """
@@ -184,6 +186,29 @@ def with_classes(source: SourceModel, labels: tuple[str, ...]) -> SourceModel:
     return replace(source, config=wanted, run=run, read=read)
 
 
+def with_head(
+    source: SourceModel,
+    head: Head,
+    read: Callable[[str], Tensor] | None = None,
+    *,
+    is_multi_label: bool,
+) -> SourceModel:
+    """Return a model whose outputs are taken for those of another head without classes.
+
+    Args:
+        source: a fine-tuned model.
+        head: the head.
+        read: as in `SourceModel`, with the classifier's weight ``[1, D]``; None: the model's own.
+        is_multi_label: as in `SourceModel`.
+    """
+    config = replace(source.config, head=head, labels=())
+    run = source.run
+    if run is not None:
+        run = replace(run, model=config, objective=replace(run.objective, name=head))
+    read = read or source.read
+    return replace(source, config=config, run=run, read=read, is_multi_label=is_multi_label)
+
+
 def _open_checkpoint(path: Path, tokenizer_path: str, part: Part) -> SourceModel:
     step = find_checkpoint(path)
     if step is None:
@@ -199,7 +224,14 @@ def _open_checkpoint(path: Path, tokenizer_path: str, part: Part) -> SourceModel
     config, weights = open_part(reader, run.model, part)
     why = reader.metadata.why_untrained
     return SourceModel(
-        step, config, location, run, weights.tensor, why_untrained=why, checkpoint=reader
+        step,
+        config,
+        location,
+        run,
+        weights.tensor,
+        why_untrained=why,
+        is_multi_label=config.head == "rerank" and run.finetune.ranking_loss == "bce",
+        checkpoint=reader,
     )
 
 

@@ -472,7 +472,7 @@ def combined_outputs(
 
 
 def mean_outputs(head: Head, encoded: EncodedDataset, outputs: Sequence[Outputs]) -> Outputs:
-    """Return the logarithms of mean probabilities, or mean scores in regression.
+    """Return the logarithms of mean probabilities, or mean scores in regression and of passages.
 
     Of embeddings, those of all models side by side: their cosine is the mean of the cosines.
 
@@ -484,7 +484,7 @@ def mean_outputs(head: Head, encoded: EncodedDataset, outputs: Sequence[Outputs]
         encoded: the examples.
         outputs: of each model; see ``tasks.scoring.predict``.
     """
-    if head == "regression":
+    if head in ("regression", "rerank"):
         mean: Outputs = np.stack(outputs).mean(axis=0).astype(np.float32)
         return mean
     if head == "embed":

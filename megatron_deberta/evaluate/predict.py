@@ -33,6 +33,7 @@ from megatron_deberta.evaluate.splits import (
     run_split,
     task_rows,
 )
+from megatron_deberta.evaluate.zero_shot import ZeroShot, for_task
 from megatron_deberta.hf.heads import GraphKind
 from megatron_deberta.model import DebertaForTask
 from megatron_deberta.model.flops import is_task_head
@@ -203,7 +204,12 @@ def _blocks(examples: Iterable[Example]) -> Iterator[list[Example]]:
 
 @contextmanager
 def open_predictor(
-    task_name: str, model: Path, data: str, overrides: tuple[str, ...] = (), tokenizer: str = ""
+    task_name: str,
+    model: Path,
+    data: str,
+    overrides: tuple[str, ...] = (),
+    tokenizer: str = "",
+    zero_shot: ZeroShot | None = None,
 ) -> Iterator[Predictor]:
     """Load a fine-tuned model. Collective over the ranks of the launcher.
 
@@ -214,6 +220,7 @@ def open_predictor(
         data: folder of the task's files.
         overrides: ``section.key=value``.
         tokenizer: the model's tokenizer; empty: its own.
+        zero_shot: labels for a model of natural language inference, in place of a task.
 
     Raises:
         ConfigError: the model is not fine-tuned on this task.
@@ -226,10 +233,13 @@ def open_predictor(
             f"{model} lacks {source.missing[0]} of the shape that its config.json says, so "
             "predictions would come from random weights; give a fine-tuned model"
         )
-    if not task_name and source.run is not None:
+    if not task_name and source.run is not None and zero_shot is None:
         task_name = run_task_name(source.run.finetune.task or "", source.path.parents[1])
-    task = load_task(task_name) if task_name else model_task(source.config)
-    source = with_classes(source, class_names(task))
+    if zero_shot is not None:
+        task = zero_shot.task(source.config)
+    else:
+        task = load_task(task_name) if task_name else model_task(source.config)
+    source = with_classes(for_task(source, task, zero_shot), class_names(task))
     config = prediction_config(task, task_name, source, data, overrides)
     check_task(config, task)
     with open_ranks(config, source) as (module, groups):

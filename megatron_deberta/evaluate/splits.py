@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from megatron_deberta.config.schema import Head, RunConfig
+from megatron_deberta.config.schema import GROUPED_HEADS, Head, RunConfig
 from megatron_deberta.data import Integers
 from megatron_deberta.data.batch import TaskBatch
 from megatron_deberta.data.dataset.best_fit import best_fit
@@ -101,7 +101,8 @@ class TaskRows:
         choice_rows = np.full(present.shape, -1, np.int64)
         choice_rows[present] = np.arange(rows.size)
         keys = (indices[:, None] * _KEYS_PER_SAMPLE + columns)[present]
-        return self._collate(rows, indices, self._labels(samples), choice_rows, keys)
+        labels = self._labels(rows if self.head == "rerank" else samples)
+        return self._collate(rows, indices, labels, choice_rows, keys)
 
     def batches(self, micro_batch_size: int, dp_rank: int, dp_size: int) -> Iterator[TaskBatch]:
         """Yield a rank's micro batches of all samples, sorted by length.
@@ -160,7 +161,7 @@ class TaskRows:
         if self.head == "tokens":
             return None
         labels = np.asarray(self.encoded.labels[rows])
-        if self.head in SCORE_HEADS:
+        if self.head in (*SCORE_HEADS, "rerank"):
             return np.where(rows < 0, np.nan, labels).astype(np.float32)
         labels = labels.astype(np.int64)
         labels[rows < 0] = IGNORED_LABEL
@@ -223,7 +224,7 @@ def output_shape(head: Head, encoded: EncodedDataset, num_outputs: int) -> tuple
         num_outputs: values per row or token.
     """
     places = len(encoded.input_ids) if head in ("spans", "tokens") else encoded.num_rows
-    return (places,) if head in ("regression", "choices") else (places, num_outputs)
+    return (places,) if head in ("regression", *GROUPED_HEADS) else (places, num_outputs)
 
 
 class OutputCollector:

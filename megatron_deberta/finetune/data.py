@@ -24,7 +24,7 @@ from megatron_deberta.data.loader import StepSampler, TrainLoader
 from megatron_deberta.data.randomness import Purpose, hash_values, mix64
 from megatron_deberta.distributed.control import raise_on_all_ranks
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.errors import ConfigError
+from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.evaluate.splits import (
     Split,
     TaskBatchBuilder,
@@ -36,6 +36,7 @@ from megatron_deberta.evaluate.splits import (
 )
 from megatron_deberta.observe.throughput import StepWork
 from megatron_deberta.tasks.encoding import encode
+from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.reading import read_examples
 from megatron_deberta.tasks.scoring import Outputs, score
 from megatron_deberta.tasks.task import DEV, TRAIN, TaskConfig, load_task, run_task_name, save_task
@@ -227,6 +228,7 @@ def open_task_data(config: RunConfig, groups: ProcessGroups) -> tuple[RunConfig,
                     name: read_split(config, task, name, tokenizer, run_dir) for name in names
                 }
     train = splits[TRAIN]
+    _check_relevance(config, task, train.examples)
     identity = Identity(
         tokenizer_path=str(Path(tokenizer_path).resolve()),
         tokenizer_fingerprint=tokenizer.fingerprint,
@@ -239,6 +241,22 @@ def open_task_data(config: RunConfig, groups: ProcessGroups) -> tuple[RunConfig,
         check_warmup(config, f"finetune.epochs={epochs:g} of {len(train.examples):,} examples")
     validate_for_world(config, groups.world_size)
     return config, TaskData(config, task, identity, tokenizer, train, splits.get(DEV))
+
+
+def _check_relevance(config: RunConfig, task: TaskConfig, examples: Sequence[Example]) -> None:
+    """Check that the relevance of passages fits the loss.
+
+    Raises:
+        DataError: it does not.
+    """
+    if task.head != "rerank" or config.finetune.ranking_loss != "bce":
+        return
+    high = next((e for e in examples if max(e.relevance, default=0.0) > 1), None)
+    if high is not None:
+        raise DataError(
+            f"task {task.name}: relevance {max(high.relevance):g} of example {high.id} is above 1, "
+            "but finetune.ranking_loss=bce needs 0 to 1; use ranknet, listnet or softmax"
+        )
 
 
 def planned_steps(config: RunConfig) -> RunConfig:
@@ -312,7 +330,7 @@ def constant_outputs(task: TaskConfig, train: Split, dev: Split) -> Outputs | No
     """Return the outputs that predict the most frequent label of the training examples.
 
     Of multiple choice, it is the most frequent position of the right answer; in regression, the
-    mean score.
+    mean score; of passages, the same score for all.
 
     Args:
         task: the task.
@@ -329,6 +347,9 @@ def constant_outputs(task: TaskConfig, train: Split, dev: Split) -> Outputs | No
     if task.head == "regression":
         mean = np.mean([example.label for example in train.examples if example.label is not None])
         return np.full(encoded.num_rows, mean, np.float32)
+    if task.head == "rerank":
+        # Equal scores: metrics are then those that a random order has on average.
+        return np.zeros(encoded.num_rows, np.float32)
     if task.head == "tokens":
         labels = [tag for example in train.examples for tag in example.tags]
     else:

@@ -15,7 +15,7 @@ from megatron_deberta.config.schema import (
     PositionTerms,
 )
 from megatron_deberta.errors import CheckpointError
-from megatron_deberta.hf.heads import EMBEDDINGS_FIELD, HEADS
+from megatron_deberta.hf.heads import EMBEDDINGS_FIELD, HEADS, cross_encoder_fields
 from megatron_deberta.hf.names import ModelType
 from megatron_deberta.model.heads import pooler_activation
 
@@ -235,6 +235,8 @@ def _task_fields(config: ModelConfig, model_type: ModelType) -> dict[str, Any]:
     }
     if head.problem_type:
         fields["problem_type"] = head.problem_type
+    if config.head == "rerank":
+        fields |= cross_encoder_fields()
     if config.head != "spans":
         names = config.labels or ("LABEL_0",)
         fields["id2label"] = {str(number): name for number, name in enumerate(names)}

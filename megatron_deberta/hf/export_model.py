@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.config.schema import ModelConfig, RankingLoss
 from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.files import FolderInUseError, folder_writer, published_folder
 from megatron_deberta.hf.config import (
@@ -27,7 +27,7 @@ from megatron_deberta.hf.config import (
     choose_model_type,
     to_hf_config,
 )
-from megatron_deberta.hf.heads import HEADS
+from megatron_deberta.hf.heads import HEADS, cross_encoder_fields
 from megatron_deberta.hf.loading import build_with_head, tokenizer_fields
 from megatron_deberta.hf.model_card import TrainingFacts, model_card
 from megatron_deberta.hf.names import HFTensor, ModelType, hf_tensors
@@ -73,6 +73,7 @@ def export_model(
     generator_facts: TrainingFacts = UNKNOWN_TRAINING,
     extend: Callable[[Path], object] | None = None,
     why_untrained: str = "",
+    ranking_loss: RankingLoss = "bce",
 ) -> ExportResult:
     """Write weights, config, tokenizer, code and model card, verify them, publish the folder.
 
@@ -88,6 +89,7 @@ def export_model(
         generator_facts: its training, for its model card.
         extend: called with the verified folder before it is published, to add files.
         why_untrained: why the model (or the generator) cannot predict tokens; empty: it can.
+        ranking_loss: of the head ``rerank``, the loss that its scores were trained with.
 
     Raises:
         CheckpointError: the exported model computes different values than the training model.
@@ -108,6 +110,8 @@ def export_model(
             _write_export(written, name, *generator, tokenizer, dtype, generator_facts)
         if why_untrained:
             _add_fields(written / "config.json", {UNTRAINED_FIELD: why_untrained})
+        if config.head == "rerank":
+            _add_fields(folder / "config.json", cross_encoder_fields(ranking_loss))
         if extend is not None:
             extend(folder)
     return result

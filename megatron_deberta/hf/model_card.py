@@ -157,6 +157,11 @@ def loading_lines(config: ModelConfig, model_type: ModelType, folder: str) -> di
             "model": f"from transformers import {head.auto_class}; "
             f'model = {head.auto_class}.from_pretrained("{folder}"{option})'
         }
+        if config.head == "rerank":
+            lines["scores"] = (
+                "from sentence_transformers import CrossEncoder; "
+                f'scores = CrossEncoder("{folder}"{option}).predict([("a query", "a passage")])'
+            )
         if head.has_pipeline:
             lines[head.task] = (
                 "from transformers import pipeline; "
@@ -199,6 +204,8 @@ def model_card(
         tags += ["sentence-transformers", "feature-extraction"]
         # That of the head "embed" is there already.
         lines = list(dict.fromkeys([*lines, _sentences_line(model_type, name)]))
+    if config.head == "rerank":
+        tags += ["sentence-transformers", "cross-encoder"]
     return _CARD.format(
         name=name,
         pipeline=head.task,

@@ -23,6 +23,7 @@ from megatron_deberta.objectives.objective import (
     Objective,
     Update,
 )
+from megatron_deberta.objectives.rerank import Reranking
 from megatron_deberta.objectives.rtd import ReplacedTokenDetection
 
 OBJECTIVES: dict[str, type[Objective]] = {
@@ -36,6 +37,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "tokens": Tokens,
     "choices": Choices,
     "embed": Embedding,
+    "rerank": Reranking,
 }
 """Objectives by ``objective.name``; a program may replace one by its own before it trains."""
 

@@ -37,19 +37,18 @@ class EncodedDataset:
     """Encoded examples: rows of tokens behind each other, with labels.
 
     A row is an example or a window of one (windows of classes and scores only with ``split_long``
-    of `encode`), one of its choices, or one of its texts (embed: text, second text, negative; as
-    many in every example). Rows of one example are contiguous.
+    of `encode`), one of its choices or passages, or one of its texts (embed: text, second text,
+    negative; as many in every example). Rows of one example are contiguous.
 
     Attributes:
         input_ids: int32 ``[total]``, [CLS] and [SEP] included, without padding.
         token_type_ids: uint8 ``[total]``, 1 in the second segment.
         row_offsets: int64 ``[rows + 1]``; row i is ``row_offsets[i] : row_offsets[i + 1]``.
         example_index: int64 ``[rows]``, non-decreasing.
-        labels: classification int64 ``[rows]``; regression float32 ``[rows]``; spans int64
+        labels: classification int64 ``[rows]``; regression, rerank float32 ``[rows]``; spans int64
             ``[rows, 2]``, first and last token of the answer in the row, 0 0 without an answer in
             this window; tokens int32 ``[total]``; choices int64 ``[examples]``; embed float32
-            ``[examples]``, similarity from 0 to 1. -100 (NaN for regression and embed) is not
-            scored.
+            ``[examples]``, similarity from 0 to 1. -100 (NaN in float32) is not scored.
         char_offsets: spans: int32 ``[total, 2]``, characters of the passage that a token stands
             for, -1 outside the passage; otherwise ``[0, 2]``.
         word_index: tokens: int32 ``[total]``, index of the word whose label is read at this token,
@@ -377,7 +376,7 @@ def omitted_tokens(
 def encode_choices(
     task: TaskConfig, examples: Sequence[Example], tokenizer: Tokenizer, length: int
 ) -> EncodedDataset:
-    """Encode one row per choice: the example's text, if it has one, then the choice.
+    """Encode one row per choice or passage: the example's text, if it has one, then the choice.
 
     Args:
         task: the task.
@@ -396,6 +395,9 @@ def encode_choices(
                 _add_pair(rows, index, first[index], choice, length, task.truncate)
             else:
                 _add_pair(rows, index, choice, None, length, task.truncate)
+    if task.head == "rerank":
+        relevance = [e.relevance or (np.nan,) * len(e.choices) for e in examples]
+        return EncodedDataset(labels=np.concatenate(relevance, dtype=np.float32), **rows.arrays())
     labels = np.array([IGNORED if e.label is None else e.label for e in examples], np.int64)
     return EncodedDataset(labels=labels, **rows.arrays())
 
@@ -719,6 +721,7 @@ _ENCODERS: Mapping[
     "tokens": encode_words,
     "choices": encode_choices,
     "embed": encode_texts,
+    "rerank": encode_choices,
 }
 
 

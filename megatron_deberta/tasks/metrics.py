@@ -19,6 +19,7 @@ import numpy.typing as npt
 from typing_extensions import Self
 
 from megatron_deberta.tasks.examples import Example, Prediction, sentences
+from megatron_deberta.tasks.ranking import ranking_counts
 from megatron_deberta.tasks.task import OUTSIDE, SCORE_HEADS, TOKEN_PREFIX, TaskConfig, entities
 
 Floats = npt.NDArray[np.float64]
@@ -174,6 +175,10 @@ def paired_metric(
         return _mean_of(_span_scores(task, name, examples, predictions, has_best_text))
     if task.head == "tokens":
         return _tag_metric(task, name, examples, predictions)
+    if task.head == "rerank":
+        relevance = [example.relevance for example in examples]
+        values = [prediction.probabilities for prediction in predictions]
+        return CountMetric(ranking_counts(name, relevance, values), _mean)
     truth = np.array([example.label for example in examples], np.int64)
     found = np.array([prediction.index for prediction in predictions], np.int64)
     groups = [example.group for example in examples]
@@ -184,8 +189,12 @@ def paired_metric(
 
 def _mean_of(scores: Floats) -> CountMetric:
     """Return the mean of one score per unit."""
-    counts = np.stack([scores, np.ones(len(scores))], axis=1)
-    return CountMetric(counts, lambda sums: _ratio(sums[:, 0], sums[:, 1]))
+    return CountMetric(np.stack([scores, np.ones(len(scores))], axis=1), _mean)
+
+
+def _mean(sums: Floats) -> Floats:
+    """Return the quotient of the two columns of sums ``[C, 2]``."""
+    return _ratio(sums[:, 0], sums[:, 1])
 
 
 def _class_metric(

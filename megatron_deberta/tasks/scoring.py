@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron_deberta.config.schema import GROUPED_HEADS
 from megatron_deberta.errors import DataError, MalformedInputError
 from megatron_deberta.tasks.encoding import EncodedDataset, covered_span, pieces_of
 from megatron_deberta.tasks.examples import Example, Prediction
@@ -46,12 +47,12 @@ def predict(
         examples: the examples, in the order in which they were encoded.
         encoded: their encoding.
         outputs: float32: classification ``[rows, classes]``, regression ``[rows]``, spans
-            ``[total, 2]`` (logits of start and end), tokens ``[total, classes]``, choices
-            ``[rows]``, embed ``[rows, hidden size]``.
+            ``[total, 2]`` (logits of start and end), tokens ``[total, classes]``, choices and
+            rerank ``[rows]``, embed ``[rows, hidden size]``.
         null_threshold: spans: predict no answer if ``null_score`` is above it; ``score`` finds the
             best one on a dev split as ``null_threshold``.
-        is_multi_label: classification: each class has a probability of its own (sigmoid), as in a
-            model trained with several classes per example; the value is still the most probable.
+        is_multi_label: each class, choice or passage has a probability of its own (sigmoid), as in
+            a model trained with several classes per example; the value is still the most probable.
         pooling: classification and regression: see `pool_windows`.
 
     Raises:
@@ -59,8 +60,9 @@ def predict(
         ValueError: the outputs have another shape.
     """
     _check_outputs(task, examples, encoded, outputs)
-    if task.head == "choices":
-        return _predict_choices(task, examples, encoded, outputs)
+    if task.head in GROUPED_HEADS:
+        to_scores = sigmoid if is_multi_label else None
+        return _predict_choices(task, examples, encoded, outputs, to_scores)
     if task.head == "embed":
         return _predict_embeddings(task, examples, encoded, outputs)
     if task.head == "classification":
@@ -133,7 +135,11 @@ def require_labels(task: TaskConfig, examples: Sequence[Example]) -> None:
     Raises:
         MalformedInputError: one has none.
     """
-    unlabelled = [e.id for e in examples if e.label is None and not e.tags and e.answers is None]
+    unlabelled = [
+        e.id
+        for e in examples
+        if e.label is None and not (e.tags or e.relevance) and e.answers is None
+    ]
     if unlabelled:
         raise MalformedInputError(
             f"task {task.name}: {len(unlabelled)} of {len(examples)} examples have no label "
@@ -164,6 +170,7 @@ def _check_outputs(
         "tokens": (total, classes),
         "choices": (rows,),
         "embed": (rows, *outputs.shape[1:2]),
+        "rerank": (rows,),
     }
     if outputs.shape != shapes[task.head]:
         raise ValueError(
@@ -271,8 +278,15 @@ def _predict_embeddings(
 
 
 def _predict_choices(
-    task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset, outputs: Outputs
+    task: TaskConfig,
+    examples: Sequence[Example],
+    encoded: EncodedDataset,
+    outputs: Outputs,
+    to_scores: Callable[[Outputs], npt.NDArray[np.float64]] | None = None,
 ) -> list[Prediction]:
+    if to_scores is None:
+        # Of passages the scores as they are.
+        to_scores = np.float64 if task.head == "rerank" else softmax
     found = []
     for example, logits in zip(
         examples, np.split(outputs, encoded.example_offsets[1:-1]), strict=True
@@ -283,7 +297,7 @@ def _predict_choices(
                 id=example.id,
                 index=index,
                 value=task.labels[index] if task.labels else str(index),
-                probabilities=tuple(softmax(logits).tolist()),
+                probabilities=tuple(to_scores(logits).tolist()),
                 group=example.group,
             )
         )

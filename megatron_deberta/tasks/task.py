@@ -23,12 +23,13 @@ from megatron_deberta.config.yaml_reader import PlainScalar, TextLoader, parse_y
 from megatron_deberta.errors import ConfigError, MissingInputError
 from megatron_deberta.files import write_atomically
 
-Head = Literal["classification", "regression", "spans", "tokens", "choices", "embed"]
+Head = Literal["classification", "regression", "spans", "tokens", "choices", "embed", "rerank"]
 
 
 Reader = Literal[
     "table", "tsv", "csv", "jsonl", "parquet", "datasets", "conll", "squad", "record", "multirc",
     "wic", "wsc", "race", "quail", "copa_xml",
+    "squad_passages",
 ]  # fmt: skip
 
 
@@ -46,6 +47,7 @@ METRICS: Mapping[str, tuple[str, ...]] = {
     ),
     "choices": ("accuracy",),
     "embed": ("spearman", "pearson", "pearson_spearman"),
+    "rerank": ("ndcg_at_10", "mrr_at_10", "map"),
 }  # fmt: skip
 
 
@@ -64,6 +66,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "tokens": ("words", "tags", "id"),
     "choices": ("text", "question", "choices", "label", "id", "group"),
     "embed": ("text", "text_pair", "negative", "label", "id"),
+    "rerank": ("query", "passages", "labels", "positives", "negatives", "id", "group"),
 }
 
 
@@ -74,10 +77,11 @@ REQUIRED_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "tokens": ("words",),
     "choices": ("choices",),
     "embed": ("text",),
+    "rerank": ("query",),
 }
 
 
-EXAMPLE_HEADS = ("choices", "embed")
+EXAMPLE_HEADS = ("choices", "embed", "rerank")
 """Heads whose samples are examples of several rows."""
 
 
@@ -111,7 +115,7 @@ _PATH_KEYS = (
 
 _TYPED_KEYS = (
     "label_range", "max_length", "stride", "max_answer_length", "unanswerable", "merge_sentences",
-    "header", "quoting", "skip_short_rows",
+    "header", "quoting", "skip_short_rows", "max_passages", "random_passages", "passage_seed",
 )  # fmt: skip
 """Keys whose values are numbers or booleans; all others but ``settings`` hold text."""
 
@@ -148,8 +152,8 @@ class TaskConfig:
     description: str = ""
     """One line: what is to be predicted, and the source of the data."""
     head: Head
-    """Kind of output: one class or number per example, a span, a class per word, a choice, or an
-    embedding of each text."""
+    """Kind of output: one class or number per example, a span, a class per word, a choice, an
+    embedding of each text, or a score per passage."""
     reader: Reader
     """File format; ``table`` takes CSV, TSV, JSON Lines, Parquet and ``datasets`` folders by their
     suffix."""
@@ -197,6 +201,16 @@ class TaskConfig:
     """Text in the question that is encoded as [MASK] (ReCoRD's ``@placeholder``)."""
     merge_sentences: bool = False
     """Join a document's sentences up to ``max_length`` tokens (CoNLL, as released)."""
+    hypothesis: str = ""
+    """Sentence such as ``This text is about {}.``, which makes the choices from ``label_names``
+    (choices): a model of natural language inference then classifies without training."""
+    max_passages: int = 0
+    """Passages per query at most, where there are labels: the relevant ones, and others drawn by
+    ``passage_seed`` (rerank); 0: all."""
+    random_passages: int = 0
+    """Paragraphs of other articles per question, drawn by ``passage_seed`` (squad_passages)."""
+    passage_seed: int = 0
+    """Seed of ``max_passages`` and ``random_passages``."""
     transfer_from: str = ""
     """Task whose fine-tuned model this one starts from."""
     leaderboard: Leaderboard = ""
@@ -212,7 +226,9 @@ class TaskConfig:
     @property
     def num_labels(self) -> int:
         """Outputs of the classifier per row or token."""
-        return {"regression": 1, "choices": 1, "spans": 2}.get(self.head, len(self.labels))
+        return {"regression": 1, "choices": 1, "rerank": 1, "spans": 2}.get(
+            self.head, len(self.labels)
+        )
 
     @property
     def id2label(self) -> dict[int, str]:
@@ -554,6 +570,10 @@ def _check(task: TaskConfig, source: str) -> None:
                 f"{split}columns.{role}: head {task.head} has the columns {', '.join(allowed)}",
             )
         missing = [role for role in required if role not in columns]
+        if task.hypothesis and missing == ["choices"]:
+            missing = [role for role in ("text",) if role not in columns]
+        if task.head == "rerank" and not {"passages", "positives"} & set(columns):
+            missing.append("passages (with labels) or positives")
         require(not missing, f"{split}columns: {', '.join(missing)} missing for head {task.head}")
     default = task.default_settings
     require(
@@ -582,6 +602,14 @@ def _check(task: TaskConfig, source: str) -> None:
         or (len(task.label_range) == 2 and task.label_range[0] < task.label_range[1]),
         "label_range: write the lowest and the highest score",
     )
+    require(
+        not task.hypothesis or (task.head == "choices" and task.hypothesis.count("{}") == 1),
+        f"hypothesis={task.hypothesis!r}: is for head choices, with {{}} once for the label",
+    )
+    require(not task.hypothesis or task.labels, "labels: a task with hypothesis names them")
+    require(task.max_passages != 1, "max_passages=1: a query needs 2 or more; 0: all")
+    for key in ("max_passages", "random_passages"):
+        require(getattr(task, key) >= 0, f"{key}={getattr(task, key)}: is negative")
     require(task.max_length >= 8, f"max_length={task.max_length}: must be at least 8")
     require(task.stride >= 0, f"stride={task.stride}: is negative")
     require(task.max_answer_length > 0, f"max_answer_length={task.max_answer_length}: not positive")

@@ -20,6 +20,7 @@ CASES: list[tuple[Head, Layout, float]] = [
     ("choices", Layout(2, 2, False, "selective"), 0.0),
     ("regression", Layout(2, 1, True, "none"), SIFT),
     ("embed", Layout(1, 3, False, "full"), 0.0),
+    ("rerank", Layout(2, 2, False, "selective"), 0.0),
 ]
 EMBED: tuple[Head, Layout, float] = ("embed", Layout(2, 2, True, "none"), 0.0)
 ZERO3: tuple[Head, Layout, float] = ("classification", Layout(2, 3, True, "full"), SIFT)
@@ -34,6 +35,7 @@ MORE: list[tuple[Head, Layout, float]] = [
     ("choices", Layout(2, 1, True, "none"), SIFT),
     ("regression", Layout(4, 1, True, "none"), SIFT),
     ("regression", Layout(2, 2, False, "full"), 0.0),
+    ("rerank", Layout(1, 3, False, "full"), SIFT),
 ]
 
 

@@ -67,7 +67,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "mlm+ar": ("objective.name=mlm+ar",),
     "autoregressive": ("model.head=autoregressive", "objective.name=autoregressive"),
 }  # fmt: skip
-HEADS = ("classification", "regression", "tokens", "spans", "choices")
+HEADS = ("classification", "regression", "tokens", "spans", "choices", "rerank")
 TASKS: dict[str, dict[str, Any]] = {
     "classification": {"labels": ["bad", "good"]},
     "tokens": {"labels": ["O", "B-X", "I-X"]},
@@ -379,6 +379,8 @@ def task_rows(head: str) -> list[dict[str, Any]]:
                 "choices": {"passage": text, "question": "is it",
                             "choices": ["cat", "dog", "run"][: 2 + number % 2],
                             "label": number % 2},
+                "rerank": {"query": words[0], "passages": [text, "no", "cat"][: 2 + number % 2],
+                           "labels": [1, 0, 0.5][: 2 + number % 2]},
             }[head]
         )  # fmt: skip
     return rows
@@ -406,8 +408,9 @@ def test_figures_of_a_fine_tuned_model(
     assert rows["data"] == (f"own_{head}",)
     assert rows["initial weights"] == ("hf",)
     assert rows["optimizer steps"] == ("3",)
-    constant = "mean score" if head == "regression" else "most frequent label"
-    assert (f"| baseline: always the {constant} |" in text) == (head != "spans")
+    constants = {"regression": "always the mean score", "rerank": "mean of random orders"}
+    constant = constants.get(head, "always the most frequent label")
+    assert (f"| baseline: {constant} |" in text) == (head != "spans")
     assert "on the split `dev` of own_" in text
     with open_predictor(str(task), folder, str(data), ("train.device=cpu",)) as predictor:
         split, outputs, loss = predictor.run("dev")
@@ -443,5 +446,8 @@ def check_baseline(head: str, rows: dict[str, tuple[str, ...]]) -> None:
     elif head == "tokens":
         words = [word for n in dev for word in WORDS[n : n + 4]]
         assert rows["accuracy"][1] == f"{sum(len(w) > 2 for w in words) / len(words):.4f}"
+    elif head == "rerank":
+        # Means over the orders of two passages, one of them relevant, and of three, two of them.
+        assert rows["mrr at 10"][1] == f"{sum(5 / 6 if n % 2 else 3 / 4 for n in dev) / 17:.4f}"
     else:
         assert len(rows["f1"]) == 1

@@ -33,6 +33,7 @@ STOCK = {
     "spans": transformers.DebertaV2ForQuestionAnswering,
     "tokens": transformers.DebertaV2ForTokenClassification,
     "choices": transformers.DebertaV2ForMultipleChoice,
+    "rerank": transformers.DebertaV2ForSequenceClassification,
 }
 
 
@@ -91,6 +92,8 @@ def stock_loss(model: Any, head: Head, batches: Sequence[TaskBatch]) -> Tensor:
     if head == "choices":
         return choice_loss(model, parts)
     labels = torch.cat([part.labels for part in parts])
+    if head == "rerank":
+        return ranknet_loss(model(input_ids=ids, attention_mask=mask.long()).logits[:, 0], parts)
     loss: Tensor = model(input_ids=ids, attention_mask=mask.long(), labels=labels).loss
     return loss
 
@@ -108,6 +111,24 @@ def choice_loss(model: Any, parts: Sequence[TaskBatch]) -> Tensor:
     logits = model(input_ids=torch.cat(ids), attention_mask=torch.cat(masks).long()).logits
     labels = torch.cat([part.labels for part in parts])
     return F.cross_entropy(logits.masked_fill(~torch.cat(present), -1e9), labels)
+
+
+def ranknet_loss(scores: Tensor, parts: Sequence[TaskBatch]) -> Tensor:
+    """Return the mean loss of the pairs of different relevance of all queries."""
+    pairs: list[Tensor] = []
+    start = 0
+    for part in parts:
+        assert part.choice_rows is not None
+        for rows in part.choice_rows:
+            places = rows[rows >= 0].tolist()
+            pairs += [
+                torch.log1p(torch.exp(scores[start + b] - scores[start + a]))
+                for a in places
+                for b in places
+                if part.labels[a] > part.labels[b]
+            ]
+        start += len(part.row_index)
+    return torch.stack(pairs).mean()
 
 
 def stock_losses(config: RunConfig, model: Any, steps: Sequence[list[TaskBatch]]) -> list[float]:

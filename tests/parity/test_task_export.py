@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from megatron_deberta.config.schema import Head, ModelConfig, with_task_head
+from megatron_deberta.config.schema import SCORE_HEADS, Head, ModelConfig, with_task_head
 from megatron_deberta.evaluate.models import open_release_weights, open_source_model
 from megatron_deberta.hf.config import SpecialIds, choose_model_type, has_own_class
 from megatron_deberta.hf.export_model import write_hf_model
@@ -110,6 +110,11 @@ def test_an_export_is_a_model_to_predict_with_or_to_fine_tune(head: Head, tmp_pa
         torch.testing.assert_close(source.read(name), read(name), rtol=0, atol=0)
     other = labelled_run("tokens" if head != "tokens" else "classification")
     encoder = open_release_weights(tmp_path, other)
+    if head in SCORE_HEADS:
+        # One score per row is the same head for both kinds of tasks.
+        for each in SCORE_HEADS:
+            found = open_release_weights(tmp_path, labelled_run(each))
+            assert set(found.shapes) == set(parameter_shapes(config))
     new = {name for name in parameter_shapes(other.model) if name not in encoder.shapes}
     assert new <= {f"{part}.{kind}" for part in ("pooler.dense", "classifier", "qa_outputs")
                    for kind in ("weight", "bias")}  # fmt: skip

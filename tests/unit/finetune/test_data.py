@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_deberta.cli.pretrain import describe_run
 from megatron_deberta.config.schema import (
@@ -19,9 +22,10 @@ from megatron_deberta.config.schema import (
     TrainConfig,
 )
 from megatron_deberta.data import Integers
-from megatron_deberta.errors import ConfigError
+from megatron_deberta.distributed.topology import single_process_groups
+from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.evaluate.models import open_source_model
-from megatron_deberta.finetune.data import EpochOrder, check_warmup
+from megatron_deberta.finetune.data import EpochOrder, TaskData, check_warmup, open_task_data
 from megatron_deberta.finetune.settings import (
     choose_settings,
     describe_settings,
@@ -34,15 +38,36 @@ from megatron_deberta.model.task_models import parameter_shapes
 from megatron_deberta.planning.memory import micro_batch_rows
 from megatron_deberta.tasks import load_task
 from megatron_deberta.tasks.task import absolute_task_name
+from tests.support.labelled import labelled_run
 from tests.support.tiny_task import MODEL, write_task
 
 
-@pytest.mark.parametrize("head", ["classification", "regression", "spans", "tokens", "choices"])
+@pytest.mark.parametrize(
+    "head", ["classification", "regression", "spans", "tokens", "choices", "rerank"]
+)
 def test_custom_tasks_use_the_usual_settings_and_not_a_search_space(head: str) -> None:
     task = load_task(f"custom_{head}")
     chosen = choose_settings(task, ModelConfig())
     assert chosen == task.settings["default"]
     assert chosen["optimizer.warmup_fraction"] == 0.1
+
+
+def test_the_loss_of_each_passage_needs_relevance_up_to_1(tmp_path: Path) -> None:
+    graded = {"query": "the cat", "passages": ["a mat", "a dog"], "labels": [2, 0]}
+    for split in ("train", "dev"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(graded) + "\n")
+
+    def opened(loss: Any) -> TaskData:
+        run = labelled_run("rerank", ranking_loss=loss)
+        finetune = replace(run.finetune, task="custom_rerank", data=str(tmp_path))
+        train = replace(run.train, run_dir=str(tmp_path / "run"))
+        tokenizer = replace(run.tokenizer, path=str(MODEL))
+        run = replace(run, finetune=finetune, train=train, tokenizer=tokenizer)
+        return open_task_data(run, single_process_groups(torch.device("cpu")))[1]
+
+    assert opened("ranknet").train.examples[0].relevance == (2.0, 0.0)
+    with pytest.raises(DataError, match="relevance 2 of example 0 is above 1, but finetune.rank"):
+        opened("bce")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_deberta.errors import DataError
+from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.tasks import Answer, Example, encode, load_task, read_examples
 from megatron_deberta.tokenizer import Tokenizer
 
@@ -105,6 +106,15 @@ CASES: list[tuple[str, str, Rows, dict[str, Any], list[str]]] = [
      FORMS),
     ("embed", "columns={text: text, text_pair: text_pair, negative: wrong, label: score}", PAIRS,
      {"text_pair": ["b", "d"], "choices": [("x",), ("y",)], "label": [0.5, 1.0]}, FORMS),
+    ("rerank", "", [{"query": "rain", "passages": ["wet", "dry"], "labels": [2, 0.5]}] * 2,
+     {"choices": [("wet", "dry")] * 2, "relevance": [(2.0, 0.5)] * 2}, FORMS[2:]),
+    ("rerank", "", [{"query": "rain", "positive": ["wet"], "negative": ["dry", "red"]}] * 2,
+     {"choices": [("wet", "dry", "red")] * 2, "relevance": [(1.0, 0.0, 0.0)] * 2}, FORMS[2:]),
+    ("rerank", "columns={query: in.q, passages: in.texts, labels: in.marks}",
+     [{"in": {"q": "rain", "texts": ["wet", "dry"], "marks": [1, 0]}}] * 2,
+     {"text": ["rain"] * 2, "relevance": [(1.0, 0.0)] * 2}, FORMS[2:]),
+    ("rerank", "", [{"query": "rain", "positive": "wet", "negative": "dry"}] * 2,
+     {"choices": [("wet", "dry")] * 2, "relevance": [(1.0, 0.0)] * 2}, FORMS),
 ]  # fmt: skip
 
 
@@ -118,6 +128,60 @@ def test_every_format_gives_the_same_examples(
     write(tmp_path, form, rows)
     examples = read(tmp_path, head, *filter(None, [columns]))
     assert {name: [getattr(e, name) for e in examples] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"passages": ["a", "b"], "labels": [1]}, "labels: 1 for 2 passages; give a list"),
+        ({"passages": ["a", "b"], "labels": 1}, "labels: a number for 2 passages; give a list"),
+        ({"passages": ["a", "b"], "labels": [1, -1]}, "score -1 is not in 0..inf"),
+        ({"passages": ["a", "b"], "labels": [1, "x"]}, "score 'x' is not a number"),
+        ({"passages": ["a", "b"]}, "the passages have no labels; give a list of numbers"),
+        ({"passages": [], "labels": []}, "the query has no passages"),
+        ({"positive": ["a", " "]}, "a passage is empty"),
+        ({"positive": 3}, "'positive' is a number, not a list"),
+    ],
+)
+def test_malformed_passages(row: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    write(tmp_path, "jsonl", [{"query": "q", **row}])
+    with pytest.raises(DataError, match=f"train.jsonl:1: .*{re.escape(problem)}"):
+        read(tmp_path, "rerank")
+
+
+def test_the_most_passages_of_a_query_keep_the_relevant_ones(tmp_path: Path) -> None:
+    labels = [0, 1, 0, 0, 2, 0, 0, 0]
+    row = {"query": "q", "passages": [*"abcdefgh"], "labels": labels}
+    write(tmp_path, "jsonl", [row] * 20)
+    first, again, other = (
+        read(tmp_path, "rerank", "max_passages=4", f"passage_seed={seed}") for seed in (0, 0, 1)
+    )
+    assert first == again != other
+    for example in first:
+        kept = "".join(example.choices)
+        assert len(kept) == 4
+        assert {"b", "e"} < set(kept)
+        assert kept == "".join(sorted(kept))
+        assert example.relevance == tuple(float(labels["abcdefgh".index(c)]) for c in kept)
+    assert len({example.choices for example in first}) > 5
+    # One that is not relevant is always kept.
+    for example in read(tmp_path, "rerank", "max_passages=2"):
+        assert sum(map(bool, example.relevance)) == 1
+    # Where relevance is not required, every passage is ranked.
+    (tmp_path / "train.jsonl").rename(tmp_path / "test.jsonl")
+    tested = read_examples(load_task("custom_rerank", ["max_passages=4"]), tmp_path, "test")
+    assert len(tested[0].choices) == 8
+
+
+def test_a_hypothesis_makes_choices_of_the_labels(tmp_path: Path) -> None:
+    write(tmp_path, "jsonl", [{"text": "A fine film.", "label": "positive"}] * 2)
+    keys = ["head=choices", "hypothesis=It is {}.", "metrics=[accuracy]"]
+    first, _ = read(tmp_path, "classification", *keys)
+    assert (first.choices, first.label) == (("It is negative.", "It is positive."), 1)
+    with pytest.raises(ConfigError, match="is for head choices, with {} once for the label"):
+        load_task("custom_classification", ["hypothesis=It is {}."])
+    with pytest.raises(ConfigError, match="columns: choices missing for head choices"):
+        load_task("custom_classification", [keys[0], keys[2]])
 
 
 def test_other_labels_than_those_of_the_packaged_task_say_where_they_belong(tmp_path: Path) -> None:

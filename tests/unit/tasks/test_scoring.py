@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_deberta.errors import DataError
+from megatron_deberta.errors import DataError, MalformedInputError
 from megatron_deberta.tasks import (
     EncodedDataset,
     Example,
     TaskConfig,
     encode,
     json_lines,
+    load_task,
     predict,
     score,
 )
@@ -133,6 +135,30 @@ def test_choices_vary_in_number(tokenizer: Tokenizer) -> None:
     assert (first.index, first.value) == (2, "2")
     assert sum(first.probabilities) == pytest.approx(1)
     assert len(first.probabilities) == 3
+
+
+def test_passages_are_ranked_by_their_scores(tokenizer: Tokenizer) -> None:
+    task = load_task("custom_rerank")
+    examples = [
+        Example(id="a", text="fox", choices=("dog", "river", "fox"), relevance=(0.0, 1.0, 2.0)),
+        Example(id="b", text="dog", choices=("fox", "dog"), relevance=(0.0, 0.0)),
+    ]
+    encoded = encode(task, examples, tokenizer)
+    assert encoded.labels.tolist() == [0, 1, 2, 0, 0]
+    outputs = np.array([2, 3, 1, 5, 6], np.float32)
+    dcg, ideal = 1 + 2 / 2, 2 + 1 / np.log2(3)
+    # The second query has no relevant passage.
+    assert score(task, examples, encoded, outputs) == {
+        "ndcg_at_10": pytest.approx(dcg / ideal),
+        "mrr_at_10": 1,
+        "map": pytest.approx((1 + 2 / 3) / 2),
+    }
+    first, second = predict(task, examples, encoded, outputs)
+    assert (first.index, first.value, first.probabilities) == (1, "1", (2, 3, 1))
+    (first, _) = predict(task, examples, encoded, outputs, is_multi_label=True)
+    assert first.probabilities == pytest.approx(1 / (1 + np.exp([-2.0, -3.0, -1.0])))
+    with pytest.raises(MalformedInputError, match="1 of 2 examples have no label"):
+        score(task, [examples[0], replace(examples[1], relevance=())], encoded, outputs)
 
 
 LABELS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
