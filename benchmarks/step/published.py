@@ -345,7 +345,7 @@ def describe() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure one part or both."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

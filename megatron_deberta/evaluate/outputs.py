@@ -38,7 +38,7 @@ from megatron_deberta.model.heads import num_outputs
 from megatron_deberta.observe.metrics import FILE_NAME as METRICS_FILE
 from megatron_deberta.observe.metrics import read_metrics
 from megatron_deberta.parsing import read_json
-from megatron_deberta.tasks.encoding import EncodedDataset
+from megatron_deberta.tasks.encoded import EncodedDataset
 from megatron_deberta.tasks.scoring import Outputs, nonfinite_rows, score, softmax
 from megatron_deberta.tasks.task import DEV, Head, TaskConfig, load_task, run_task_name
 from megatron_deberta.tokenizer import load_tokenizer

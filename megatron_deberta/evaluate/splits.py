@@ -33,7 +33,8 @@ from megatron_deberta.model.inputs import ModelInputs, RowPacking
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.ops.cross_entropy import IGNORED_LABEL
 from megatron_deberta.tasks.class_scores import class_scores
-from megatron_deberta.tasks.encoding import EncodedDataset, encode
+from megatron_deberta.tasks.encoded import EncodedDataset
+from megatron_deberta.tasks.encoding import encode
 from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.reading import read_examples
 from megatron_deberta.tasks.scoring import Outputs, nonfinite_rows, predict, score

@@ -30,7 +30,7 @@ from megatron_deberta.ops.cross_entropy import IGNORED_LABEL
 
 
 class EmbeddingModel(TaskModel, DebertaForEmbedding):
-    """Mean of the states, with loss."""
+    """Model of embeddings, with loss."""
 
     def build_heads(self, config: ModelConfig) -> None:
         """Add the exchange of embeddings."""

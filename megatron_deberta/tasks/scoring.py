@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from megatron_deberta.config.schema import GROUPED_HEADS
 from megatron_deberta.errors import DataError, MalformedInputError
-from megatron_deberta.tasks.encoding import EncodedDataset, covered_span, pieces_of
+from megatron_deberta.tasks.encoded import EncodedDataset
+from megatron_deberta.tasks.encoding import covered_span, pieces_of
 from megatron_deberta.tasks.examples import Example, Prediction
 from megatron_deberta.tasks.metrics import (
     CorrelationMetric,

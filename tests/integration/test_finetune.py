@@ -344,7 +344,7 @@ def test_two_ranks_predict_as_one(
     tested.rename(tmp_path / "elsewhere")
     assert main(command) == EXIT_USAGE
     assert "no such file" in (error := capsys.readouterr().err)
-    assert "choose a split with --split: train, dev, test" in " ".join(error.split())
+    assert "choose a split with --split: train, dev" in " ".join(error.split())
     # Rank 1 writes nothing, not even to standard output.
     assert "scores" not in (tmp_path / "1.log").read_text()
     expected, found = (

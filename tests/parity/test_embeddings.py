@@ -47,7 +47,7 @@ def batch_of(config: RunConfig) -> TaskBatch:
 
 
 def definition(embeddings: Tensor, batch: TaskBatch, config: RunConfig) -> Tensor:
-    """Return the sum of the losses, pair by pair."""
+    """Return the reference loss, computed pair by pair."""
     assert batch.choice_rows is not None
     objective = config.objective
     rows = [row for row, sample in zip(batch.choice_rows, SAMPLES, strict=True) if sample >= 0]

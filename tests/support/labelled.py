@@ -27,7 +27,7 @@ from megatron_deberta.data.loader import StepSampler
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.evaluate.splits import TaskBatchBuilder, TaskRows
 from megatron_deberta.finetune.data import EpochOrder
-from megatron_deberta.tasks.encoding import EncodedDataset
+from megatron_deberta.tasks.encoded import EncodedDataset
 
 HEADS: tuple[Head, ...] = ("classification", "regression", "spans", "tokens", "choices", "rerank")
 """Heads of transformers' classes."""

@@ -60,7 +60,7 @@ from megatron_deberta.model.parallel_layers import InputExchange, project_togeth
 
 @dataclass(frozen=True, slots=True)
 class _Parallelism:
-    """How a model is split over the tensor-parallel ranks, and the batch over the others."""
+    """Process groups and vocabulary range of the parallel layers."""
 
     group: ProcessGroup | None
     batch_group: ProcessGroup | None

@@ -79,6 +79,20 @@ def resume(reader: CheckpointReader, config: RunConfig, **changes: Any) -> list[
     return check_resume(reader, config, **arguments)
 
 
+def test_the_cause_of_several_changes_is_named_first(reader: CheckpointReader) -> None:
+    config = RunConfig()
+    config = replace(
+        config,
+        train=replace(config.train, steps=7),
+        finetune=replace(config.finetune, epochs=0.5),
+    )
+    with pytest.raises(
+        CheckpointError, match=r"^finetune\.epochs=0\.5 but the .* with None "
+    ) as error:
+        resume(reader, config)
+    assert f"(also changed: train.steps); change it back or pass {FLAG}" in str(error.value)
+
+
 def test_tables_name_existing_keys_only() -> None:
     assert set(KEYS) >= FREE | WITH_FLAG
     assert not FREE & WITH_FLAG

@@ -216,6 +216,7 @@ def test_wrong_usage_exits_2(
     ("argv", "said"),
     [
         ("deduplicate --inptu a --output b", "required: --input; did you mean --input?"),
+        ("launch run.yaml --nodes 16", "required: --ranks; see megatron-deberta launch"),
         ("deduplicate --input a --outptu=b --output c", "--outptu=b; did you mean --output?"),
         ("pretrain small.yaml --steps 100", "--steps 100; set train.steps=100; see"),
         (

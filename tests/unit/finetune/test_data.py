@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_deberta.cli.main import main
 from megatron_deberta.cli.pretrain import describe_run
 from megatron_deberta.config.schema import (
     FinetuneConfig,
@@ -23,7 +24,7 @@ from megatron_deberta.config.schema import (
 )
 from megatron_deberta.data import Integers
 from megatron_deberta.distributed.topology import single_process_groups
-from megatron_deberta.errors import ConfigError, DataError
+from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, DataError
 from megatron_deberta.evaluate.models import open_source_model
 from megatron_deberta.finetune.data import EpochOrder, TaskData, check_warmup, open_task_data
 from megatron_deberta.finetune.settings import (
@@ -108,6 +109,22 @@ def test_the_settings_and_their_values_are_named() -> None:
     assert "optimizer.learning_rate=3e-05 (replaces 1.5e-05)" in line
     assert "train.global_batch_size=32 (replaces 16)" in line
     assert describe_settings(task, model, "none", config) == "settings of task wnut17: none"
+
+
+def test_the_hint_on_the_learning_rate_is_repeated_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_task(tmp_path / "data")
+    with (data / "task.yaml").open("a") as file:
+        file.write("settings: {low: {optimizer.learning_rate: 3.0e-5}}\ndefault_settings: low\n")
+    arguments = [str(data / "task.yaml"), "--model", str(MODEL), "--data", str(data)]
+    code, hint = EXIT_DONE, "is a value for base models"
+    monkeypatch.setattr("megatron_deberta.cli.pretrain.train", lambda *_, **__: code)
+    assert main(["finetune", *arguments, f"train.run_dir={tmp_path / 'run'}"]) == EXIT_DONE
+    assert capsys.readouterr().err.count(hint) == 2
+    code = EXIT_REQUEUE
+    assert main(["finetune", *arguments, f"train.run_dir={tmp_path / 'run'}"]) == EXIT_REQUEUE
+    assert capsys.readouterr().err.count(hint) == 1
 
 
 def test_small_models_are_told_of_a_learning_rate_for_larger_ones() -> None:

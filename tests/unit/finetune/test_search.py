@@ -411,17 +411,17 @@ def script(text: str) -> Command:
 
 
 def test_as_many_runs_at_a_time_as_slots(runs: list[ConfiguredRun]) -> None:
-    # The first run waits for the start of the second, so both must be active at once.
+    # The first two runs wait for each other's start, so both must be active at once.
     code = """
 started = time.monotonic()
 pathlib.Path("started").touch()
-other = pathlib.Path(OTHER) / "started"
-while not other.exists() and time.monotonic() < started + 60:
+others = [pathlib.Path(folder) / "started" for folder in FOLDERS]
+while not all(map(pathlib.Path.exists, others)) and time.monotonic() < started + 60:
     time.sleep(0.01)
 print("device", os.environ["CUDA_VISIBLE_DEVICES"], started)
 print("end", time.monotonic())
 """
-    code = code.replace("OTHER", repr(str(runs[1].folder)))
+    code = code.replace("FOLDERS", repr([str(run.folder) for run in runs[:2]]))
     ended: list[Outcome] = []
     slots = slot_environments(2, 2, ["4", "5", "6", "7"])
     assert slots == [{"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "6,7"}]

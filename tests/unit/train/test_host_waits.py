@@ -52,7 +52,8 @@ def fake_batch(
     inputs = ModelInputs(zeros, zeros.bool() if padded else None)
     if documents:
         inputs = replace(inputs, document_ids=zeros, position_ids=zeros)
-    batch = Batch(inputs, zeros[:, :3], zeros[:, :3], sample_index=zeros[:, 0])
+    masked_positions = zeros[:, :3] + torch.arange(3, device=device)
+    batch = Batch(inputs, masked_positions, zeros[:, :3], sample_index=zeros[:, 0])
     return batch, DropoutSeeds(1, zeros[0, 0], zeros[:, 0])
 
 

@@ -128,8 +128,15 @@ def test_end_of_a_fine_tuning_run_names_the_selected_checkpoint(tmp_path: Path) 
     assert validation() == (
         f"validation  f1 0.8500 at step 560 (selected), last 0.9027 at step 840; {losses}"
     )
+    for step in (560, 840):
+        commit(tmp_path, step)
+    folder = f"{tmp_path}/checkpoints/step_00000"
+    lines = describe_end(config, Ending.FINISHED, 840, 1, None).splitlines()
+    assert lines[2:4] == [f"selected    {folder}560", f"last        {folder}840"]
     forget_best(tmp_path)
     assert validation() == f"validation  f1 0.9027 at step 840; {losses}"
+    lines = describe_end(config, Ending.FINISHED, 840, 1, None).splitlines()
+    assert lines[2] == f"checkpoint  {folder}840"
     config = replace(config, finetune=replace(config.finetune, task=str(tmp_path / "gone.yaml")))
     assert validation() == f"validation  {losses}"
 
