@@ -63,7 +63,7 @@ WITH_FLAG = _keys(
     precision="dtype initial_loss_scale_power loss_scale_window min_loss_scale",
     train="steps tokens",
     rtd="discriminator_weight discriminator_learning_rate draw_special_tokens excluded_ids",
-    finetune="epochs",
+    finetune="epochs class_weights focal_gamma",
 )
 
 

@@ -2,11 +2,11 @@
 
 MODEL is the run or checkpoint of `finetune`, or an export of it; of a run, the best checkpoint is
 used. Writes one JSON object per example: id, text, label (of regression the score, of spans the
-answer, of tokens one per word), scores by label (of tokens, of each word's label), of tokens the
-entities with their characters in the text, and gold, the label of the file, if it has one. With
---leaderboard, it also writes the files of the task's leaderboard (GLUE, SuperGLUE, SQuAD, CoNLL),
-or else the same objects. Several ranks divide the examples under torchrun or srun, and rank 0
-writes.
+answer, of tokens one per word, of several labels per text a list), scores by label (of tokens, of
+each word's label), of tokens the entities with their characters in the text, and gold, the label of
+the file, if it has one. With --leaderboard, it also writes the files of the task's leaderboard
+(GLUE, SuperGLUE, SQuAD, CoNLL), or else the same objects. Several ranks divide the examples under
+torchrun or srun, and rank 0 writes.
 
 Texts are those of --text, or without TASK and --text the lines of standard input. For taggers,
 separate words and punctuation by spaces, as in the training data. The second text of a pair is

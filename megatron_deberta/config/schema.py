@@ -27,6 +27,7 @@ Head = Literal[
     "autoregressive",
     "discriminator",
     "classification",
+    "multilabel",
     "regression",
     "spans",
     "tokens",
@@ -39,6 +40,10 @@ PRETRAINING_HEADS: tuple[Head, ...] = ("mlm", "autoregressive", "rtd")
 """Heads that are trained on text without labels."""
 LANGUAGE_MODEL_HEADS: tuple[Head, ...] = ("mlm", "autoregressive")
 """Heads that predict tokens; their weights are the same."""
+CLASS_HEADS: tuple[Head, ...] = ("classification", "multilabel", "tokens")
+"""Heads with one output per name in ``model.labels``."""
+BALANCED = ("balanced",)
+"""Value of ``finetune.class_weights`` until the training examples are counted."""
 
 
 def head_of(objective: ObjectiveName) -> Head:
@@ -549,6 +554,12 @@ class FinetuneConfig(Section):
     """Save a checkpoint at each better score, and keep the best one."""
     cache: str | None = None
     """Folder of encoded examples; null: ``encoded`` in the run folder."""
+    class_weights: tuple[str, ...] = ()
+    """Weight of each class in the loss, in the order of the task's labels, of several labels per
+    example the weight of examples that have it; ``balanced``: inversely proportional to its number
+    of training examples (words); the numbers are in the run's config. Empty: all 1."""
+    focal_gamma: float = 0.0
+    """Exponent of the focal loss, which lowers the loss of what is predicted well; 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -68,7 +68,6 @@ class SourceModel:
         read: returns a logical fp32 tensor by canonical name.
         missing: canonical names of the parameters that the folder lacks, such as a head.
         why_untrained: why it cannot predict tokens, of a pretrained model; empty: it can.
-        is_multi_label: each class has a probability of its own (sigmoid instead of softmax).
         checkpoint: the training checkpoint, whose files are not verified yet; None: another format.
         fields: ``config.json`` of another format.
     """
@@ -80,7 +79,6 @@ class SourceModel:
     read: Callable[[str], Tensor]
     missing: tuple[str, ...] = ()
     why_untrained: str = ""
-    is_multi_label: bool = False
     checkpoint: CheckpointReader | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
 
@@ -147,7 +145,6 @@ def open_source_model(
         release.tensor,
         missing,
         release.why_untrained if own.head == "mlm" else "",
-        own.is_multi_label,
         fields=fields,
     )
 

@@ -32,6 +32,7 @@ from megatron_deberta.evaluate.splits import (
     run_split,
     task_rows,
 )
+from megatron_deberta.evaluate.thresholds import model_thresholds
 from megatron_deberta.hf.heads import GraphKind
 from megatron_deberta.model import DebertaForTask
 from megatron_deberta.model.flops import is_task_head
@@ -40,7 +41,7 @@ from megatron_deberta.objectives import build_objective
 from megatron_deberta.objectives.labelled import LabelledObjective
 from megatron_deberta.tasks.encoding import encode
 from megatron_deberta.tasks.examples import Example
-from megatron_deberta.tasks.scoring import Outputs, score
+from megatron_deberta.tasks.scoring import Outputs, score, with_best_thresholds
 from megatron_deberta.tasks.task import DEV, METRICS, Head, TaskConfig, load_task, run_task_name
 from megatron_deberta.tokenizer import Tokenizer
 
@@ -60,7 +61,7 @@ class Predictor:
         groups: the rank grid.
         run_dir: folder of the run that trained the model, where encoded examples are kept; None:
             there is none, or nothing can be written there.
-        is_multi_label: each class has a probability of its own.
+        is_multi_label: each class has a probability of its own (sigmoid instead of softmax).
     """
 
     config: RunConfig
@@ -128,13 +129,16 @@ def open_predictor(
         task_name = run_task_name(source.run.finetune.task or "", source.path.parents[1])
     task = load_task(task_name) if task_name else model_task(source.config)
     source = with_classes(source, class_names(task))
+    # A published model for any number of labels can also choose the most probable one.
+    is_multi_label = source.config.head == "multilabel"
+    if is_multi_label and source.run is None and task.head == "classification":
+        source = replace(source, config=replace(source.config, head="classification"))
+    task = model_thresholds(task, source)
     config = prediction_config(task, task_name, source, data, overrides)
     check_task(config, task)
     with open_ranks(config, source) as (module, groups):
         loaded = source.load_tokenizer(config.tokenizer.path or "")
-        yield Predictor(
-            config, task, loaded, module, groups, _run_dir(source), source.is_multi_label
-        )
+        yield Predictor(config, task, loaded, module, groups, _run_dir(source), is_multi_label)
 
 
 def _run_dir(source: SourceModel) -> Path | None:
@@ -280,6 +284,7 @@ def score_logits(
     outputs = num_outputs(config.model)
     collector = OutputCollector(config.model.head, split.encoded, outputs, torch.device("cpu"))
     for batch in rows.batches(config.train.micro_batch_size, 0, 1):
-        found = logits(batch.inputs)
-        collector.add(batch, objective.outputs(found, batch))
-    return score(task, split.examples, split.encoded, collector.outputs.numpy())
+        collector.add(batch, objective.outputs(logits(batch.inputs), batch))
+    found = collector.outputs.numpy()
+    task = with_best_thresholds(task, split.examples, found)
+    return score(task, split.examples, split.encoded, found)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from megatron_deberta.config.schema import Head, ModelConfig
+from megatron_deberta.config.schema import CLASS_HEADS, Head, ModelConfig
 from megatron_deberta.errors import CheckpointError
 
 _DROPOUTS = ("cls_dropout", "classifier_dropout", "hidden_dropout_prob")
@@ -98,6 +98,15 @@ HEADS: Mapping[Head, ExportedHead] = MappingProxyType(
             problem_type="single_label_classification",
             graph="rows",
         ),
+        "multilabel": ExportedHead(
+            kind="SequenceClassification",
+            task="text-classification",
+            # The scores of all labels
+            pipeline_options=", top_k=None",
+            objective="fine-tuned, head multilabel",
+            problem_type="multi_label_classification",
+            graph="rows",
+        ),
         "regression": ExportedHead(
             kind="SequenceClassification",
             task="text-classification",
@@ -137,11 +146,13 @@ def head_of(fields: Mapping[str, Any]) -> Head:
     """Return the head of a labelled task that a ``config.json`` names; ``mlm`` if it names none."""
     labels = fields.get("id2label")
     count = fields.get("num_labels") if labels is None else len(labels)
-    is_score = fields.get("problem_type") == "regression" or count == 1
+    problem = fields.get("problem_type")
+    is_score = problem == "regression" or count == 1
+    of_rows: Head = "multilabel" if problem == "multi_label_classification" else "classification"
     for architecture in fields.get("architectures") or ():
         kind = str(architecture).rpartition("For")[2]
         if kind == "SequenceClassification":
-            return "regression" if is_score else "classification"
+            return "regression" if is_score else of_rows
         for head, export in HEADS.items():
             if export.kind == kind and not export.is_pretrained:
                 return head
@@ -153,16 +164,14 @@ class HeadFields(NamedTuple):
 
     Attributes:
         head: ``mlm`` where it names none.
-        labels: names of the classes, of ``classification`` and ``tokens``; ``LABEL_0`` and so on
-            where the file has none.
+        labels: names of the classes, of `CLASS_HEADS`; ``LABEL_0`` and so on where the file has
+            none.
         dropout: before the last projection.
-        is_multi_label: each class has a probability of its own (sigmoid instead of softmax).
     """
 
     head: Head
     labels: tuple[str, ...] = ()
     dropout: float = ModelConfig().head_dropout
-    is_multi_label: bool = False
 
 
 def task_head(fields: Mapping[str, Any]) -> HeadFields:
@@ -176,7 +185,7 @@ def task_head(fields: Mapping[str, Any]) -> HeadFields:
         return HeadFields(head)
     labels = _labels(fields)
     problem = fields.get("problem_type")
-    if head in ("classification", "regression"):
+    if head in ("classification", "multilabel", "regression"):
         if problem not in (None, *_PROBLEM_TYPES):
             raise CheckpointError(
                 f"config.json: problem_type={problem!r} is not supported; only "
@@ -197,12 +206,7 @@ def task_head(fields: Mapping[str, Any]) -> HeadFields:
         (float(fields[key]) for key in _DROPOUTS if fields.get(key) is not None),
         ModelConfig().hidden_dropout,
     )
-    return HeadFields(
-        head,
-        labels if head in ("classification", "tokens") else (),
-        dropout,
-        head == "classification" and problem == "multi_label_classification",
-    )
+    return HeadFields(head, labels if head in CLASS_HEADS else (), dropout)
 
 
 def _labels(fields: Mapping[str, Any]) -> tuple[str, ...]:

@@ -36,18 +36,18 @@ _EMPTY_BYTES = 128
 class EncodedDataset:
     """Encoded examples: rows of tokens behind each other, with labels.
 
-    A row is an example (classification, regression), a window of one (spans, tokens), or one of its
-    choices. Rows of one example are contiguous.
+    A row is an example (classification, multilabel, regression), a window of one (spans, tokens),
+    or one of its choices. Rows of one example are contiguous.
 
     Attributes:
         input_ids: int32 ``[total]``, [CLS] and [SEP] included, without padding.
         token_type_ids: uint8 ``[total]``, 1 in the second segment.
         row_offsets: int64 ``[rows + 1]``; row i is ``row_offsets[i] : row_offsets[i + 1]``.
         example_index: int64 ``[rows]``, non-decreasing.
-        labels: classification int64 ``[rows]``; regression float32 ``[rows]``; spans int64
-            ``[rows, 2]``, first and last token of the answer in the row, 0 0 without an answer in
-            this window; tokens int32 ``[total]``; choices int64 ``[examples]``. -100 (NaN for
-            regression) is not scored.
+        labels: classification int64 ``[rows]``; multilabel int8 ``[rows, labels]``, 1 or 0;
+            regression float32 ``[rows]``; spans int64 ``[rows, 2]``, first and last token of the
+            answer in the row, 0 0 without an answer in this window; tokens int32 ``[total]``;
+            choices int64 ``[examples]``. -100 (NaN for regression) is not scored.
         char_offsets: spans: int32 ``[total, 2]``, characters of the passage that a token stands
             for, -1 outside the passage; otherwise ``[0, 2]``.
         word_index: tokens: int32 ``[total]``, index of the word whose label is read at this token,
@@ -58,7 +58,12 @@ class EncodedDataset:
     token_type_ids: npt.NDArray[np.uint8]
     row_offsets: npt.NDArray[np.int64]
     example_index: npt.NDArray[np.int64]
-    labels: npt.NDArray[np.int64] | npt.NDArray[np.int32] | npt.NDArray[np.float32]
+    labels: (
+        npt.NDArray[np.int64]
+        | npt.NDArray[np.int32]
+        | npt.NDArray[np.int8]
+        | npt.NDArray[np.float32]
+    )
     char_offsets: npt.NDArray[np.int32]
     word_index: npt.NDArray[np.int32]
 
@@ -263,7 +268,7 @@ def encode_each(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Ids]:
 def encode_segments(
     task: TaskConfig, examples: Sequence[Example], tokenizer: Tokenizer, length: int
 ) -> EncodedDataset:
-    """Encode examples of one or two segments with a class or a score.
+    """Encode examples of one or two segments with a class, labels or a score.
 
     Args:
         task: the task.
@@ -277,6 +282,10 @@ def encode_segments(
     for index, example in enumerate(examples):
         pair = second[index] if example.text_pair is not None else None
         _add_pair(rows, index, first[index], pair, length, task.truncate)
+    if task.head == "multilabel":
+        hidden = (IGNORED,) * len(task.labels)
+        flags = np.array([example.tags or hidden for example in examples], np.int8)
+        return EncodedDataset(labels=flags, **rows.arrays())
     kind: type[np.generic] = np.float32 if task.head == "regression" else np.int64
     missing = np.nan if task.head == "regression" else IGNORED
     labels = np.array([missing if e.label is None else e.label for e in examples], kind)
@@ -597,6 +606,7 @@ _ENCODERS: Mapping[
     str, Callable[[TaskConfig, Sequence[Example], Tokenizer, int], EncodedDataset]
 ] = {
     "classification": encode_segments,
+    "multilabel": encode_segments,
     "regression": encode_segments,
     "spans": encode_spans,
     "tokens": encode_words,
@@ -638,8 +648,9 @@ def encode(
         if not folder.is_dir():
             _ENCODERS[task.head](task, examples, tokenizer, length).save(folder)
         encoded = EncodedDataset.load(folder)
-        has_classes = task.head in ("classification", "tokens")
-        num_labels = len(task.labels) if has_classes else 0
+        num_labels = len(task.labels) if task.head in ("classification", "tokens") else 0
+        if task.head == "multilabel":
+            num_labels = 2
         if problem := encoded.find_problem(tokenizer.vocab_size, num_labels):
             raise DataError(f"{folder}: damaged ({problem}); remove this folder")
     if task.head == "spans":
@@ -673,6 +684,8 @@ def _key(task: TaskConfig, examples: Sequence[Example], tokenizer: Tokenizer, le
     """Return a hash of everything that the encoding depends on."""
     values = asdict(task)
     content = [_VERSION, {key: values[key] for key in _USED}, length, tokenizer.fingerprint]
+    if task.head == "multilabel":
+        content.append(len(task.labels))
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
     for example in examples:
         digest.update(repr(example).encode())

@@ -26,6 +26,7 @@ from megatron_deberta.tasks.formats import (
     read_squad,
     read_wic,
     read_wsc,
+    with_sentence,
 )
 from megatron_deberta.tasks.records import (
     Record,
@@ -84,7 +85,8 @@ def read_records(task: TaskConfig, split: str, path: Path) -> Iterator[Record]:
             skip_short_rows=task.skip_short_rows,
         )
     if name == "conll":
-        return read_conll(path, labelled=is_labelled(split), merge=task.merge_sentences)
+        found = read_conll(path, labelled=is_labelled(split), merge=task.merge_sentences)
+        return found if task.head == "tokens" else map(with_sentence, found)
     return READERS[name](path)
 
 

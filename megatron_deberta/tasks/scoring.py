@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,9 @@ from megatron_deberta.tasks.metrics import (
 from megatron_deberta.tasks.task import TaskConfig
 
 Outputs = npt.NDArray[np.float32]
+
+DEFAULT_THRESHOLD = 0.5
+"""Probability from which a label is predicted, if the task has no thresholds."""
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +44,8 @@ def predict(
         task: the task.
         examples: the examples, in the order in which they were encoded.
         encoded: their encoding.
-        outputs: float32: classification ``[rows, classes]``, regression ``[rows]``, spans
-            ``[total, 2]`` (logits of start and end), tokens ``[total, classes]``, choices
+        outputs: float32: classification and multilabel ``[rows, classes]``, regression ``[rows]``,
+            spans ``[total, 2]`` (logits of start and end), tokens ``[total, classes]``, choices
             ``[rows]``.
         null_threshold: spans: predict no answer if ``null_score`` is above it; ``score`` finds the
             best one on a dev split as ``null_threshold``.
@@ -140,6 +144,7 @@ def _check_outputs(
     rows, total, classes = encoded.num_rows, len(encoded.input_ids), len(task.labels)
     shapes: dict[str, tuple[int, ...]] = {
         "classification": (rows, classes),
+        "multilabel": (rows, classes),
         "regression": (rows,),
         "spans": (total, 2),
         "tokens": (total, classes),
@@ -194,6 +199,75 @@ def _predict_classes(
     ]
 
 
+def _predict_labels(
+    task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset, outputs: Outputs
+) -> list[Prediction]:
+    probabilities = sigmoid(outputs)
+    names = np.array(task.labels, dtype=object)
+    return [
+        Prediction(
+            id=example.id,
+            value=tuple(names[chosen].tolist()),
+            probabilities=tuple(row.tolist()),
+            group=example.group,
+        )
+        for example, chosen, row in zip(
+            examples, probabilities >= (task.thresholds or DEFAULT_THRESHOLD), probabilities,
+            strict=True,
+        )
+    ]  # fmt: skip
+
+
+def with_best_thresholds(
+    task: TaskConfig, examples: Sequence[Example], outputs: Outputs
+) -> TaskConfig:
+    """Return a task with the threshold of each label that has the best F1 on some examples.
+
+    The task is unchanged if it has thresholds, or a head that needs none.
+
+    Args:
+        task: the task.
+        examples: labelled examples.
+        outputs: see ``predict``.
+
+    Raises:
+        DataError: examples have no labels.
+    """
+    if task.head != "multilabel" or task.thresholds:
+        return task
+    require_labels(task, examples)
+    truth = np.array([example.tags for example in examples], np.bool_)
+    columns = zip(truth.T, sigmoid(outputs).T, strict=True)
+    return replace(task, thresholds=tuple(best_label_threshold(*column) for column in columns))
+
+
+def best_label_threshold(
+    truth: npt.NDArray[np.bool_], probabilities: npt.NDArray[np.float64]
+) -> float:
+    """Return the probability from which a label is predicted with the best F1.
+
+    It is in the middle between two neighbouring probabilities of the examples, so that rounding
+    errors change no prediction; of equal F1, the one nearest to 0.5, which is also that of labels
+    that no example has.
+
+    Args:
+        truth: whether each example has the label, ``[examples]``.
+        probabilities: of the label, ``[examples]``.
+    """
+    if not truth.any():
+        return DEFAULT_THRESHOLD
+    order = np.argsort(-probabilities, kind="stable")
+    ordered = np.append(probabilities[order], 0.0)
+    upper, lower = ordered[:-1], ordered[1:]
+    middle = (upper + lower) / 2
+    found = np.arange(1, len(upper) + 1)
+    f1 = 2 * np.cumsum(truth[order]) / (found + truth.sum())
+    # Examples of equal probability are predicted together; a middle may be rounded down to one.
+    f1[(middle <= lower) | (middle >= 1)] = -1.0
+    best = np.flatnonzero(f1 >= f1.max() - 1e-12)
+    return float(middle[best][np.abs(middle[best] - DEFAULT_THRESHOLD).argmin()])
+
+
 def _predict_scores(
     task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset, outputs: Outputs
 ) -> list[Prediction]:
@@ -241,6 +315,7 @@ def _predict_tags(
 
 _PREDICT: Mapping[str, Callable[..., list[Prediction]]] = {
     "classification": _predict_classes,
+    "multilabel": _predict_labels,
     "regression": _predict_scores,
     "tokens": _predict_tags,
     "choices": _predict_choices,

@@ -29,6 +29,7 @@ from tests.support.stock_weights import randomize, stock_config, stock_name
 GROUPS = single_process_groups(torch.device("cpu"))
 STOCK = {
     "classification": transformers.DebertaV2ForSequenceClassification,
+    "multilabel": transformers.DebertaV2ForSequenceClassification,
     "regression": transformers.DebertaV2ForSequenceClassification,
     "spans": transformers.DebertaV2ForQuestionAnswering,
     "tokens": transformers.DebertaV2ForTokenClassification,
@@ -40,6 +41,8 @@ def stock_model(config: RunConfig) -> Any:
     head = config.model.head
     fields = stock_config(config.model)
     fields.num_labels = num_outputs(config.model)
+    if head == "multilabel":
+        fields.problem_type = "multi_label_classification"
     fields.hidden_dropout_prob = fields.attention_probs_dropout_prob = fields.cls_dropout = 0.0
     model = STOCK[head](fields)
     randomize(model)
@@ -91,6 +94,7 @@ def stock_loss(model: Any, head: Head, batches: Sequence[TaskBatch]) -> Tensor:
     if head == "choices":
         return choice_loss(model, parts)
     labels = torch.cat([part.labels for part in parts])
+    labels = labels.float() if head == "multilabel" else labels
     loss: Tensor = model(input_ids=ids, attention_mask=mask.long(), labels=labels).loss
     return loss
 

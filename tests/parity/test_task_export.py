@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from megatron_deberta.config.schema import Head, ModelConfig, with_task_head
+from megatron_deberta.config.schema import CLASS_HEADS, Head, ModelConfig, with_task_head
 from megatron_deberta.evaluate.models import open_release_weights, open_source_model
 from megatron_deberta.hf.config import SpecialIds, choose_model_type, has_own_class
 from megatron_deberta.hf.export_model import write_hf_model
@@ -47,7 +47,7 @@ def weights(config: ModelConfig) -> Callable[[str], Tensor]:
 
 
 def fine_tuned(head: Head, base: ModelConfig = SMALL) -> ModelConfig:
-    return with_task_head(base, head, LABELS if head in ("classification", "tokens") else ())
+    return with_task_head(base, head, LABELS if head in CLASS_HEADS else ())
 
 
 @pytest.fixture(autouse=True)
@@ -74,9 +74,11 @@ def test_logits_and_labels(kind: ModelType, head: Head, tmp_path: Path) -> None:
     assert type(theirs).__module__.startswith("transformers.models.") == (not is_own)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
-    if head in ("classification", "tokens"):
+    if head in CLASS_HEADS:
         assert tuple(theirs.config.id2label.values()) == LABELS
         assert theirs.config.label2id == {name: number for number, name in enumerate(LABELS)}
+    if head == "multilabel":
+        assert theirs.config.problem_type == "multi_label_classification"
     if head == "regression":
         assert (theirs.config.problem_type, theirs.config.num_labels) == ("regression", 1)
 
