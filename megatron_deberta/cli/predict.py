@@ -2,13 +2,13 @@
 
 MODEL is the run or checkpoint of `finetune`, or an export of it; of a run, the best checkpoint is
 used. Writes one JSON object per example: id, text, label (of regression the score, of spans the
-answer, of tokens one per word), scores by label (of tokens, of each word's label), of tokens the
-entities with their characters in the text, and gold, the label of the file, if it has one. Of
-embeddings, the label of a pair is its cosine, and a text alone has its embedding; --output NAME.npy
-writes the embeddings of all texts as an array instead, of a pair both in turn. With
---leaderboard, it also writes the files of the task's leaderboard (GLUE, SuperGLUE, SQuAD, CoNLL),
-or else the same objects. Several ranks divide the examples under torchrun or srun, and rank 0
-writes.
+answer, of tokens one per word, of several labels per text a list), scores by label (of tokens, of
+each word's label), of tokens the entities with their characters in the text, and gold, the label of
+the file, if it has one. Of embeddings, the label of a pair is its cosine, and a text alone has its
+embedding; --output NAME.npy writes the embeddings of all texts as an array instead, of a pair both
+in turn. With --leaderboard, it also writes the files of the task's leaderboard (GLUE, SuperGLUE,
+SQuAD, CoNLL), or else the same objects. Several ranks divide the examples under torchrun or srun,
+and rank 0 writes.
 
 Texts are those of --text or of the files of --input, or without TASK and these the lines of
 standard input. Files have a text per line, or JSON objects with text (and text_pair, id). For

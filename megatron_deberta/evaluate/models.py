@@ -25,6 +25,7 @@ from megatron_deberta.checkpoint.views import (
 from megatron_deberta.config import config_from_dict, validate_for_world
 from megatron_deberta.config.loader import config_from_layers, config_to_dict
 from megatron_deberta.config.schema import (
+    CLASS_HEADS,
     LANGUAGE_MODEL_HEADS,
     Head,
     ModelConfig,
@@ -43,7 +44,7 @@ from megatron_deberta.distributed.topology import (
 )
 from megatron_deberta.errors import CheckpointError, ConfigError, DataError, MissingModelError
 from megatron_deberta.hf.config import DTYPES, TOKENIZER_FIELD
-from megatron_deberta.hf.heads import task_head
+from megatron_deberta.hf.heads import has_sigmoid, task_head
 from megatron_deberta.hf.loading import (
     check_folder,
     check_tokenizer,
@@ -69,8 +70,8 @@ class SourceModel:
         read: returns a logical fp32 tensor by canonical name.
         missing: canonical names of the parameters that the folder lacks, such as a head.
         why_untrained: why it cannot predict tokens, of a pretrained model; empty: it can.
-        is_multi_label: each class has a probability of its own (sigmoid instead of softmax); of
-            rerank, scores are written as probabilities.
+        uses_sigmoid: each class, choice or passage has a probability of its own, where the head's
+            usual ones are a softmax, or scores.
         checkpoint: the training checkpoint, whose files are not verified yet; None: another format.
         fields: ``config.json`` of another format.
     """
@@ -82,7 +83,7 @@ class SourceModel:
     read: Callable[[str], Tensor]
     missing: tuple[str, ...] = ()
     why_untrained: str = ""
-    is_multi_label: bool = False
+    uses_sigmoid: bool = False
     checkpoint: CheckpointReader | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
 
@@ -149,7 +150,7 @@ def open_source_model(
         release.tensor,
         missing,
         release.why_untrained if own.head == "mlm" else "",
-        own.is_multi_label,
+        uses_sigmoid=own.head == "rerank" and has_sigmoid(fields),
         fields=fields,
     )
 
@@ -191,22 +192,23 @@ def with_head(
     head: Head,
     read: Callable[[str], Tensor] | None = None,
     *,
-    is_multi_label: bool,
+    uses_sigmoid: bool,
 ) -> SourceModel:
-    """Return a model whose outputs are taken for those of another head without classes.
+    """Return a model whose outputs are taken for those of another head.
 
     Args:
         source: a fine-tuned model.
         head: the head.
         read: as in `SourceModel`, with the classifier's weight ``[1, D]``; None: the model's own.
-        is_multi_label: as in `SourceModel`.
+        uses_sigmoid: as in `SourceModel`.
     """
-    config = replace(source.config, head=head, labels=())
+    labels = source.config.labels if head in CLASS_HEADS else ()
+    config = replace(source.config, head=head, labels=labels)
     run = source.run
     if run is not None:
         run = replace(run, model=config, objective=replace(run.objective, name=head))
     read = read or source.read
-    return replace(source, config=config, run=run, read=read, is_multi_label=is_multi_label)
+    return replace(source, config=config, run=run, read=read, uses_sigmoid=uses_sigmoid)
 
 
 def _open_checkpoint(path: Path, tokenizer_path: str, part: Part) -> SourceModel:
@@ -230,7 +232,7 @@ def _open_checkpoint(path: Path, tokenizer_path: str, part: Part) -> SourceModel
         run,
         weights.tensor,
         why_untrained=why,
-        is_multi_label=config.head == "rerank" and run.finetune.ranking_loss == "bce",
+        uses_sigmoid=config.head == "rerank" and run.finetune.ranking_loss == "bce",
         checkpoint=reader,
     )
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from megatron_deberta.config.schema import GROUPED_HEADS, Head, RunConfig
+from megatron_deberta.config.schema import CLASS_HEADS, GROUPED_HEADS, Head, RunConfig
 from megatron_deberta.data import Integers
 from megatron_deberta.data.batch import TaskBatch
 from megatron_deberta.data.dataset.best_fit import best_fit
@@ -37,7 +37,13 @@ from megatron_deberta.tasks.encoded import EncodedDataset
 from megatron_deberta.tasks.encoding import encode
 from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.reading import read_examples
-from megatron_deberta.tasks.scoring import Outputs, nonfinite_rows, predict, score
+from megatron_deberta.tasks.scoring import (
+    Outputs,
+    nonfinite_rows,
+    predict,
+    score,
+    with_best_thresholds,
+)
 from megatron_deberta.tasks.task import DEV, EXAMPLE_HEADS, SCORE_HEADS, TRAIN, TaskConfig
 from megatron_deberta.tokenizer import Tokenizer
 
@@ -309,7 +315,7 @@ def _check_pairs(config: RunConfig, task: TaskConfig) -> None:
 
 def class_names(task: TaskConfig) -> tuple[str, ...]:
     """Return the names of a model's classes; empty for heads without classes."""
-    if task.head not in ("classification", "tokens"):
+    if task.head not in CLASS_HEADS:
         return ()
     return tuple(task.id2label.values())
 
@@ -374,6 +380,8 @@ def validate_split(
 ) -> Evaluation | None:
     """Compute the loss and the task's metrics. Collective over all ranks.
 
+    Those of several labels per example are at the thresholds that are best on this split.
+
     Args:
         module: the objective's model with its loss.
         config: the run.
@@ -404,6 +412,7 @@ def validate_split(
                 )
                 metrics = {str(name): math.nan for name in task.metrics}
             else:
+                task = with_best_thresholds(task, split.examples, outputs)
                 metrics = score(task, split.examples, split.encoded, outputs)
                 predictions = predict(task, split.examples, split.encoded, outputs)
                 classes = class_scores(task, split.examples, predictions)

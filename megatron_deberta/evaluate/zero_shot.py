@@ -77,7 +77,10 @@ def for_task(source: SourceModel, task: TaskConfig, zero_shot: ZeroShot | None) 
     own = source.config
     if own.head != task.head and {own.head, task.head} <= {*SINGLE_OUTPUT_HEADS}:
         sigmoid = task.head == "rerank" and has_sigmoid(source.fields)
-        return with_head(source, task.head, is_multi_label=sigmoid)
+        return with_head(source, task.head, uses_sigmoid=sigmoid)
+    if own.head == "multilabel" and task.head == "classification" and source.run is None:
+        # A published model for any number of labels can also choose the most probable one.
+        return with_head(source, task.head, uses_sigmoid=True)
     if not task.hypothesis or own.head == "choices":
         return source
     names = [label.lower() for label in own.labels if own.head == "classification"]
@@ -98,4 +101,4 @@ def for_task(source: SourceModel, task: TaskConfig, zero_shot: ZeroShot | None) 
         score = tensor[entailment : entailment + 1]
         return score - tensor[contradiction : contradiction + 1] if is_multi else score
 
-    return with_head(source, "choices", read, is_multi_label=is_multi)
+    return with_head(source, "choices", read, uses_sigmoid=is_multi)

@@ -97,6 +97,9 @@ UNTRAINED_FIELD = "why_untrained"
 TOKENIZER_FIELD = "tokenizer_fingerprints"
 """In ``config.json`` of an export: fingerprint of the tokenizer used in training and, if different,
 of the one beside the file, which gives the same ids."""
+THRESHOLDS_FIELD = "label_thresholds"
+"""In ``config.json`` of an export for several labels per text: the probability from which each
+label, by name, is predicted."""
 SENTENCEPIECE_FIELD = "sentencepiece_sha256"
 """In ``config.json`` of an export: SHA-256 (hex) of ``spm.model`` beside it."""
 _NEXT_SENTENCE_FIELDS = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from megatron_deberta import __version__
 from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.hf.config import has_own_class
+from megatron_deberta.hf.config import THRESHOLDS_FIELD, has_own_class
 from megatron_deberta.hf.heads import HEADS
 from megatron_deberta.hf.names import ModelType
 
@@ -73,6 +73,12 @@ for (start, _), special, row in zip(
 print([(word, labels.get(number)) for number, word in enumerate(text.split(" "))])
 ```
 """
+_LABELS = (
+    f'thresholds = getattr(run.model.config, "{THRESHOLDS_FIELD}", {{}}); '
+    # Of one text not in a list, some releases of transformers return a list of one list.
+    'labels = [found["label"] for found in run(["A text."])[0] '
+    'if found["score"] >= thresholds.get(found["label"], 0.5)]'
+)
 _KEYS = (
     "num_layers", "hidden_size", "num_heads", "ffn_hidden_size", "vocab_size",
     "max_position_embeddings", "position_terms", "position_buckets", "absolute_positions",
@@ -167,6 +173,8 @@ def loading_lines(config: ModelConfig, model_type: ModelType, folder: str) -> di
                 "from transformers import pipeline; "
                 f'run = pipeline("{head.task}", model="{folder}"{option}{head.pipeline_options})'
             )
+        if config.head == "multilabel":
+            lines["labels"] = _LABELS
         return lines
     # transformers' own masked-LM classes have no mask decoder.
     decoder = model_type == "megatron-deberta" or config.mask_decoder_passes > 0

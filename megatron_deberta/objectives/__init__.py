@@ -14,6 +14,7 @@ from megatron_deberta.objectives.language_modelling import (
     MaskedLanguageModel,
     MaskedLanguageModelling,
 )
+from megatron_deberta.objectives.multilabel import Multilabel
 from megatron_deberta.objectives.objective import (
     NO_COUNTS,
     LossSums,
@@ -32,6 +33,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "autoregressive": AutoregressiveModelling,
     "rtd": ReplacedTokenDetection,
     "classification": Classification,
+    "multilabel": Multilabel,
     "regression": Regression,
     "spans": Spans,
     "tokens": Tokens,

@@ -110,7 +110,7 @@ def encode_each(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Ids]:
 def encode_segments(
     task: TaskConfig, examples: Sequence[Example], tokenizer: Tokenizer, length: int
 ) -> EncodedDataset:
-    """Encode examples of one or two segments with a class or a score.
+    """Encode examples of one or two segments with a class, labels or a score.
 
     Args:
         task: the task.
@@ -128,6 +128,9 @@ def encode_segments(
 
 
 def _example_labels(task: TaskConfig, examples: Sequence[Example]) -> npt.NDArray[Any]:
+    if task.head == "multilabel":
+        hidden = (IGNORED,) * len(task.labels)
+        return np.array([example.tags or hidden for example in examples], np.int8)
     kind, missing = (np.float32, np.nan) if task.head == "regression" else (np.int64, IGNORED)
     return np.array([missing if e.label is None else e.label for e in examples], kind)
 
@@ -555,6 +558,7 @@ _ENCODERS: Mapping[
     str, Callable[[TaskConfig, Sequence[Example], Tokenizer, int], EncodedDataset]
 ] = {
     "classification": encode_segments,
+    "multilabel": encode_segments,
     "regression": encode_segments,
     "spans": encode_spans,
     "tokens": encode_words,
@@ -606,8 +610,9 @@ def encode(
         if not folder.is_dir():
             encoder(task, examples, tokenizer, length).save(folder)
         encoded = EncodedDataset.load(folder)
-        has_classes = task.head in ("classification", "tokens")
-        num_labels = len(task.labels) if has_classes else 0
+        num_labels = len(task.labels) if task.head in ("classification", "tokens") else 0
+        if task.head == "multilabel":
+            num_labels = 2
         if problem := encoded.find_problem(tokenizer.vocab_size, num_labels):
             raise DataError(f"{folder}: damaged ({problem}); remove this folder")
     if task.head == "spans":
@@ -642,6 +647,8 @@ def _key(task: TaskConfig, examples: Sequence[Example], tokenizer: Tokenizer, le
     values = asdict(task)
     used = (*_USED, "label_range") if task.head == "embed" else _USED
     content = [_VERSION, {key: values[key] for key in used}, length, tokenizer.fingerprint]
+    if task.head == "multilabel":
+        content.append(len(task.labels))
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
     for example in examples:
         digest.update(repr(example).encode())

@@ -43,7 +43,8 @@ class Example:
         choices: second segments, one per choice (choices) or passage (rerank); a text that does
             not match (embed).
         label: class index, score or index of the right choice; None: unlabelled.
-        tags: class index per word (tokens); empty: unlabelled.
+        tags: class index per word (tokens); for each of the task's labels, in its order, 1 if the
+            example has it, else 0 (multilabel); empty: unlabelled.
         breaks: indices of words that begin a sentence, other than the first (tokens); empty: the
             words are one sentence.
         answers: correct spans of ``text_pair`` (spans); empty: unanswerable; None: unlabelled.
@@ -70,6 +71,9 @@ _UNLABELLED = ("", "-1", "None")
 """Labels that test files have instead of the hidden ones."""
 
 
+_FLAGS = {"1": True, "0": False, "true": True, "false": False}
+
+
 _SHOWN = 50
 """Labels that an error lists."""
 
@@ -94,10 +98,11 @@ class Prediction:
     Attributes:
         id: identifier of the example.
         index: class index, or index of the choice or of the best passage; -1 for other heads.
-        value: label as written in the files, score, answer text (empty: no answer), or a label
-            per word; of embeddings, the cosine of a pair (empty: of a text alone).
-        probabilities: one per class or choice; of tokens, of each word's label; of rerank, the
-            score of each passage; empty for other heads.
+        value: label as written in the files, labels of the example, score, answer text (empty: no
+            answer), or a label per word; of embeddings, the cosine of a pair (empty: of a text
+            alone).
+        probabilities: one per class, label or choice; of tokens, of each word's label; of rerank,
+            the score of each passage; empty for other heads.
         null_score: spans: score of no answer minus that of the best answer.
         group: the example's group.
         windows: rows that the example's text was predicted in; 0: unknown, or choices.
@@ -164,14 +169,19 @@ class Row:
         """Return whether the record's label is one of those to skip."""
         if not self.task.skip_labels or not self.has("label"):
             return False
-        return any(label in self.task.skip_labels for label in _spellings(self.raw("label")))
+        return any(
+            spelling in self.task.skip_labels
+            for label in self.label_values()
+            for spelling in _spellings(label)
+        )
 
     def has(self, role: str) -> bool:
         """Return whether the role has a column; for optional labels, whether the file has it."""
         name = self._columns.get(role)
         if name is None:
             return False
-        return self.labelled or role not in _OPTIONAL or name in self._values
+        names = name if isinstance(name, list) else [name]
+        return self.labelled or role not in _OPTIONAL or all(n in self._values for n in names)
 
     def holds(self, role: str) -> bool:
         """Return whether the role has a column that this record has."""
@@ -192,6 +202,28 @@ class Row:
     def raw(self, role: str) -> Any:
         """Return the value of a role's column."""
         return self._value(str(self._columns[role]))
+
+    def label_values(self) -> list[Any]:
+        """Return the label; of multilabel, all labels, which is a list with None if not known."""
+        column = self._columns["label"]
+        if self.task.head != "multilabel":
+            return [self.raw("label")]
+        if isinstance(column, list):
+            pairs = zip(self.task.labels, column, strict=True)
+            return [found for label, name in pairs if (found := self._flagged(label, name)) != ""]
+        value = self.raw("label")
+        if isinstance(value, str):
+            parts = [part.strip() for part in value.split(self.task.label_separator)]
+            return [part for part in parts if part]
+        return value if isinstance(value, list) else [value]
+
+    def _flagged(self, label: str, name: Any) -> str | None:
+        """Return the label if its column has a 1, empty for a 0, None if that is not known."""
+        value = self._value(str(name))
+        flag = written_label(value).lower()
+        if flag not in _FLAGS and not self.is_hidden(value):
+            self.fail(f"{name!r} is {value!r}; write 1 where the example has the label, else 0")
+        return None if flag not in _FLAGS else label if _FLAGS[flag] else ""
 
     def text(self, role: str) -> str:
         """Return the text of a role: a column, or a template filled with columns."""
@@ -388,7 +420,7 @@ def _label_remedy(task: TaskConfig, rows: Iterable[Row]) -> str:
             if row.has("tags"):
                 found.update(map(written_label, _tags(row)))
             elif row.has("label") and not row.is_skipped():
-                found.update(_spellings(row.raw("label"))[:1])
+                found.update(s for label in row.label_values() for s in _spellings(label)[:1])
     labels = sorted(found - {""})
     # A label that YAML would read as something else than text, or as several, is quoted.
     parts = [
@@ -404,11 +436,13 @@ def _label_remedy(task: TaskConfig, rows: Iterable[Row]) -> str:
 
 def _segments(row: Row, identifier: str) -> Example:
     row.require("label")
+    has_label, is_multilabel = row.has("label"), row.task.head == "multilabel"
     return Example(
         id=identifier,
         text=row.filled_text("text"),
         text_pair=row.filled_text("text_pair") if row.has("text_pair") else None,
-        label=_label(row) if row.has("label") else None,
+        label=_label(row) if has_label and not is_multilabel else None,
+        tags=_flags(row) if has_label and is_multilabel else (),
         group=row.text("group") if row.has("group") else "",
     )
 
@@ -423,6 +457,12 @@ def _pair(row: Row, identifier: str) -> Example:
         choices=(row.filled_text("negative"),) if pair and row.has("negative") else (),
         label=_score(row) if row.has("label") else None,
     )
+
+
+def _flags(row: Row) -> tuple[int, ...]:
+    """Return 1 or 0 for each label of the task; empty: the labels are hidden."""
+    indices = {row.class_index(label) for label in row.label_values()}
+    return () if None in indices else tuple(int(i in indices) for i in range(len(row.task.labels)))
 
 
 def _label(row: Row) -> float | None:
@@ -656,6 +696,7 @@ def _unicode_forms(text: str) -> tuple[str, ...]:
 
 _BUILDERS: Mapping[str, Callable[[Row, str], Example]] = {
     "classification": _segments,
+    "multilabel": _segments,
     "regression": _segments,
     "spans": _spans,
     "tokens": _words,

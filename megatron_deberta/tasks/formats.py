@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
@@ -32,8 +33,12 @@ from megatron_deberta.tasks.records import (
     value_of,
     whole_number,
 )
+from megatron_deberta.tasks.task import OUTSIDE
 
 DOCUMENT_START = "-DOCSTART-"
+
+
+_POSITION = re.compile("^[BIELMSUW][-_:]")
 
 
 def read_conll(path: Path, *, labelled: bool, merge: bool) -> Iterator[Record]:
@@ -80,6 +85,19 @@ def read_conll(path: Path, *, labelled: bool, merge: bool) -> Iterator[Record]:
             yield Record(Place(path, lines[0]), {**values, "tags": tags} if tags else values)
             words, tags, lines, breaks, count = [], [], [], [], count + 1
         in_document |= is_start
+
+
+def with_sentence(record: Record) -> Record:
+    """Add ``text``, the words, and ``types``, the distinct types of its entities, to a sentence.
+
+    The type is the part of a label after its position, as in ``B-PER``; O has none.
+    """
+    place, values = record
+    added: dict[str, Any] = {"text": " ".join(values["words"])}
+    if "tags" in values:
+        types = {_POSITION.sub("", tag) for tag in values["tags"] if tag != OUTSIDE}
+        added["types"] = sorted(types)
+    return Record(place, values | added)
 
 
 def _refuse_numbers(place: Place, words: list[str], width: int) -> None:

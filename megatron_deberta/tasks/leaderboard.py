@@ -120,6 +120,8 @@ def _gold(task: TaskConfig, example: Example) -> Any:
     """Return the label of an example as ``value`` would be; of spans, all answers; None: none."""
     if example.answers is not None:
         return list(dict.fromkeys(answer.text for answer in example.answers))
+    if example.tags and task.head == "multilabel":
+        return [label for label, has in zip(task.labels, example.tags, strict=True) if has]
     if example.tags:
         return [task.labels[tag] for tag in example.tags]
     if example.relevance:

@@ -27,6 +27,7 @@ from megatron_deberta.tasks.formats import (
     read_squad_passages,
     read_wic,
     read_wsc,
+    with_sentence,
 )
 from megatron_deberta.tasks.records import (
     Record,
@@ -88,7 +89,8 @@ def read_records(task: TaskConfig, split: str, path: Path) -> Iterator[Record]:
         part, others = task.splits[split].part, task.random_passages
         return read_squad_passages(path, part=part, others=others, seed=task.passage_seed)
     if name == "conll":
-        return read_conll(path, labelled=is_labelled(split), merge=task.merge_sentences)
+        found = read_conll(path, labelled=is_labelled(split), merge=task.merge_sentences)
+        return found if task.head == "tokens" else map(with_sentence, found)
     return READERS[name](path)
 
 

@@ -8,7 +8,7 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -19,11 +19,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_deberta.config.loader import CONFIG_ROOTS, OVERRIDES, plain_value, read_alternatives
+from megatron_deberta.config.schema import CLASS_HEADS
 from megatron_deberta.config.yaml_reader import PlainScalar, TextLoader, parse_yaml, read_yaml
 from megatron_deberta.errors import ConfigError, MissingInputError
 from megatron_deberta.files import write_atomically
 
-Head = Literal["classification", "regression", "spans", "tokens", "choices", "embed", "rerank"]
+Head = Literal[
+    "classification", "multilabel", "regression", "spans", "tokens", "choices", "embed", "rerank"
+]
 
 
 Reader = Literal[
@@ -40,6 +43,7 @@ METRICS: Mapping[str, tuple[str, ...]] = {
     "classification": (
         "accuracy", "f1", "macro_f1", "matthews", "f1a", "group_exact", "gender_parity",
     ),
+    "multilabel": ("micro_f1", "macro_f1", "micro_precision", "micro_recall", "accuracy"),
     "regression": ("pearson", "spearman", "pearson_spearman"),
     "spans": ("f1", "exact", "best_f1", "best_exact"),
     "tokens": (
@@ -53,6 +57,7 @@ METRICS: Mapping[str, tuple[str, ...]] = {
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "classification": ("text", "text_pair", "label", "id", "group"),
+    "multilabel": ("text", "text_pair", "label", "id", "group"),
     "regression": ("text", "text_pair", "label", "id"),
     "spans": (
         "question",
@@ -72,6 +77,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 
 REQUIRED_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "classification": ("text",),
+    "multilabel": ("text",),
     "regression": ("text",),
     "spans": ("question", "context"),
     "tokens": ("words",),
@@ -114,8 +120,9 @@ _PATH_KEYS = (
 
 
 _TYPED_KEYS = (
-    "label_range", "max_length", "stride", "max_answer_length", "unanswerable", "merge_sentences",
-    "header", "quoting", "skip_short_rows", "max_passages", "random_passages", "passage_seed",
+    "label_range", "thresholds", "max_length", "stride", "max_answer_length", "unanswerable",
+    "merge_sentences", "header", "quoting", "skip_short_rows", "max_passages", "random_passages",
+    "passage_seed",
 )  # fmt: skip
 """Keys whose values are numbers or booleans; all others but ``settings`` hold text."""
 
@@ -152,8 +159,8 @@ class TaskConfig:
     description: str = ""
     """One line: what is to be predicted, and the source of the data."""
     head: Head
-    """Kind of output: one class or number per example, a span, a class per word, a choice, an
-    embedding of each text, or a score per passage."""
+    """Kind of output: one class, any number of labels or one number per example, a span, a class
+    per word, a choice, an embedding of each text, or a score per passage."""
     reader: Reader
     """File format; ``table`` takes CSV, TSV, JSON Lines, Parquet and ``datasets`` folders by their
     suffix."""
@@ -178,6 +185,11 @@ class TaskConfig:
     positions (empty: 0, 1, ...); for regression and embeddings empty."""
     label_names: tuple[str, ...] = ()
     """Readable names of ``labels`` for exports; empty: ``labels``."""
+    label_separator: str = ","
+    """Text between the labels of an example where they are one string (multilabel)."""
+    thresholds: tuple[float, ...] = ()
+    """Probabilities from which labels are predicted (multilabel): one per label, or one for all;
+    empty: of each label the best one on the dev split, and 0.5 where none is recorded."""
     label_range: tuple[float, ...] = ()
     """Lowest and highest score; those of regression are clipped to it, those of pairs to embed
     scaled from it to 0 to 1."""
@@ -585,8 +597,9 @@ def _check(task: TaskConfig, source: str) -> None:
             metric in METRICS[task.head],
             f"metrics: {metric} is none of head {task.head}'s: {', '.join(METRICS[task.head])}",
         )
-    if task.head in ("classification", "tokens"):
+    if task.head in CLASS_HEADS:
         require(len(task.labels) >= 2, f"labels: head {task.head} needs at least two")
+    _check_multilabel(task, require)
     composed = Counter(unicodedata.normalize("NFC", label) for label in task.labels)
     twice = next((label for label, count in composed.items() if count > 1), None)
     require(twice is None, f"labels: {twice!r} occurs twice; labels must differ")
@@ -613,6 +626,25 @@ def _check(task: TaskConfig, source: str) -> None:
     require(task.max_length >= 8, f"max_length={task.max_length}: must be at least 8")
     require(task.stride >= 0, f"stride={task.stride}: is negative")
     require(task.max_answer_length > 0, f"max_answer_length={task.max_answer_length}: not positive")
+
+
+def _check_multilabel(task: TaskConfig, require: Callable[[object, str], None]) -> None:
+    thresholds, size = task.thresholds, len(task.labels)
+    require(
+        not thresholds
+        or (task.head == "multilabel" and all(0 < each < 1 for each in thresholds)
+            and len(thresholds) in (1, size)),
+        f"thresholds={list(thresholds)}: write one number between 0 and 1, or one for each of the "
+        f"{size} labels of head multilabel",
+    )  # fmt: skip
+    require(task.label_separator, "label_separator is empty; write the text between two labels")
+    for split, columns in _columns_by_split(task):
+        label = columns.get("label")
+        require(
+            not isinstance(label, list) or (task.head == "multilabel" and len(label) == size),
+            f"{split}columns.label: a list of columns is for head multilabel, one column for each "
+            f"of the labels {', '.join(task.labels)}",
+        )
 
 
 def _columns_by_split(task: TaskConfig) -> list[tuple[str, Mapping[str, Any]]]:

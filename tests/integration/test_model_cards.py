@@ -67,8 +67,11 @@ KINDS: dict[str, tuple[str, ...]] = {
     "mlm+ar": ("objective.name=mlm+ar",),
     "autoregressive": ("model.head=autoregressive", "objective.name=autoregressive"),
 }  # fmt: skip
-HEADS = ("classification", "regression", "tokens", "spans", "choices", "rerank")
+HEADS = (
+    "classification", "multilabel", "regression", "tokens", "spans", "choices", "rerank"
+)  # fmt: skip
 TASKS: dict[str, dict[str, Any]] = {
+    "multilabel": {"labels": ["a", "b"]},
     "classification": {"labels": ["bad", "good"]},
     "tokens": {"labels": ["O", "B-X", "I-X"]},
 }
@@ -372,6 +375,7 @@ def task_rows(head: str) -> list[dict[str, Any]]:
         rows.append(
             {
                 "classification": {"text": text, "label": "good" if number % 3 else "bad"},
+                "multilabel": {"text": text, "labels": "a,b" if number % 3 else "b"},
                 "regression": {"text": text, "score": number / 3},
                 "tokens": {"tokens": words, "tags": ["B-X" if len(w) > 2 else "O" for w in words]},
                 "spans": {"question": "who", "context": text, "answer": words[number % 2],
@@ -439,6 +443,11 @@ def check_baseline(head: str, rows: dict[str, tuple[str, ...]]) -> None:
     dev = [*range(3, 10), *range(10)]
     if head == "classification":
         assert rows["accuracy"][1] == f"{sum(n % 3 > 0 for n in dev) / 17:.4f}"
+    elif head == "multilabel":
+        # Of two labels, b is one of all examples; a, of those that are no multiple of 3.
+        both = sum(n % 3 > 0 for n in dev)
+        assert rows["micro f1"][1] == f"{2 * 17 / (2 * 17 + both):.4f}"
+        assert rows["accuracy"][1] == f"{(17 - both) / 17:.4f}"
     elif head == "choices":
         assert rows["accuracy"][1] == f"{sum(n % 2 == 0 for n in dev) / 17:.4f}"
     elif head == "regression":

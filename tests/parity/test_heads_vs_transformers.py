@@ -29,6 +29,7 @@ from tests.support.stock_weights import randomize, stock_config, stock_name
 GROUPS = single_process_groups(torch.device("cpu"))
 STOCK = {
     "classification": transformers.DebertaV2ForSequenceClassification,
+    "multilabel": transformers.DebertaV2ForSequenceClassification,
     "regression": transformers.DebertaV2ForSequenceClassification,
     "spans": transformers.DebertaV2ForQuestionAnswering,
     "tokens": transformers.DebertaV2ForTokenClassification,
@@ -41,6 +42,8 @@ def stock_model(config: RunConfig) -> Any:
     head = config.model.head
     fields = stock_config(config.model)
     fields.num_labels = num_outputs(config.model)
+    if head == "multilabel":
+        fields.problem_type = "multi_label_classification"
     fields.hidden_dropout_prob = fields.attention_probs_dropout_prob = fields.cls_dropout = 0.0
     model = STOCK[head](fields)
     randomize(model)
@@ -94,6 +97,7 @@ def stock_loss(model: Any, head: Head, batches: Sequence[TaskBatch]) -> Tensor:
     labels = torch.cat([part.labels for part in parts])
     if head == "rerank":
         return ranknet_loss(model(input_ids=ids, attention_mask=mask.long()).logits[:, 0], parts)
+    labels = labels.float() if head == "multilabel" else labels
     loss: Tensor = model(input_ids=ids, attention_mask=mask.long(), labels=labels).loss
     return loss
 

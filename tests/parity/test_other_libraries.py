@@ -117,7 +117,7 @@ def test_published_scores_are_those_of_passages_or_of_a_regression(tmp_path: Pat
             for head, task in tasks.items():
                 found = for_task(source, task, None)
                 assert found.config.head == head
-                assert found.is_multi_label == (is_sigmoid and head == "rerank")
+                assert found.uses_sigmoid == (is_sigmoid and head == "rerank")
 
 
 NLI = ("contradiction", "neutral", "entailment")

@@ -92,6 +92,9 @@ def stock_logits(model: Any, head: Head, batch: TaskBatch) -> list[Tensor]:
         return [scores.masked_fill(batch.choice_rows < 0, -1e9)]
     if head == "spans":
         return [side.masked_fill(~mask, -1e9) for side in (out.start_logits, out.end_logits)]
+    if head == "multilabel":
+        sides = torch.stack([torch.zeros_like(out.logits), out.logits], -1)
+        return list(sides.unbind(1))
     return [out.logits.flatten(0, -2)]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_deberta.config.schema import (
+    CLASS_HEADS,
     GROUPED_HEADS,
     FinetuneConfig,
     Head,
@@ -29,7 +30,9 @@ from megatron_deberta.evaluate.splits import TaskBatchBuilder, TaskRows
 from megatron_deberta.finetune.data import EpochOrder
 from megatron_deberta.tasks.encoded import EncodedDataset
 
-HEADS: tuple[Head, ...] = ("classification", "regression", "spans", "tokens", "choices", "rerank")
+HEADS: tuple[Head, ...] = (
+    "classification", "multilabel", "regression", "spans", "tokens", "choices", "rerank",
+)  # fmt: skip
 """Heads of transformers' classes."""
 LABELS = ("no", "maybe", "yes")
 SMALL = ModelConfig(
@@ -65,7 +68,9 @@ def encoded(
     ids = random.integers(4, vocab_size, offsets[-1]).astype(np.int32)
     ids[offsets[:-1]], ids[offsets[1:] - 1] = 1, 2
     labels: Any = random.integers(0, len(LABELS), num_examples)
-    if head == "regression":
+    if head == "multilabel":
+        labels = (random.random((num_examples, len(LABELS))) < 0.25).astype(np.int8)
+    elif head == "regression":
         labels = random.normal(0, 1, num_examples).astype(np.float32)
     elif head == "spans":
         labels = np.sort(random.integers(0, sizes[:, None], (num_examples, 2)), axis=1)
@@ -101,9 +106,11 @@ def labelled_run(
     learning_rate: float = 1e-3,
     pack_rows: bool = False,
     ranking_loss: RankingLoss = "ranknet",
+    class_weights: tuple[str, ...] = (),
+    focal_gamma: float = 0.0,
 ) -> RunConfig:
     """Return a run of 20 steps of 8 samples."""
-    labels = LABELS if head in ("classification", "tokens") else ()
+    labels = LABELS if head in CLASS_HEADS else ()
     model = replace(model, hidden_dropout=dropout, attention_dropout=dropout)
     return RunConfig(
         model=with_task_head(model, head, labels, dropout),
@@ -113,7 +120,12 @@ def labelled_run(
         parallel=parallel or ParallelConfig(),
         train=TrainConfig(steps=20, global_batch_size=8, micro_batch_size=micro_batch_size),
         finetune=FinetuneConfig(
-            task="tiny", data="nowhere", pack_rows=pack_rows, ranking_loss=ranking_loss
+            task="tiny",
+            data="nowhere",
+            pack_rows=pack_rows,
+            ranking_loss=ranking_loss,
+            class_weights=class_weights,
+            focal_gamma=focal_gamma,
         ),
     )
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_deberta.config.rules import validate, validate_for_world
-from megatron_deberta.config.schema import GROUPED_HEADS, Head
+from megatron_deberta.config.schema import CLASS_HEADS, GROUPED_HEADS, Head
 from megatron_deberta.data.batch import TaskBatch
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
@@ -88,7 +88,7 @@ def test_outputs_come_back_in_the_order_of_the_examples(head: Head, dp_size: int
             value = batch.row_index.float() + 1
             if head in ("spans", "tokens"):
                 value = batch.inputs.input_ids.unsqueeze(-1).float()
-            elif head == "classification":
+            elif head in CLASS_HEADS:
                 value = value.unsqueeze(-1)
             collector.add(batch, value)
         totals.append(collector.outputs)

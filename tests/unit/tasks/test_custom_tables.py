@@ -86,6 +86,17 @@ CASES: list[tuple[str, str, Rows, dict[str, Any], list[str]]] = [
     # A line break inside a field is an error in TSV.
     ("classification", "", CLASSES, {"id": ["0", "1"], "label": [1, 0],
      "text": [row["text"] for row in CLASSES]}, [form for form in FORMS if form != "tsv"]),
+    ("multilabel", "", [{"text": "a", "labels": "delivery, billing"}, {"text": "b", "labels": " "},
+                        {"text": "c", "labels": "delivery"}],
+     {"tags": [(1, 1), (0, 0), (0, 1)], "label": [None] * 3}, FORMS),
+    ("multilabel", "", [{"text": "a", "labels": ["delivery", "billing"]},
+                        {"text": "b", "labels": ["billing"]}],
+     {"tags": [(1, 1), (1, 0)]}, FORMS[2:]),
+    ("multilabel", "columns={text: text, label: [m, n]}",
+     [{"text": "a", "m": 0, "n": 1}, {"text": "b", "m": 1, "n": 0}],
+     {"tags": [(0, 1), (1, 0)]}, FORMS),
+    ("multilabel", "label_separator=;", [{"text": "a", "labels": "billing;delivery"}] * 2,
+     {"tags": [(1, 1)] * 2}, FORMS),
     ("regression", "", [{"text": "a", "score": 0.5}, {"text": "b", "score": -2.0}],
      {"label": [0.5, -2.0]}, FORMS),
     ("tokens", "", [{"tokens": ["Bob", "ran"], "tags": ["B-PER", "O"]},
@@ -260,6 +271,46 @@ def test_wrong_values_name_their_row(
     line = 3 if form in ("csv", "tsv") else 2
     assert f"{file}:{line}: " in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("column", "row", "message"),
+    [
+        ("labels", {"labels": "billing,odd"}, "label 'odd' is not one of billing, delivery; list"),
+        ("labels", {"labels": ["billing", None]}, "label 'None' is not one of"),
+        ("labels", {"labels": None}, "label 'None' is not one of"),
+        ("[a, b]", {"a": 1, "b": 2}, "'b' is 2; write 1 where the example has the label, else 0"),
+        ("[a, c]", {"a": 1, "b": 1}, "no column 'c'"),
+    ],
+)
+def test_wrong_labels_of_an_example_name_its_line(
+    column: str, row: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write(tmp_path, "jsonl", [{"text": "x", "labels": [], "a": 0, "b": 0, "c": 0}])
+    with (tmp_path / "train.jsonl").open("a") as stream:
+        stream.write(json.dumps({"text": "x", **row}) + "\n")
+    with pytest.raises(DataError, match=f"train.jsonl:2: {message}"):
+        read(tmp_path, "multilabel", f"columns={{text: text, label: {column}}}")
+
+
+def test_hidden_labels_of_a_test_split_are_none(tmp_path: Path) -> None:
+    """In a test split -1 hides the labels; an empty string says that there are none."""
+    rows: Rows = [{"text": "a", "labels": "-1"}, {"text": "b", "labels": ""}]
+    write(tmp_path, "csv", rows)
+    (tmp_path / "train.csv").rename(tmp_path / "test.csv")
+    task = load_task("custom_multilabel")
+    assert [e.tags for e in read_examples(task, tmp_path, "test")] == [(), (0, 0)]
+    (tmp_path / "test.csv").write_text("text,a,b\nx,-1,-1\ny,0,1\n")
+    task = load_task("custom_multilabel", ["columns={text: text, label: [a, b]}"])
+    assert [e.tags for e in read_examples(task, tmp_path, "test")] == [(), (0, 1)]
+    (tmp_path / "test.csv").write_text("text\nx\n")
+    assert [e.tags for e in read_examples(task, tmp_path, "test")] == [()]
+
+
+def test_rows_with_a_label_to_skip(tmp_path: Path) -> None:
+    rows: Rows = [{"text": "a", "labels": "billing,?"}, {"text": "b", "labels": "billing"}]
+    write(tmp_path, "csv", rows)
+    assert [e.text for e in read(tmp_path, "multilabel", 'skip_labels=["?"]')] == ["b"]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -219,6 +219,12 @@ def test_quirks_of_conll_files() -> None:
     labels = load_task("wnut17").labels
     tags = [labels[tag] for tag in train[0].tags]
     assert tags[13:18] == ["O", "B-location", "I-location", "I-location", "O"]
+    types = read_real("wnut17_types", "train", "tasks/ner")
+    assert types[0].text.startswith("@paulwalk It 's the view")
+    names = load_task("wnut17_types").labels
+    for sentence, example in zip(train, types, strict=True):
+        found = {labels[tag][2:] for tag in sentence.tags} - {""}
+        assert example.tags == tuple(int(name in found) for name in names)
     chunks = read_real("chunking", "train", "conll2000")
     assert sum(len(example.words) for example in chunks) == 211_727
 
