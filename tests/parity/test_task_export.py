@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_deberta.config.schema import (
     CLASS_HEADS,
+    SINGLE_OUTPUT_HEADS,
     Head,
     ModelConfig,
     with_task_head,
