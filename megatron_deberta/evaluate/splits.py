@@ -100,7 +100,7 @@ class TaskRows:
             return self._collate(rows, indices, self._labels(rows))
         offsets = self.encoded.example_offsets
         # Ranks exchange as many texts of each sample.
-        padding = 1 if self.head == "choices" else int(offsets[1])
+        padding = int(offsets[1]) if self.head == "embed" else 1
         counts = np.where(samples < 0, padding, np.diff(offsets)[samples])
         columns = np.arange(counts.max())
         present = columns < counts[:, None]

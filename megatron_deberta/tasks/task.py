@@ -91,6 +91,10 @@ EXAMPLE_HEADS = ("choices", "embed", "rerank")
 """Heads whose samples are examples of several rows."""
 
 
+POOLED_HEADS = ("classification", "multilabel", "regression")
+"""Heads of one output per text; those of a long text's windows are pooled."""
+
+
 SCORE_HEADS = ("regression", "embed")
 """Heads whose labels are numbers."""
 
