@@ -38,7 +38,7 @@ from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.evaluate.splits import TaskBatchBuilder, TaskRows
 from megatron_deberta.finetune.data import epoch_order
-from megatron_deberta.tasks.encoding import EncodedDataset
+from megatron_deberta.tasks.encoded import EncodedDataset
 from megatron_deberta.train.prefetch import InputQueue
 from megatron_deberta.train.setup import build_rank_model, set_determinism
 from megatron_deberta.train.step import TrainStep

@@ -31,7 +31,7 @@ from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.evaluate.splits import TaskRows
 from megatron_deberta.model import DropoutSeeds
-from megatron_deberta.tasks.encoding import EncodedDataset
+from megatron_deberta.tasks.encoded import EncodedDataset
 
 NUM_BATCHES = 6
 ORDERS = {"random rows": False, "rows of similar length": True}

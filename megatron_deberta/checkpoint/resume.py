@@ -64,7 +64,7 @@ WITH_FLAG = _keys(
     train="steps tokens",
     rtd="discriminator_weight discriminator_learning_rate draw_special_tokens excluded_ids",
     objective="class_path",
-    finetune="epochs",
+    finetune="epochs class_weights focal_gamma",
 )
 
 

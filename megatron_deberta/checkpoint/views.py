@@ -19,7 +19,7 @@ from megatron_deberta.checkpoint.reader import (
     WeightSource,
     WeightView,
 )
-from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.config.schema import SINGLE_OUTPUT_HEADS, ModelConfig
 from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.model.replaced_tokens import (
     DELTA,
@@ -36,6 +36,8 @@ POSITION_TABLES = ("embeddings.position.weight", "mask_decoder.position.weight")
 _CLASSIFIER = ("classifier.weight", "classifier.bias")
 _OUTPUTS = (*_CLASSIFIER, "qa_outputs.weight", "qa_outputs.bias")
 """Parameters whose rows are the outputs of a head."""
+_SAME_WEIGHTS = ({*SINGLE_OUTPUT_HEADS}, {"classification", "multilabel"})
+"""Heads with the same parameters, which differ in what the outputs mean."""
 
 Part: TypeAlias = Literal["generator", "discriminator"]
 Rule: TypeAlias = Literal["repeat", "interpolate"]
@@ -248,7 +250,8 @@ class TaskHead(WeightView):
         super().__init__(source)
         self.order: list[int] | None = None
         self.why_new = ""
-        if own.head != wanted.head:
+        heads = {own.head, wanted.head}
+        if len(heads) == 2 and not any(heads <= same for same in _SAME_WEIGHTS):
             self.why_new = f"{self.path} has the head {own.head}, not {wanted.head}"
         elif own.labels != wanted.labels:
             self.order = class_order(own.labels, wanted.labels)

@@ -427,6 +427,8 @@ def _export(args: argparse.Namespace) -> None:
         generator_facts=facts[-1],
         extend=_onnx_extension(args, trained) if args.to == "onnx" else None,
         why_untrained=trained.reader.metadata.why_untrained,
+        ranking_loss=trained.run.finetune.ranking_loss,
+        thresholds=_thresholds(trained),
     )
     print(f"{args.output}: {trained.reader.path} as {export.model_type}, {dtype}")
     if export.reason:
@@ -458,6 +460,18 @@ def _export(args: argparse.Namespace) -> None:
         print(f"Or predict here{weights_not_graph}: {command}")
     else:
         print(f'Or fill masks here: megatron-deberta fill-mask {args.output} "A [MASK] text."')
+
+
+def _thresholds(trained: TrainedModel) -> dict[str, float]:
+    """Return the thresholds of a model for several labels per text, by name; empty for others."""
+    from megatron_deberta.evaluate.thresholds import checkpoint_thresholds, thresholds_by_name
+    from megatron_deberta.tasks.task import load_task, run_task_name
+
+    if trained.run.model.head != "multilabel":
+        return {}
+    checkpoint = trained.reader.path
+    task = load_task(run_task_name(trained.run.finetune.task or "", checkpoint.parents[1]))
+    return thresholds_by_name(checkpoint_thresholds(task, checkpoint))
 
 
 def _check_target(args: argparse.Namespace) -> None:

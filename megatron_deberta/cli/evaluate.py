@@ -182,6 +182,13 @@ def describe_classes(scores: ClassScores) -> str:
         f"  {each.recall:.4f}  {each.f1:.4f}"
         for each in scores.classes
     ]
+    thresholds = [each.threshold for each in scores.classes if each.threshold is not None]
+    if len(thresholds) == len(names):
+        lines[0] += "  threshold"
+        lines[1:] = [
+            f"{line}  {threshold:>9.4f}"
+            for line, threshold in zip(lines[1:], thresholds, strict=True)
+        ]
     if scores.confusion and len(names) <= _MOST_COLUMNS:
         cells = [[f"{count:,}" for count in row] for row in scores.confusion]
         widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]

@@ -2,30 +2,35 @@
 
 MODEL is the run or checkpoint of `finetune`, or an export of it; of a run, the best checkpoint is
 used. Writes one JSON object per example: id, text, label (of regression the score, of spans the
-answer, of tokens one per word), scores by label (of tokens, of each word's label), of tokens the
-entities with their characters in the text, and gold, the label of the file, if it has one. Of
-embeddings, the label of a pair is its cosine, and a text alone has its embedding; --output NAME.npy
-writes the embeddings of all texts as an array instead, of a pair both in turn. With
---leaderboard, it also writes the files of the task's leaderboard (GLUE, SuperGLUE, SQuAD, CoNLL),
-or else the same objects. Several ranks divide the examples under torchrun or srun, and rank 0
-writes.
+answer, of tokens one per word, of several labels per text a list), scores by label (of tokens, of
+each word's label), of tokens the entities with their characters in the text, and gold, the label of
+the file, if it has one. Of embeddings, the label of a pair is its cosine, and a text alone has its
+embedding; --output NAME.npy writes the embeddings of all texts as an array instead, of a pair both
+in turn. With --leaderboard, it also writes the files of the task's leaderboard (GLUE, SuperGLUE,
+SQuAD, CoNLL), or else the same objects. Several ranks divide the examples under torchrun or srun,
+and rank 0 writes.
 
 Texts are those of --text or of the files of --input, or without TASK and these the lines of
 standard input. Files have a text per line, or JSON objects with text (and text_pair, id). For
 taggers, separate words and punctuation by spaces, as in the training data. The second text of a
-pair is --text-pair, as often as --text; of spans, --text is the question and --text-pair the
-passage.
+pair is --text-pair, as often as --text, or of one --text several times; of spans, --text is the
+question and --text-pair the passage, of rerank the query and a passage. Of rerank, scores and ranks
+are one per passage.
 
 Texts that are longer than the model's rows are predicted in overlapping windows: windows is their
 number. Of classes and scores, --long-text says how they become one; a line on standard error says
 how many texts are longer. Files are predicted in blocks, and --output has its name when all of it
 is written.
 
+--zero-shot classifies texts with any labels by a model of natural language inference (MNLI, RTE,
+QNLI): the label's score is the probability that the text entails the sentence --hypothesis.
+
 Examples:
   megatron-deberta predict sst2 --model runs/sst2 --data glue/SST-2 --split test --output out.jsonl
   megatron-deberta predict --model runs/sst2 --text "A film to see twice."
   megatron-deberta predict --model exports/sst2 < reviews.txt
   megatron-deberta predict --model exports/sst2 --input reviews.jsonl.gz --output out.jsonl
+  megatron-deberta predict --model runs/mnli --text "They won 2:1." --zero-shot sport politics
 """
 
 from __future__ import annotations
@@ -51,6 +56,7 @@ from megatron_deberta.cli.arguments import (
 from megatron_deberta.errors import ConfigError, MissingInputError, refusals
 from megatron_deberta.files import HashedFile, fsync_path
 from megatron_deberta.tasks.records import Place, Record
+from megatron_deberta.tasks.task import POOLED_HEADS
 from megatron_deberta.tasks.texts import (
     STANDARD_INPUT,
     TEXT_KEYS,
@@ -62,8 +68,9 @@ from megatron_deberta.tasks.texts import (
 from megatron_deberta.text.jobs.progress import ProgressDisplay
 
 if TYPE_CHECKING:
-    # This imports torch, which --help does not need.
+    # These import torch, which --help does not need.
     from megatron_deberta.evaluate.predict import LongText, Predicted, Predictor
+    from megatron_deberta.evaluate.zero_shot import ZeroShot
     from megatron_deberta.tasks import TaskConfig
     from megatron_deberta.tasks.scoring import Outputs
 
@@ -83,7 +90,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--text-pair", action="append", default=[], metavar="TEXT",
-        help="second segment of --text: of spans the passage",
+        help="second segment of --text: of spans and rerank the passage",
+    )  # fmt: skip
+    parser.add_argument(
+        "--zero-shot", action="extend", nargs="+", default=[], metavar="LABEL",
+        help="labels of --text for a model with a class named entailment",
+    )  # fmt: skip
+    parser.add_argument(
+        "--hypothesis", metavar="SENTENCE",
+        help="--zero-shot: sentence with {} for the label (default: This example is {}.)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--multi-label", action="store_true",
+        help="--zero-shot: several labels may hold, each against contradiction",
     )  # fmt: skip
     parser.add_argument(
         "--input", action="extend", nargs="+", default=[], metavar="FILE",
@@ -125,13 +144,19 @@ def run(args: argparse.Namespace) -> None:
     from megatron_deberta.evaluate.predict import open_predictor
 
     _find_task(args)
+    zero_shot = _zero_shot(args)
     texts = _find_texts(args)
     prepare_output("--output", args.output)
     prepare_output("--leaderboard", args.leaderboard, is_folder=True)
     with (
         refusals(),
         open_predictor(
-            args.task, Path(args.model), args.data, tuple(args.overrides), args.tokenizer
+            args.task,
+            Path(args.model),
+            args.data,
+            tuple(args.overrides),
+            args.tokenizer,
+            zero_shot,
         ) as predictor,
     ):
         task = predictor.task
@@ -145,7 +170,7 @@ def run(args: argparse.Namespace) -> None:
                 f"--output {args.output}: task {task.name} has the head {task.head} and predicts "
                 "no embeddings; give the name of a JSON Lines file"
             )
-        if args.long_text is not None and task.head not in ("classification", "regression"):
+        if args.long_text is not None and task.head not in POOLED_HEADS:
             raise ConfigError(
                 f"--long-text {args.long_text} is for classes and scores, not for the head "
                 f"{task.head} of {task.name}; remove it"
@@ -260,6 +285,8 @@ def _of_files(args: argparse.Namespace) -> _Texts:
 
 
 def _of_options(texts: Sequence[str], pairs: Sequence[str]) -> Iterator[Record]:
+    if pairs and len(texts) == 1:
+        texts = [*texts] * len(pairs)
     if pairs and len(pairs) != len(texts):
         raise ConfigError(
             f"{len(pairs)} --text-pair for {len(texts)} texts; give one for each --text"
@@ -269,6 +296,26 @@ def _of_options(texts: Sequence[str], pairs: Sequence[str]) -> Iterator[Record]:
     rows = zip(texts, pairs, strict=True) if pairs else zip(texts, strict=True)
     named = [dict(zip(TEXT_KEYS, row, strict=False)) for row in rows]
     return iter([Record(Place(Path("--text"), n), values) for n, values in enumerate(named, 1)])
+
+
+def _zero_shot(args: argparse.Namespace) -> ZeroShot | None:
+    """Return the labels of ``--zero-shot``; None: there are none.
+
+    Raises:
+        ConfigError: the arguments contradict each other.
+    """
+    if not args.zero_shot:
+        refuse_options(args, ["hypothesis", "multi_label"], "needs --zero-shot LABEL ...")
+        return None
+    from megatron_deberta.evaluate.zero_shot import HYPOTHESIS, ZeroShot
+
+    if args.task:
+        raise ConfigError(
+            f"--zero-shot classifies --text, not the files of {args.task}; give these a task file "
+            "with head: choices and hypothesis:, or omit TASK"
+        )
+    sentence = HYPOTHESIS if args.hypothesis is None else args.hypothesis
+    return ZeroShot(tuple(args.zero_shot), sentence, args.multi_label)
 
 
 def _predict(
@@ -373,7 +420,7 @@ def _describe_long(
         return text
     if task.head in ("spans", "tokens"):
         return f"{text}: predicted in windows, at most {most:,}"
-    if task.head in ("choices", "embed"):
+    if task.head in ("choices", "embed", "rerank"):
         return f"{text}: cut at the end"
     value = "score" if task.head == "regression" else "probability"
     found = _long_text(args)

@@ -12,6 +12,8 @@ from typing import NamedTuple
 from megatron_deberta.config.phases import check_durations, segments
 from megatron_deberta.config.schema import (
     AUTO,
+    BALANCED,
+    CLASS_HEADS,
     LANGUAGE_MODEL_HEADS,
     NOTIFY_EVENTS,
     PRETRAINING_HEADS,
@@ -321,7 +323,7 @@ def _check_head(config: RunConfig) -> None:
             f"objective.name={objective.name} does not fit model.head={model.head}; set "
             f"model.head={head}, which is the default, or objective.name={model.head}"
         )
-    if model.head in ("classification", "tokens") and len(model.labels) < 2:
+    if model.head in CLASS_HEADS and len(model.labels) < 2:
         raise ConfigError(
             f"model.labels={list(model.labels)} has fewer than two classes for model.head="
             f"{model.head}; name the classes"
@@ -349,6 +351,29 @@ def _check_head(config: RunConfig) -> None:
         raise ConfigError(
             f"finetune.pack_rows=true does not fit objective.sift_weight="
             f"{objective.sift_weight:g}; use false, or no SiFT"
+        )
+    _check_class_weights(config)
+
+
+def _check_class_weights(config: RunConfig) -> None:
+    """Check the keys of losses of classes."""
+    weights, labels, head = config.finetune.class_weights, config.model.labels, config.model.head
+    for key in ("class_weights", "focal_gamma"):
+        if (value := getattr(config.finetune, key)) and head not in CLASS_HEADS:
+            raise ConfigError(
+                f"finetune.{key}={value} does not fit model.head={head}, which has no classes; "
+                f"only for {', '.join(CLASS_HEADS)}"
+            )
+    if weights in ((), BALANCED):
+        return
+    try:
+        numbers = [float(weight) for weight in weights]
+    except ValueError:
+        numbers = []
+    if len(numbers) != len(labels) or not all(0 < number < math.inf for number in numbers):
+        raise ConfigError(
+            f"finetune.class_weights=[{','.join(map(str, weights))}] is not a positive number for "
+            f"each of the {len(labels)} classes {', '.join(labels[:8])}; write as many, or balanced"
         )
 
 

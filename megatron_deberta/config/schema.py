@@ -27,19 +27,30 @@ Head = Literal[
     "autoregressive",
     "discriminator",
     "classification",
+    "multilabel",
     "regression",
     "spans",
     "tokens",
     "choices",
     "embed",
+    "rerank",
 ]
 ObjectiveName = Literal[Head, "mlm+ar"]
+RankingLoss = Literal["bce", "ranknet", "listnet", "softmax"]
 DType = Literal["fp32", "bf16", "fp16"]
 EngineName = Literal["deepspeed", "plain"]
 PRETRAINING_HEADS: tuple[Head, ...] = ("mlm", "autoregressive", "rtd")
 """Heads that are trained on text without labels."""
 LANGUAGE_MODEL_HEADS: tuple[Head, ...] = ("mlm", "autoregressive")
 """Heads that predict tokens; their weights are the same."""
+GROUPED_HEADS: tuple[Head, ...] = ("choices", "rerank")
+"""Heads whose samples are several rows: the choices, or the passages of a query."""
+SINGLE_OUTPUT_HEADS: tuple[Head, ...] = ("regression", "rerank")
+"""Heads of one score per row; their weights are the same."""
+CLASS_HEADS: tuple[Head, ...] = ("classification", "multilabel", "tokens")
+"""Heads with one output per name in ``model.labels``."""
+BALANCED = ("balanced",)
+"""Value of ``finetune.class_weights`` until the training examples are counted."""
 
 
 def head_of(objective: ObjectiveName) -> Head:
@@ -561,6 +572,16 @@ class FinetuneConfig(Section):
     """Save a checkpoint at each better score, and keep the best one."""
     cache: str | None = None
     """Folder of encoded examples; null: ``encoded`` in the run folder."""
+    ranking_loss: RankingLoss = "bce"
+    """Loss of the head ``rerank``: ``bce`` of each passage (relevance from 0 to 1), ``ranknet`` of
+    each pair of different relevance, ``listnet`` (softmax of the relevance) or ``softmax``
+    (relevance divided by its sum) of each query's list."""
+    class_weights: tuple[str, ...] = ()
+    """Weight of each class in the loss, in the order of the task's labels, of several labels per
+    example the weight of examples that have it; ``balanced``: inversely proportional to its number
+    of training examples (words); the numbers are in the run's config. Empty: all 1."""
+    focal_gamma: float = 0.0
+    """Exponent of the focal loss, which lowers the loss of what is predicted well; 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -108,14 +108,14 @@ class TaskBatch(MicroBatch):
 
     Attributes:
         inputs: [B, N] tokens; N is the length of the longest row.
-        labels: int64 class [B], or fp32 score [B], or int64 first and last token of the answer
-            [B, 2], or int64 class of each token [B, N], or int64 right choice [E]. -100 and NaN
-            are not scored.
+        labels: int64 class [B], or 1 or 0 for each label [B, L], or fp32 score [B], or int64 first
+            and last token of the answer [B, 2], or int64 class of each token [B, N], or int64 right
+            choice [E], or fp32 relevance [B]. -100 and NaN are not scored.
         sample_index: [B] or [E] int64 global sample index, -1 = padding sample.
         row_index: [B] int64 row of the encoded data, -1 = padding row.
-        choice_rows: [E, C] int64 rows of this batch that are the choices of each example, -1 =
-            padding; None in other tasks than multiple choice.
-        row_keys: [B] int64 dropout keys of the rows of choices; None: ``sample_index``.
+        choice_rows: [E, C] int64 rows of this batch that are the choices of each example, or the
+            passages of each query, -1 = padding; None in other tasks.
+        row_keys: [B] int64 dropout keys of these rows; None: ``sample_index``.
         packing: which rows stand side by side; None: none.
     """
 

@@ -194,7 +194,9 @@ def _side_of_runs(runs: Sequence[FinetunedRun], split: str, data: str) -> Side:
                 "give the same files to all runs with --data"
             )
         examples = list(found.examples)
-        predictions = predict(task, examples, found.encoded, outputs, null_threshold=float("inf"))
+        predictions = predict(
+            run.task, examples, found.encoded, outputs, null_threshold=float("inf")
+        )
         metrics.append(_metric(task, examples, predictions, has_best_text=True))
     return Side(task, examples, tuple(metrics))
 
@@ -264,9 +266,14 @@ def _fits(task: TaskConfig, example: Example, prediction: Prediction) -> bool:
         return isinstance(value, float) and math.isfinite(value)
     if task.head == "spans":
         return isinstance(value, str)
+    if task.head == "rerank":
+        scores = prediction.probabilities
+        return len(scores) == len(example.choices) and all(map(math.isfinite, scores))
     if task.head == "tokens":
         is_right_size = isinstance(value, tuple) and len(value) == len(example.words)
         return is_right_size and set(cast("tuple[str, ...]", value)) <= set(task.labels)
+    if task.head == "multilabel":
+        return isinstance(value, tuple) and set(value) <= set(task.labels)
     size = len(example.choices) if task.head == "choices" else len(task.labels)
     names = task.labels or tuple(map(str, range(size)))
     return 0 <= index < size and value == names[index]

@@ -25,7 +25,9 @@ from megatron_deberta.checkpoint.views import (
 from megatron_deberta.config import config_from_dict, validate_for_world
 from megatron_deberta.config.loader import config_from_layers, config_to_dict
 from megatron_deberta.config.schema import (
+    CLASS_HEADS,
     LANGUAGE_MODEL_HEADS,
+    Head,
     ModelConfig,
     PrecisionConfig,
     RunConfig,
@@ -42,7 +44,7 @@ from megatron_deberta.distributed.topology import (
 )
 from megatron_deberta.errors import CheckpointError, ConfigError, DataError, MissingModelError
 from megatron_deberta.hf.config import DTYPES, TOKENIZER_FIELD
-from megatron_deberta.hf.heads import task_head
+from megatron_deberta.hf.heads import has_sigmoid, task_head
 from megatron_deberta.hf.loading import (
     check_folder,
     check_tokenizer,
@@ -68,7 +70,8 @@ class SourceModel:
         read: returns a logical fp32 tensor by canonical name.
         missing: canonical names of the parameters that the folder lacks, such as a head.
         why_untrained: why it cannot predict tokens, of a pretrained model; empty: it can.
-        is_multi_label: each class has a probability of its own (sigmoid instead of softmax).
+        uses_sigmoid: each class, choice or passage has a probability of its own, where the head's
+            usual ones are a softmax, or scores.
         checkpoint: the training checkpoint, whose files are not verified yet; None: another format.
         fields: ``config.json`` of another format.
     """
@@ -80,7 +83,7 @@ class SourceModel:
     read: Callable[[str], Tensor]
     missing: tuple[str, ...] = ()
     why_untrained: str = ""
-    is_multi_label: bool = False
+    uses_sigmoid: bool = False
     checkpoint: CheckpointReader | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
 
@@ -147,7 +150,7 @@ def open_source_model(
         release.tensor,
         missing,
         release.why_untrained if own.head == "mlm" else "",
-        own.is_multi_label,
+        uses_sigmoid=own.head == "rerank" and has_sigmoid(fields),
         fields=fields,
     )
 
@@ -184,6 +187,30 @@ def with_classes(source: SourceModel, labels: tuple[str, ...]) -> SourceModel:
     return replace(source, config=wanted, run=run, read=read)
 
 
+def with_head(
+    source: SourceModel,
+    head: Head,
+    read: Callable[[str], Tensor] | None = None,
+    *,
+    uses_sigmoid: bool,
+) -> SourceModel:
+    """Return a model whose outputs are taken for those of another head.
+
+    Args:
+        source: a fine-tuned model.
+        head: the head.
+        read: as in `SourceModel`, with the classifier's weight ``[1, D]``; None: the model's own.
+        uses_sigmoid: as in `SourceModel`.
+    """
+    labels = source.config.labels if head in CLASS_HEADS else ()
+    config = replace(source.config, head=head, labels=labels)
+    run = source.run
+    if run is not None:
+        run = replace(run, model=config, objective=replace(run.objective, name=head))
+    read = read or source.read
+    return replace(source, config=config, run=run, read=read, uses_sigmoid=uses_sigmoid)
+
+
 def _open_checkpoint(path: Path, tokenizer_path: str, part: Part) -> SourceModel:
     step = find_checkpoint(path)
     if step is None:
@@ -199,7 +226,14 @@ def _open_checkpoint(path: Path, tokenizer_path: str, part: Part) -> SourceModel
     config, weights = open_part(reader, run.model, part)
     why = reader.metadata.why_untrained
     return SourceModel(
-        step, config, location, run, weights.tensor, why_untrained=why, checkpoint=reader
+        step,
+        config,
+        location,
+        run,
+        weights.tensor,
+        why_untrained=why,
+        uses_sigmoid=config.head == "rerank" and run.finetune.ranking_loss == "bce",
+        checkpoint=reader,
     )
 
 

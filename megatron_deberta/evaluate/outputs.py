@@ -33,13 +33,21 @@ from megatron_deberta.errors import ConfigError, DataError, MegatronDebertaError
 from megatron_deberta.evaluate.predict import open_predictor
 from megatron_deberta.evaluate.selection import SCORE, Selection, record_selection
 from megatron_deberta.evaluate.splits import Split, output_shape, read_split
+from megatron_deberta.evaluate.thresholds import checkpoint_thresholds
 from megatron_deberta.files import NPY_ERRORS, write_atomically
 from megatron_deberta.model.heads import num_outputs
 from megatron_deberta.observe.metrics import FILE_NAME as METRICS_FILE
 from megatron_deberta.observe.metrics import read_metrics
 from megatron_deberta.parsing import read_json
-from megatron_deberta.tasks.encoding import EncodedDataset
-from megatron_deberta.tasks.scoring import Outputs, nonfinite_rows, score, softmax
+from megatron_deberta.tasks.encoded import EncodedDataset
+from megatron_deberta.tasks.scoring import (
+    Outputs,
+    nonfinite_rows,
+    score,
+    sigmoid,
+    softmax,
+    with_best_thresholds,
+)
 from megatron_deberta.tasks.task import DEV, Head, TaskConfig, load_task, run_task_name
 from megatron_deberta.tokenizer import load_tokenizer
 
@@ -234,6 +242,7 @@ def find_runs(folder: Path) -> list[FinetunedRun]:
                     "%s: this run has not finished (step %s of %s); results are those of %s",
                     path, f"{found.last:,}", f"{last_step(config):,}", checkpoint.name,
                 )  # fmt: skip
+        task = checkpoint_thresholds(task, checkpoint)
         runs.append(FinetunedRun(path, config, task, checkpoint))
     if not runs:
         raise ConfigError(f"{folder}: no fine-tuned run with a checkpoint in this folder")
@@ -438,10 +447,13 @@ def build_ensemble(
     scored = []
     for run in runs:
         split, outputs = read_outputs(run, DEV, data)
-        scored.append((score(task, split.examples, split.encoded, outputs)[metric], run))
+        scored.append((score(run.task, split.examples, split.encoded, outputs)[metric], run))
     scored.sort(key=lambda pair: -pair[0])
     members = tuple(run for _, run in scored[:best])
     split, outputs = combined_outputs(task, members, DEV, data)
+    # Those of the members do not suit their mean.
+    if len({run.task.thresholds for run in members}) > 1:
+        task = with_best_thresholds(replace(task, thresholds=()), split.examples, outputs)
     metrics = score(task, split.examples, split.encoded, outputs)
     return Ensemble(task, tuple(scored), members, metrics, data)
 
@@ -472,9 +484,10 @@ def combined_outputs(
 
 
 def mean_outputs(head: Head, encoded: EncodedDataset, outputs: Sequence[Outputs]) -> Outputs:
-    """Return the logarithms of mean probabilities, or mean scores in regression.
+    """Return the logarithms of mean probabilities (of several labels per example, the log-odds).
 
-    Of embeddings, those of all models side by side: their cosine is the mean of the cosines.
+    In regression and of passages, return mean scores; of embeddings, those of all models side by
+    side: their cosine is the mean of the cosines.
 
     The probabilities of spans are those of start and end over all windows of an example, so that
     differences between windows count.
@@ -484,13 +497,18 @@ def mean_outputs(head: Head, encoded: EncodedDataset, outputs: Sequence[Outputs]
         encoded: the examples.
         outputs: of each model; see ``tasks.scoring.predict``.
     """
-    if head == "regression":
+    if head in ("regression", "rerank"):
         mean: Outputs = np.stack(outputs).mean(axis=0).astype(np.float32)
         return mean
     if head == "embed":
         lengths = [np.linalg.norm(each, axis=1, keepdims=True) for each in outputs]
         parts = [each / np.maximum(n, 1e-12) for each, n in zip(outputs, lengths, strict=True)]
         return np.concatenate(parts, axis=1)
+    if head == "multilabel":
+        probabilities = np.mean([sigmoid(values) for values in outputs], axis=0)
+        sides = np.maximum([probabilities, 1 - probabilities], _LEAST)
+        odds: Outputs = np.log(sides[0] / sides[1]).astype(np.float32)
+        return odds
     members = [_probabilities(head, encoded, values) for values in outputs]
     logarithms = np.log(np.maximum(np.mean(members, axis=0), _LEAST))
     combined: Outputs = logarithms.astype(np.float32)

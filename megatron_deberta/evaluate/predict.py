@@ -33,6 +33,8 @@ from megatron_deberta.evaluate.splits import (
     run_split,
     task_rows,
 )
+from megatron_deberta.evaluate.thresholds import model_thresholds
+from megatron_deberta.evaluate.zero_shot import ZeroShot, for_task
 from megatron_deberta.hf.heads import GraphKind
 from megatron_deberta.model import DebertaForTask
 from megatron_deberta.model.flops import is_task_head
@@ -42,7 +44,7 @@ from megatron_deberta.objectives import build_objective
 from megatron_deberta.objectives.labelled import LabelledObjective
 from megatron_deberta.tasks.encoding import encode, omitted_tokens
 from megatron_deberta.tasks.examples import Example, Prediction
-from megatron_deberta.tasks.scoring import Outputs, predict, score
+from megatron_deberta.tasks.scoring import Outputs, predict, score, with_best_thresholds
 from megatron_deberta.tasks.task import DEV, METRICS, Head, TaskConfig, load_task, run_task_name
 from megatron_deberta.tokenizer import Tokenizer
 
@@ -86,7 +88,7 @@ class Predictor:
         groups: the rank grid.
         run_dir: folder of the run that trained the model, where encoded examples are kept; None:
             there is none, or nothing can be written there.
-        is_multi_label: each class has a probability of its own.
+        uses_sigmoid: as in `SourceModel`.
     """
 
     config: RunConfig
@@ -95,7 +97,7 @@ class Predictor:
     module: nn.Module
     groups: ProcessGroups
     run_dir: Path | None = None
-    is_multi_label: bool = False
+    uses_sigmoid: bool = False
 
     def run(self, split: str) -> tuple[Split, Outputs, float]:
         """Return a split, the model's outputs for it, and the mean loss. Collective: all ranks."""
@@ -164,7 +166,7 @@ class Predictor:
             encoded,
             outputs,
             null_threshold=null_threshold,
-            is_multi_label=self.is_multi_label,
+            uses_sigmoid=self.uses_sigmoid,
             pooling="max" if long_text == "max" else "mean",
         )
         length = self.config.data.sequence_length
@@ -203,7 +205,12 @@ def _blocks(examples: Iterable[Example]) -> Iterator[list[Example]]:
 
 @contextmanager
 def open_predictor(
-    task_name: str, model: Path, data: str, overrides: tuple[str, ...] = (), tokenizer: str = ""
+    task_name: str,
+    model: Path,
+    data: str,
+    overrides: tuple[str, ...] = (),
+    tokenizer: str = "",
+    zero_shot: ZeroShot | None = None,
 ) -> Iterator[Predictor]:
     """Load a fine-tuned model. Collective over the ranks of the launcher.
 
@@ -214,6 +221,7 @@ def open_predictor(
         data: folder of the task's files.
         overrides: ``section.key=value``.
         tokenizer: the model's tokenizer; empty: its own.
+        zero_shot: labels for a model of natural language inference, in place of a task.
 
     Raises:
         ConfigError: the model is not fine-tuned on this task.
@@ -226,17 +234,19 @@ def open_predictor(
             f"{model} lacks {source.missing[0]} of the shape that its config.json says, so "
             "predictions would come from random weights; give a fine-tuned model"
         )
-    if not task_name and source.run is not None:
+    if not task_name and source.run is not None and zero_shot is None:
         task_name = run_task_name(source.run.finetune.task or "", source.path.parents[1])
-    task = load_task(task_name) if task_name else model_task(source.config)
-    source = with_classes(source, class_names(task))
+    if zero_shot is not None:
+        task = zero_shot.task(source.config)
+    else:
+        task = load_task(task_name) if task_name else model_task(source.config)
+    source = with_classes(for_task(source, task, zero_shot), class_names(task))
+    task = model_thresholds(task, source)
     config = prediction_config(task, task_name, source, data, overrides)
     check_task(config, task)
     with open_ranks(config, source) as (module, groups):
         loaded = source.load_tokenizer(config.tokenizer.path or "")
-        yield Predictor(
-            config, task, loaded, module, groups, _run_dir(source), source.is_multi_label
-        )
+        yield Predictor(config, task, loaded, module, groups, _run_dir(source), source.uses_sigmoid)
 
 
 def _run_dir(source: SourceModel) -> Path | None:
@@ -349,6 +359,7 @@ def score_logits(
     outputs = num_outputs(config.model)
     collector = OutputCollector(config.model.head, split.encoded, outputs, torch.device("cpu"))
     for batch in rows.batches(config.train.micro_batch_size, 0, 1):
-        found = logits(batch.inputs)
-        collector.add(batch, objective.outputs(found, batch))
-    return score(task, split.examples, split.encoded, collector.outputs.numpy())
+        collector.add(batch, objective.outputs(logits(batch.inputs), batch))
+    found = collector.outputs.numpy()
+    task = with_best_thresholds(task, split.examples, found)
+    return score(task, split.examples, split.encoded, found)

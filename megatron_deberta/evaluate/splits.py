@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from megatron_deberta.config.schema import Head, RunConfig
+from megatron_deberta.config.schema import CLASS_HEADS, GROUPED_HEADS, Head, RunConfig
 from megatron_deberta.data import Integers
 from megatron_deberta.data.batch import TaskBatch
 from megatron_deberta.data.dataset.best_fit import best_fit
@@ -33,10 +33,17 @@ from megatron_deberta.model.inputs import ModelInputs, RowPacking
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.ops.cross_entropy import IGNORED_LABEL
 from megatron_deberta.tasks.class_scores import class_scores
-from megatron_deberta.tasks.encoding import EncodedDataset, encode
+from megatron_deberta.tasks.encoded import EncodedDataset
+from megatron_deberta.tasks.encoding import encode
 from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.reading import read_examples
-from megatron_deberta.tasks.scoring import Outputs, nonfinite_rows, predict, score
+from megatron_deberta.tasks.scoring import (
+    Outputs,
+    nonfinite_rows,
+    predict,
+    score,
+    with_best_thresholds,
+)
 from megatron_deberta.tasks.task import DEV, EXAMPLE_HEADS, SCORE_HEADS, TRAIN, TaskConfig
 from megatron_deberta.tokenizer import Tokenizer
 
@@ -93,7 +100,7 @@ class TaskRows:
             return self._collate(rows, indices, self._labels(rows))
         offsets = self.encoded.example_offsets
         # Ranks exchange as many texts of each sample.
-        padding = 1 if self.head == "choices" else int(offsets[1])
+        padding = int(offsets[1]) if self.head == "embed" else 1
         counts = np.where(samples < 0, padding, np.diff(offsets)[samples])
         columns = np.arange(counts.max())
         present = columns < counts[:, None]
@@ -101,7 +108,8 @@ class TaskRows:
         choice_rows = np.full(present.shape, -1, np.int64)
         choice_rows[present] = np.arange(rows.size)
         keys = (indices[:, None] * _KEYS_PER_SAMPLE + columns)[present]
-        return self._collate(rows, indices, self._labels(samples), choice_rows, keys)
+        labels = self._labels(rows if self.head == "rerank" else samples)
+        return self._collate(rows, indices, labels, choice_rows, keys)
 
     def batches(self, micro_batch_size: int, dp_rank: int, dp_size: int) -> Iterator[TaskBatch]:
         """Yield a rank's micro batches of all samples, sorted by length.
@@ -160,7 +168,7 @@ class TaskRows:
         if self.head == "tokens":
             return None
         labels = np.asarray(self.encoded.labels[rows])
-        if self.head in SCORE_HEADS:
+        if self.head in (*SCORE_HEADS, "rerank"):
             return np.where(rows < 0, np.nan, labels).astype(np.float32)
         labels = labels.astype(np.int64)
         labels[rows < 0] = IGNORED_LABEL
@@ -223,7 +231,7 @@ def output_shape(head: Head, encoded: EncodedDataset, num_outputs: int) -> tuple
         num_outputs: values per row or token.
     """
     places = len(encoded.input_ids) if head in ("spans", "tokens") else encoded.num_rows
-    return (places,) if head in ("regression", "choices") else (places, num_outputs)
+    return (places,) if head in ("regression", *GROUPED_HEADS) else (places, num_outputs)
 
 
 class OutputCollector:
@@ -307,7 +315,7 @@ def _check_pairs(config: RunConfig, task: TaskConfig) -> None:
 
 def class_names(task: TaskConfig) -> tuple[str, ...]:
     """Return the names of a model's classes; empty for heads without classes."""
-    if task.head not in ("classification", "tokens"):
+    if task.head not in CLASS_HEADS:
         return ()
     return tuple(task.id2label.values())
 
@@ -372,6 +380,8 @@ def validate_split(
 ) -> Evaluation | None:
     """Compute the loss and the task's metrics. Collective over all ranks.
 
+    Those of several labels per example are at the thresholds that are best on this split.
+
     Args:
         module: the objective's model with its loss.
         config: the run.
@@ -402,6 +412,7 @@ def validate_split(
                 )
                 metrics = {str(name): math.nan for name in task.metrics}
             else:
+                task = with_best_thresholds(task, split.examples, outputs)
                 metrics = score(task, split.examples, split.encoded, outputs)
                 predictions = predict(task, split.examples, split.encoded, outputs)
                 classes = class_scores(task, split.examples, predictions)

@@ -86,7 +86,7 @@ def evaluate(
     read = iter(sum_over_batch_ranks(sums, groups).tolist())
     rows = [list(islice(read, len(names))) for _ in range(3)]
     means = {
-        name: Mean(loss / max(count, 1.0), correct / max(count, 1.0), int(count))
+        name: Mean(loss / (count or 1.0), correct / (count or 1.0), int(count))
         for name, count, loss, correct in zip(names, *rows, strict=True)
     }
     counts = dict(zip(counters, map(int, read), strict=True))

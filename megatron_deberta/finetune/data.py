@@ -10,21 +10,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from megatron_deberta.config import validate_for_world
 from megatron_deberta.config.phases import Stage
 from megatron_deberta.config.rules import batch_arithmetic
-from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.config.schema import BALANCED, RunConfig
 from megatron_deberta.data import Integers
 from megatron_deberta.data.batch import TaskBatch
 from megatron_deberta.data.loader import StepSampler, TrainLoader
 from megatron_deberta.data.randomness import Purpose, hash_values, mix64
 from megatron_deberta.distributed.control import raise_on_all_ranks
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.errors import ConfigError
+from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.evaluate.splits import (
     Split,
     TaskBatchBuilder,
@@ -35,7 +37,9 @@ from megatron_deberta.evaluate.splits import (
     validate_split,
 )
 from megatron_deberta.observe.throughput import StepWork
+from megatron_deberta.tasks.encoded import IGNORED, EncodedDataset
 from megatron_deberta.tasks.encoding import encode
+from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.reading import read_examples
 from megatron_deberta.tasks.scoring import Outputs, score
 from megatron_deberta.tasks.task import DEV, TRAIN, TaskConfig, load_task, run_task_name, save_task
@@ -47,6 +51,8 @@ from megatron_deberta.train.start import Identity
 # Batches whose examples are sorted by length together. Larger pools have less padding; smaller ones
 # mix examples more.
 _POOL_BATCHES = 50
+_SHOWN = 12
+"""Class weights that the log shows; all are in ``config.yaml``."""
 
 
 class EpochOrder:
@@ -199,7 +205,16 @@ class TaskData:
                 "data-parallel)",
             ),
             ("training", f"{train.steps:,} steps = {epochs:.3g} epochs"),
+            *self._describe_weights(config),
         ]
+
+    def _describe_weights(self, config: RunConfig) -> list[tuple[str, str]]:
+        weights = config.finetune.class_weights
+        if not weights:
+            return []
+        pairs = list(zip(config.model.labels, weights, strict=True))
+        shown = ", ".join(f"{label} {float(weight):.3g}" for label, weight in pairs[:_SHOWN])
+        return [("class weights", f"{shown}, ..." if len(pairs) > _SHOWN else shown)]
 
 
 def open_task_data(config: RunConfig, groups: ProcessGroups) -> tuple[RunConfig, TaskData]:
@@ -227,6 +242,7 @@ def open_task_data(config: RunConfig, groups: ProcessGroups) -> tuple[RunConfig,
                     name: read_split(config, task, name, tokenizer, run_dir) for name in names
                 }
     train = splits[TRAIN]
+    _check_relevance(config, task, train.examples)
     identity = Identity(
         tokenizer_path=str(Path(tokenizer_path).resolve()),
         tokenizer_fingerprint=tokenizer.fingerprint,
@@ -235,10 +251,27 @@ def open_task_data(config: RunConfig, groups: ProcessGroups) -> tuple[RunConfig,
     )
     epochs = config.finetune.epochs
     config = with_steps(config, task_rows(config, train.encoded, tokenizer))
+    config = with_class_weights(config, train.encoded)
     if epochs:
         check_warmup(config, f"finetune.epochs={epochs:g} of {len(train.examples):,} examples")
     validate_for_world(config, groups.world_size)
     return config, TaskData(config, task, identity, tokenizer, train, splits.get(DEV))
+
+
+def _check_relevance(config: RunConfig, task: TaskConfig, examples: Sequence[Example]) -> None:
+    """Check that the relevance of passages fits the loss.
+
+    Raises:
+        DataError: it does not.
+    """
+    if task.head != "rerank" or config.finetune.ranking_loss != "bce":
+        return
+    high = next((e for e in examples if max(e.relevance, default=0.0) > 1), None)
+    if high is not None:
+        raise DataError(
+            f"task {task.name}: relevance {max(high.relevance):g} of example {high.id} is above 1, "
+            "but finetune.ranking_loss=bce needs 0 to 1; use ranknet, listnet or softmax"
+        )
 
 
 def planned_steps(config: RunConfig) -> RunConfig:
@@ -298,6 +331,42 @@ def with_steps(config: RunConfig, rows: TaskRows) -> RunConfig:
     return replace(config, train=train, finetune=replace(settings, epochs=None))
 
 
+def with_class_weights(config: RunConfig, encoded: EncodedDataset) -> RunConfig:
+    """Replace ``finetune.class_weights=balanced`` by numbers, which do not depend on the layout.
+
+    Args:
+        config: the run.
+        encoded: all training examples.
+    """
+    if config.finetune.class_weights != BALANCED:
+        return config
+    numbers = balanced_weights(encoded.labels, len(config.model.labels))
+    weights = tuple(map(repr, numbers.tolist()))
+    return replace(config, finetune=replace(config.finetune, class_weights=weights))
+
+
+def balanced_weights(labels: npt.NDArray[Any], num_classes: int) -> npt.NDArray[np.float64]:
+    """Return class weights as scikit-learn's ``compute_class_weight("balanced")``.
+
+    Args:
+        labels: classes, -100 = not scored; or ``[examples, labels]`` of 1, 0 or -100.
+        num_classes: number of classes or labels.
+
+    Returns:
+        Of classes, targets / (classes that occur * targets of the class). Of labels, the weight of
+        examples that have it relative to those that have not: their ratio. 1 where there are no
+        targets of a class, or of one side of a label.
+    """
+    if labels.ndim == 2:
+        known = labels[labels[:, 0] != IGNORED]
+        positive = (known == 1).sum(axis=0)
+        ratio: npt.NDArray[np.float64] = (len(known) - positive) / np.maximum(positive, 1)
+        return np.where((positive > 0) & (ratio > 0), ratio, 1.0)
+    counts = np.bincount(labels[labels != IGNORED], minlength=num_classes)
+    shares = np.maximum(counts, 1) * np.count_nonzero(counts)
+    return np.where(counts > 0, counts.sum() / np.maximum(shares, 1), 1.0)
+
+
 def epoch_order(config: RunConfig, rows: TaskRows) -> EpochOrder:
     """Return the order of a run's training samples."""
     return EpochOrder(
@@ -311,8 +380,9 @@ def epoch_order(config: RunConfig, rows: TaskRows) -> EpochOrder:
 def constant_outputs(task: TaskConfig, train: Split, dev: Split) -> Outputs | None:
     """Return the outputs that predict the most frequent label of the training examples.
 
-    Of multiple choice, it is the most frequent position of the right answer; in regression, the
-    mean score.
+    Of several labels per example, it is the only one. Of multiple choice, it is the most frequent
+    position of the right answer; in regression, the mean score; of passages, the same score for
+    all.
 
     Args:
         task: the task.
@@ -329,8 +399,13 @@ def constant_outputs(task: TaskConfig, train: Split, dev: Split) -> Outputs | No
     if task.head == "regression":
         mean = np.mean([example.label for example in train.examples if example.label is not None])
         return np.full(encoded.num_rows, mean, np.float32)
+    if task.head == "rerank":
+        # Equal scores: metrics are then those that a random order has on average.
+        return np.zeros(encoded.num_rows, np.float32)
     if task.head == "tokens":
         labels = [tag for example in train.examples for tag in example.tags]
+    elif task.head == "multilabel":
+        labels = [n for example in train.examples for n, has in enumerate(example.tags) if has]
     else:
         labels = [int(example.label) for example in train.examples if example.label is not None]
     most = int(np.bincount(labels or [0]).argmax())
@@ -340,6 +415,6 @@ def constant_outputs(task: TaskConfig, train: Split, dev: Split) -> Outputs | No
         chosen[first[first < end]] = 1
         return chosen
     rows = len(encoded.input_ids) if task.head == "tokens" else encoded.num_rows
-    constant = np.zeros((rows, len(task.labels)), np.float32)
+    constant = np.full((rows, len(task.labels)), -1, np.float32)
     constant[:, most] = 1
     return constant

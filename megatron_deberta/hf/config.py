@@ -15,7 +15,7 @@ from megatron_deberta.config.schema import (
     PositionTerms,
 )
 from megatron_deberta.errors import CheckpointError
-from megatron_deberta.hf.heads import EMBEDDINGS_FIELD, HEADS
+from megatron_deberta.hf.heads import EMBEDDINGS_FIELD, HEADS, cross_encoder_fields
 from megatron_deberta.hf.names import ModelType
 from megatron_deberta.model.heads import pooler_activation
 
@@ -97,6 +97,9 @@ UNTRAINED_FIELD = "why_untrained"
 TOKENIZER_FIELD = "tokenizer_fingerprints"
 """In ``config.json`` of an export: fingerprint of the tokenizer used in training and, if different,
 of the one beside the file, which gives the same ids."""
+THRESHOLDS_FIELD = "label_thresholds"
+"""In ``config.json`` of an export for several labels per text: the probability from which each
+label, by name, is predicted."""
 SENTENCEPIECE_FIELD = "sentencepiece_sha256"
 """In ``config.json`` of an export: SHA-256 (hex) of ``spm.model`` beside it."""
 _NEXT_SENTENCE_FIELDS = {
@@ -235,6 +238,8 @@ def _task_fields(config: ModelConfig, model_type: ModelType) -> dict[str, Any]:
     }
     if head.problem_type:
         fields["problem_type"] = head.problem_type
+    if config.head == "rerank":
+        fields |= cross_encoder_fields()
     if config.head != "spans":
         names = config.labels or ("LABEL_0",)
         fields["id2label"] = {str(number): name for number, name in enumerate(names)}

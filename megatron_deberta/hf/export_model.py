@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,18 +17,19 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_deberta.config.schema import ModelConfig
+from megatron_deberta.config.schema import ModelConfig, RankingLoss
 from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.files import FolderInUseError, folder_writer, published_folder
 from megatron_deberta.hf.config import (
     DTYPES,
     MODELING_MODULE,
+    THRESHOLDS_FIELD,
     UNTRAINED_FIELD,
     SpecialIds,
     choose_model_type,
     to_hf_config,
 )
-from megatron_deberta.hf.heads import HEADS
+from megatron_deberta.hf.heads import HEADS, cross_encoder_fields
 from megatron_deberta.hf.loading import build_with_head, tokenizer_fields
 from megatron_deberta.hf.model_card import TrainingFacts, model_card
 from megatron_deberta.hf.names import HFTensor, ModelType, hf_tensors
@@ -37,6 +39,7 @@ from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 from megatron_deberta.tokenizer.tokenizer import CONFIG_FILE, JSON_FILE
 
 UNKNOWN_TRAINING = TrainingFacts()
+NO_THRESHOLDS: Mapping[str, float] = MappingProxyType({})
 POOLING_FOLDER = "1_Pooling"
 NORMALIZE_FOLDER = "2_Normalize"
 _POOLING_MODES = (
@@ -73,6 +76,8 @@ def export_model(
     generator_facts: TrainingFacts = UNKNOWN_TRAINING,
     extend: Callable[[Path], object] | None = None,
     why_untrained: str = "",
+    ranking_loss: RankingLoss = "bce",
+    thresholds: Mapping[str, float] = NO_THRESHOLDS,
 ) -> ExportResult:
     """Write weights, config, tokenizer, code and model card, verify them, publish the folder.
 
@@ -88,6 +93,8 @@ def export_model(
         generator_facts: its training, for its model card.
         extend: called with the verified folder before it is published, to add files.
         why_untrained: why the model (or the generator) cannot predict tokens; empty: it can.
+        ranking_loss: of the head ``rerank``, the loss that its scores were trained with.
+        thresholds: probability from which each label is predicted, by name; empty: none.
 
     Raises:
         CheckpointError: the exported model computes different values than the training model.
@@ -106,8 +113,12 @@ def export_model(
             name = f"{output.name}/{GENERATOR_FOLDER}"
             written = folder / GENERATOR_FOLDER
             _write_export(written, name, *generator, tokenizer, dtype, generator_facts)
+        if thresholds:
+            _add_fields(folder / "config.json", {THRESHOLDS_FIELD: dict(thresholds)})
         if why_untrained:
             _add_fields(written / "config.json", {UNTRAINED_FIELD: why_untrained})
+        if config.head == "rerank":
+            _add_fields(folder / "config.json", cross_encoder_fields(ranking_loss))
         if extend is not None:
             extend(folder)
     return result

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from megatron_deberta.config.schema import Head, ModelConfig
+from megatron_deberta.config.schema import (
+    CLASS_HEADS,
+    SINGLE_OUTPUT_HEADS,
+    Head,
+    ModelConfig,
+    RankingLoss,
+)
 from megatron_deberta.errors import CheckpointError
 
 _DROPOUTS = ("cls_dropout", "classifier_dropout", "hidden_dropout_prob")
@@ -19,6 +25,10 @@ _PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_clas
 _MAX_LABELS = 100_000
 EMBEDDINGS_FIELD = "normalize_embeddings"
 """In ``config.json`` of an export of the head ``embed``, whose class is that of its encoder."""
+_CROSS_ENCODER, _FORMER_ACTIVATION = "sentence_transformers", "sbert_ce_default_activation_function"
+"""Fields of sentence-transformers from version 4, and before."""
+_SIGMOID = "torch.nn.modules.activation.Sigmoid"
+_IDENTITY = "torch.nn.modules.linear.Identity"
 
 GraphKind: TypeAlias = Literal[
     "encoder", "fill-mask", "masked-lm", "rows", "tokens", "spans", "choices"
@@ -100,6 +110,15 @@ HEADS: Mapping[Head, ExportedHead] = MappingProxyType(
             problem_type="single_label_classification",
             graph="rows",
         ),
+        "multilabel": ExportedHead(
+            kind="SequenceClassification",
+            task="text-classification",
+            # The scores of all labels
+            pipeline_options=", top_k=None",
+            objective="fine-tuned, head multilabel",
+            problem_type="multi_label_classification",
+            graph="rows",
+        ),
         "regression": ExportedHead(
             kind="SequenceClassification",
             task="text-classification",
@@ -138,6 +157,13 @@ HEADS: Mapping[Head, ExportedHead] = MappingProxyType(
             is_encoder=True,
             graph="encoder",
         ),
+        "rerank": ExportedHead(
+            kind="SequenceClassification",
+            task="text-ranking",
+            has_pipeline=False,
+            objective="fine-tuned, head rerank",
+            graph="rows",
+        ),
     }
 )
 """The export of each head. ``rtd`` has none: its two models are exported one by one."""
@@ -149,11 +175,14 @@ def head_of(fields: Mapping[str, Any]) -> Head:
         return "embed"
     labels = fields.get("id2label")
     count = fields.get("num_labels") if labels is None else len(labels)
-    is_score = fields.get("problem_type") == "regression" or count == 1
+    problem = fields.get("problem_type")
+    of_classes: Head = "multilabel" if problem == "multi_label_classification" else "classification"
+    is_ranking = "problem_type" not in fields and "activation_fn" in _cross_encoder(fields)
+    of_score: Head = "rerank" if is_ranking else "regression"
     for architecture in fields.get("architectures") or ():
         kind = str(architecture).rpartition("For")[2]
         if kind == "SequenceClassification":
-            return "regression" if is_score else "classification"
+            return of_score if problem == "regression" or count == 1 else of_classes
         for head, export in HEADS.items():
             if export.kind == kind and not export.is_pretrained:
                 return head
@@ -165,16 +194,14 @@ class HeadFields(NamedTuple):
 
     Attributes:
         head: ``mlm`` where it names none.
-        labels: names of the classes, of ``classification`` and ``tokens``; ``LABEL_0`` and so on
-            where the file has none.
+        labels: names of the classes, of `CLASS_HEADS`; ``LABEL_0`` and so on where the file has
+            none.
         dropout: before the last projection.
-        is_multi_label: each class has a probability of its own (sigmoid instead of softmax).
     """
 
     head: Head
     labels: tuple[str, ...] = ()
     dropout: float = ModelConfig().head_dropout
-    is_multi_label: bool = False
 
 
 def task_head(fields: Mapping[str, Any]) -> HeadFields:
@@ -188,7 +215,7 @@ def task_head(fields: Mapping[str, Any]) -> HeadFields:
         return HeadFields(head)
     labels = _labels(fields)
     problem = fields.get("problem_type")
-    if head in ("classification", "regression"):
+    if head in ("classification", "multilabel", *SINGLE_OUTPUT_HEADS):
         if problem not in (None, *_PROBLEM_TYPES):
             raise CheckpointError(
                 f"config.json: problem_type={problem!r} is not supported; only "
@@ -209,12 +236,27 @@ def task_head(fields: Mapping[str, Any]) -> HeadFields:
         (float(fields[key]) for key in _DROPOUTS if fields.get(key) is not None),
         ModelConfig().hidden_dropout,
     )
-    return HeadFields(
-        head,
-        labels if head in ("classification", "tokens") else (),
-        dropout,
-        head == "classification" and problem == "multi_label_classification",
-    )
+    return HeadFields(head, labels if head in CLASS_HEADS else (), dropout)
+
+
+def cross_encoder_fields(loss: RankingLoss = "bce") -> dict[str, Any]:
+    """Return what ``CrossEncoder`` of sentence-transformers reads in the ``config.json`` of scores.
+
+    Args:
+        loss: that the model was trained with; of ``bce`` the scores are probabilities.
+    """
+    return {_CROSS_ENCODER: {"activation_fn": _SIGMOID if loss == "bce" else _IDENTITY}}
+
+
+def _cross_encoder(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = fields.get(_CROSS_ENCODER)
+    return found if isinstance(found, dict) else {}
+
+
+def has_sigmoid(fields: Mapping[str, Any]) -> bool:
+    """Return whether ``CrossEncoder`` computes the sigmoid of scores, as it does by default."""
+    former = fields.get(_FORMER_ACTIVATION) or _SIGMOID
+    return str(_cross_encoder(fields).get("activation_fn") or former).endswith("Sigmoid")
 
 
 def _labels(fields: Mapping[str, Any]) -> tuple[str, ...]:

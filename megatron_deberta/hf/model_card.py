@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from megatron_deberta import __version__
 from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.hf.config import has_own_class
+from megatron_deberta.hf.config import THRESHOLDS_FIELD, has_own_class
 from megatron_deberta.hf.heads import HEADS
 from megatron_deberta.hf.names import ModelType
 
@@ -73,6 +73,12 @@ for (start, _), special, row in zip(
 print([(word, labels.get(number)) for number, word in enumerate(text.split(" "))])
 ```
 """
+_LABELS = (
+    f'thresholds = getattr(run.model.config, "{THRESHOLDS_FIELD}", {{}}); '
+    # Of one text not in a list, some releases of transformers return a list of one list.
+    'labels = [found["label"] for found in run(["A text."])[0] '
+    'if found["score"] >= thresholds.get(found["label"], 0.5)]'
+)
 _KEYS = (
     "num_layers", "hidden_size", "num_heads", "ffn_hidden_size", "vocab_size",
     "max_position_embeddings", "position_terms", "position_buckets", "absolute_positions",
@@ -157,11 +163,18 @@ def loading_lines(config: ModelConfig, model_type: ModelType, folder: str) -> di
             "model": f"from transformers import {head.auto_class}; "
             f'model = {head.auto_class}.from_pretrained("{folder}"{option})'
         }
+        if config.head == "rerank":
+            lines["scores"] = (
+                "from sentence_transformers import CrossEncoder; "
+                f'scores = CrossEncoder("{folder}"{option}).predict([("a query", "a passage")])'
+            )
         if head.has_pipeline:
             lines[head.task] = (
                 "from transformers import pipeline; "
                 f'run = pipeline("{head.task}", model="{folder}"{option}{head.pipeline_options})'
             )
+        if config.head == "multilabel":
+            lines["labels"] = _LABELS
         return lines
     # transformers' own masked-LM classes have no mask decoder.
     decoder = model_type == "megatron-deberta" or config.mask_decoder_passes > 0
@@ -199,6 +212,8 @@ def model_card(
         tags += ["sentence-transformers", "feature-extraction"]
         # That of the head "embed" is there already.
         lines = list(dict.fromkeys([*lines, _sentences_line(model_type, name)]))
+    if config.head == "rerank":
+        tags += ["sentence-transformers", "cross-encoder"]
     return _CARD.format(
         name=name,
         pipeline=head.task,

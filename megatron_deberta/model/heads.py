@@ -145,6 +145,6 @@ def pooler_activation(config: ModelConfig) -> Literal["gelu", "tanh"]:
 
 def num_outputs(config: ModelConfig) -> int:
     """Return the number of values that a task's head computes for a row, or for a token."""
-    fixed = {"regression": 1, "choices": 1, "spans": 2, "discriminator": 1}
+    fixed = {"regression": 1, "choices": 1, "rerank": 1, "spans": 2, "discriminator": 1}
     fixed["embed"] = config.hidden_size
     return fixed.get(config.head, len(config.labels))

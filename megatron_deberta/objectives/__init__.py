@@ -14,6 +14,7 @@ from megatron_deberta.objectives.language_modelling import (
     MaskedLanguageModel,
     MaskedLanguageModelling,
 )
+from megatron_deberta.objectives.multilabel import Multilabel
 from megatron_deberta.objectives.objective import (
     NO_COUNTS,
     LossSums,
@@ -23,6 +24,7 @@ from megatron_deberta.objectives.objective import (
     Objective,
     Update,
 )
+from megatron_deberta.objectives.rerank import Reranking
 from megatron_deberta.objectives.rtd import ReplacedTokenDetection
 
 OBJECTIVES: dict[str, type[Objective]] = {
@@ -31,11 +33,13 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "autoregressive": AutoregressiveModelling,
     "rtd": ReplacedTokenDetection,
     "classification": Classification,
+    "multilabel": Multilabel,
     "regression": Regression,
     "spans": Spans,
     "tokens": Tokens,
     "choices": Choices,
     "embed": Embedding,
+    "rerank": Reranking,
 }
 """Objectives by ``objective.name``; a program may replace one by its own before it trains."""
 

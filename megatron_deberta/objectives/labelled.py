@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from typing import ClassVar
 
@@ -41,6 +42,14 @@ class LabelledObjective(Objective):
     loss_unit = "mean per labelled target"
     model_class: ClassVar[type[DebertaForTask]]
     squared_error: ClassVar[bool] = False
+    _weights: Tensor | None = None
+
+    def class_weights(self, device: torch.device) -> Tensor | None:
+        """Return ``finetune.class_weights``, fp32 ``[K]``; None: all weights are 1."""
+        values = self.config.finetune.class_weights
+        if values and (self._weights is None or self._weights.device != device):
+            self._weights = torch.tensor([float(value) for value in values], device=device)
+        return self._weights
 
     @property
     def losses(self) -> dict[str, LossTerm]:
@@ -59,9 +68,14 @@ class LabelledObjective(Objective):
 
         Returns:
             Sum of the losses over labelled targets, fp32, and number of correct predictions, int64;
-            scalars.
+            scalars. With class weights, each target counts in both as often as its class's weight.
         """
-        return cross_entropy(self.distributions(logits, batch)[0], batch.labels.flatten())
+        return cross_entropy(
+            self.distributions(logits, batch)[0],
+            batch.labels.flatten(),
+            self.class_weights(logits.device),
+            self.config.finetune.focal_gamma,
+        )
 
     def scored(self, batch: TaskBatch) -> Tensor:
         """Return which targets have a label, bool ``[T]``."""
@@ -89,8 +103,14 @@ class LabelledObjective(Objective):
         return model
 
     def count_targets(self, batch: TaskBatch) -> dict[str, Tensor]:
-        """Return the number of labelled targets, for each loss."""
-        return dict.fromkeys(self.losses, self.scored(batch).sum())
+        """Return the number of labelled targets for each loss; of weighted ones, their weight."""
+        return dict.fromkeys(self.losses, self.scored(batch).sum()) | self._weighted_targets(batch)
+
+    def _weighted_targets(self, batch: TaskBatch) -> dict[str, Tensor]:
+        weights, labels = self.class_weights(batch.labels.device), batch.labels.flatten()
+        if weights is None:
+            return {}
+        return {TASK: target_weights(labels, weights).sum(dtype=torch.float64)}
 
     def training_flops(self, sequence_length: float, micro_batch_size: int) -> float:
         """Count the FLOPs of forward and backward per token, without recomputation.
@@ -166,16 +186,53 @@ class SpansModel(TaskModel, DebertaForSpans):
     """Head for answer spans, with loss."""
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def cross_entropy(
+    logits: Tensor, labels: Tensor, weights: Tensor | None = None, gamma: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Return the sum of cross-entropies (fp32) and the number of correct predictions.
 
     Args:
         logits: ``[T, K]``.
         labels: int64 ``[T]``, -100 = not scored.
+        weights: ``[K]``, factor of the targets of each class in both sums; None: 1.
+        gamma: see `focal_loss`.
     """
     logits = logits.float()
-    loss = F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
-    return loss, (logits.argmax(-1) == labels).sum()
+    correct = logits.argmax(-1) == labels
+    hits = correct.sum() if weights is None else (target_weights(labels, weights) * correct).sum()
+    if not gamma:
+        loss = F.cross_entropy(logits, labels, weights, ignore_index=IGNORED_LABEL, reduction="sum")
+        return loss, hits
+    index = labels.clamp(min=0).unsqueeze(-1)
+    # The log-odds of the right class
+    others = logits.scatter(-1, index, -math.inf).logsumexp(-1)
+    loss = focal_loss(logits.gather(-1, index).squeeze(-1) - others, gamma)
+    factors = (labels != IGNORED_LABEL) if weights is None else target_weights(labels, weights)
+    return (loss * factors).sum(), hits
+
+
+def target_weights(labels: Tensor, weights: Tensor) -> Tensor:
+    """Return the weight of each target's class, 0 if it is not scored.
+
+    Args:
+        labels: int64 ``[T]``.
+        weights: ``[K]``.
+    """
+    return torch.where(labels == IGNORED_LABEL, 0.0, weights[labels.clamp(min=0)])
+
+
+def focal_loss(log_odds: Tensor, gamma: float) -> Tensor:
+    """Return ``-(1 - p) ** gamma * log(p)`` of right answers.
+
+    Source: Lin et al. 2017, arXiv:1708.02002, Eq. 4. Its alpha is ``finetune.class_weights``.
+
+    Args:
+        log_odds: ``log(p / (1 - p))`` of the probability p, ``[...]``. The loss and its gradient
+            are finite also where p is nearly 0 or 1.
+        gamma: 0 is the cross-entropy.
+    """
+    loss = -F.logsigmoid(log_odds)
+    return loss * (gamma * F.logsigmoid(-log_odds)).exp() if gamma else loss
 
 
 class Classification(LabelledObjective):

@@ -37,7 +37,7 @@ class LossSums(NamedTuple):
 
     Attributes:
         loss: fp32 scalar: sum over its targets.
-        correct: int64 scalar: number of correct predictions.
+        correct: scalar: number of correct predictions, or the sum of their weights.
     """
 
     loss: Tensor
@@ -165,7 +165,11 @@ class Objective(ABC):
 
     @abstractmethod
     def count_targets(self, batch: Any) -> dict[str, Tensor]:
-        """Return int64 scalars: the number of targets of each loss in a micro batch."""
+        """Return the number of targets of each loss in a micro batch.
+
+        Returns:
+            int64 scalars; of targets with weights, fp64 for all losses: their sum.
+        """
 
     def step_loss(self, means: Mapping[str, Mean]) -> float:
         """Return the loss of a training step that is recorded and watched by the numeric guard."""

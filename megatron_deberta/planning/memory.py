@@ -37,14 +37,14 @@ _STATISTICS = 8
 
 
 def rows_per_sample(config: RunConfig) -> int:
-    """Return the number of rows per sample: 1, or the task's choices, or the texts of a pair."""
+    """Return the number of rows per sample: the task's choices, passages, or texts of a pair."""
     if config.model.head not in EXAMPLE_HEADS:
         return 1
     name = run_task_name(config.finetune.task or "", Path(config.train.run_dir))
     task = load_task(name)
     if task.head == "embed":
         return 2 + ("negative" in task.columns)
-    return max(1, len(task.labels))
+    return max(1, task.max_passages if task.head == "rerank" else len(task.labels))
 
 
 def micro_batch_rows(config: RunConfig) -> int:

@@ -205,15 +205,18 @@ def class_tables(run: RunFolder) -> ClassTables | None:
     step = max(records, key=lambda known: (scores.get(known, -math.inf), known))
     record = records[step]
     names = [each["name"] for each in record["classes"]]
+    has_thresholds = all(is_number(each.get("threshold")) for each in record["classes"])
     rows = [
         [
             each["name"],
             *(f"{each[key]:,}" for key in _CLASS_COUNTS),
             *(f"{each[key]:.4f}" for key in _CLASS_RATES),
+            *([f"{each['threshold']:.4f}"] if has_thresholds else []),
         ]
         for each in record["classes"]
     ]
     header = ["class", record["unit"], "predicted", "right", "precision", "recall", "F1"]
+    header += ["threshold"] if has_thresholds else []
     matrix = record["confusion"]
     is_square = len(matrix) == len(names) and all(
         isinstance(row, list) and len(row) == len(names) and all(map(is_number, row))

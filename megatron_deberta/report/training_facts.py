@@ -299,8 +299,9 @@ def _evaluation(
     if task is not None:
         figures = _task_figures(run, task, found, baselines)
         has_baseline = any(figure.baseline is not None for figure in figures)
-        constant = "mean score" if task.head == "regression" else "most frequent label"
-        baseline = f"always the {constant}" if has_baseline else ""
+        constants = {"regression": "always the mean score", "rerank": "mean of random orders"}
+        constant = constants.get(task.head, "always the most frequent label")
+        baseline = constant if has_baseline else ""
         text = f"{how}, on the split `{DEV}` of {task.name}."
         if run.finetune.keep_best:
             text += " The same split has selected the checkpoint, so these are no test results."

@@ -4,7 +4,8 @@ The package knows no model and no training loop: it turns files into arrays of t
 and arrays of logits into metrics and predictions.
 """
 
-from megatron_deberta.tasks.encoding import EncodedDataset, encode
+from megatron_deberta.tasks.encoded import EncodedDataset
+from megatron_deberta.tasks.encoding import encode
 from megatron_deberta.tasks.examples import Answer, Example, Prediction
 from megatron_deberta.tasks.leaderboard import json_lines, write_predictions
 from megatron_deberta.tasks.reading import read_examples

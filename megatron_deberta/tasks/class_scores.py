@@ -5,17 +5,38 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
+from typing_extensions import NotRequired, TypedDict
 
+from megatron_deberta.files import MAX_RECORD_BYTES, read_regular
+from megatron_deberta.parsing import parse_json
 from megatron_deberta.tasks.examples import Example, Prediction, sentences
+from megatron_deberta.tasks.metrics import label_flags
+from megatron_deberta.tasks.scoring import DEFAULT_THRESHOLD
 from megatron_deberta.tasks.task import TaskConfig, entities, entity_labels
 
 FILE_NAME = "class_scores.jsonl"
 """In the folder of a fine-tuning run: the scores of each validation."""
 MAX_CLASSES = 200
 """Tasks with more classes have no scores by class."""
+
+
+class _Class(TypedDict):
+    """What is read of a class in a record."""
+
+    name: str
+    threshold: NotRequired[Annotated[float, Field(gt=0, lt=1)]]
+
+
+class _Record(TypedDict):
+    """What is read of a line of ``FILE_NAME``."""
+
+    step: int
+    classes: list[_Class]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +48,14 @@ class ClassScore:
         right: examples (entities, words) that are of the class and predicted so.
         labelled: those of the class.
         predicted: those predicted to be.
+        threshold: probability from which it is predicted; None: it is the most probable one.
     """
 
     name: str
     right: int
     labelled: int
     predicted: int
+    threshold: float | None = None
 
     @property
     def precision(self) -> float:
@@ -74,6 +97,7 @@ class ClassScores:
                     "name": each.name, "labelled": each.labelled, "predicted": each.predicted,
                     "right": each.right, "precision": each.precision, "recall": each.recall,
                     "f1": each.f1,
+                    **({} if each.threshold is None else {"threshold": each.threshold}),
                 }
                 for each in self.classes
             ],
@@ -86,11 +110,15 @@ def class_scores(
 ) -> ClassScores | None:
     """Compute scores by class; None for tasks without classes, or with more than MAX_CLASSES.
 
+    Those of several labels per example hold their thresholds, so they have no such limit.
+
     Args:
         task: the task.
         examples: labelled examples.
         predictions: their predictions, in the same order.
     """
+    if task.head == "multilabel":
+        return _label_scores(task, examples, predictions)
     if task.head not in ("classification", "tokens") or len(task.labels) > MAX_CLASSES:
         return None
     if task.head == "tokens":
@@ -109,6 +137,49 @@ def class_scores(
     )
     classes = tuple(ClassScore(*each) for each in counts)
     return ClassScores("examples", classes, tuple(map(tuple, confusion.tolist())))
+
+
+def _label_scores(
+    task: TaskConfig, examples: Sequence[Example], predictions: Sequence[Prediction]
+) -> ClassScores:
+    truth, found = label_flags(task, examples, predictions)
+    thresholds = np.broadcast_to(task.thresholds or DEFAULT_THRESHOLD, len(task.labels))
+    counts = zip(
+        task.label_names or task.labels,
+        (truth & found).sum(axis=0).tolist(),
+        truth.sum(axis=0).tolist(),
+        found.sum(axis=0).tolist(),
+        thresholds.tolist(),
+        strict=True,
+    )
+    return ClassScores("examples", tuple(ClassScore(*each) for each in counts))
+
+
+def recorded_thresholds(run_dir: Path, step: int) -> dict[str, float]:
+    """Return the thresholds of labels, by name, that a run's validation at a step has recorded.
+
+    Args:
+        run_dir: folder of the run.
+        step: of the validation.
+
+    Returns:
+        Empty if there was no validation at this step, or the task needs no thresholds.
+
+    Raises:
+        DataError: the record is damaged.
+    """
+    path = run_dir / FILE_NAME
+    if not path.is_file():
+        return {}
+    found: dict[str, float] = {}
+    *lines, _incomplete = read_regular(path, MAX_RECORD_BYTES).split(b"\n")
+    for number, line in enumerate(lines, 1):
+        place, what, remedy = f"{path}:{number}", "a record of scores by class", "remove this line"
+        record = parse_json(line, _Record, place, what, remedy=remedy, ignore_unknown=True)
+        if record["step"] == step:
+            classes = record["classes"]
+            found = {each["name"]: each["threshold"] for each in classes if "threshold" in each}
+    return found
 
 
 def _tag_scores(

@@ -8,7 +8,7 @@ import json
 import logging
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,166 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_deberta.errors import DataError
-from megatron_deberta.files import NPY_ERRORS, published_folder
+from megatron_deberta.tasks.encoded import IGNORED, EncodedDataset
 from megatron_deberta.tasks.examples import Example
-from megatron_deberta.tasks.task import TaskConfig
+from megatron_deberta.tasks.task import POOLED_HEADS, TaskConfig
 from megatron_deberta.tokenizer import Tokenizer
-
-IGNORED = -100
-"""Integer label of what is not labelled or not scored."""
-
-
-FINGERPRINT_FILE = "fingerprint"
-"""In the folder of a saved dataset: its fingerprint."""
-
-
-_EMPTY_BYTES = 128
-"""Size of an empty array's file, which is only a header."""
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedDataset:
-    """Encoded examples: rows of tokens behind each other, with labels.
-
-    A row is an example or a window of one (windows of classes and scores only with ``split_long``
-    of `encode`), one of its choices, or one of its texts (embed: text, second text, negative; as
-    many in every example). Rows of one example are contiguous.
-
-    Attributes:
-        input_ids: int32 ``[total]``, [CLS] and [SEP] included, without padding.
-        token_type_ids: uint8 ``[total]``, 1 in the second segment.
-        row_offsets: int64 ``[rows + 1]``; row i is ``row_offsets[i] : row_offsets[i + 1]``.
-        example_index: int64 ``[rows]``, non-decreasing.
-        labels: classification int64 ``[rows]``; regression float32 ``[rows]``; spans int64
-            ``[rows, 2]``, first and last token of the answer in the row, 0 0 without an answer in
-            this window; tokens int32 ``[total]``; choices int64 ``[examples]``; embed float32
-            ``[examples]``, similarity from 0 to 1. -100 (NaN for regression and embed) is not
-            scored.
-        char_offsets: spans: int32 ``[total, 2]``, characters of the passage that a token stands
-            for, -1 outside the passage; otherwise ``[0, 2]``.
-        word_index: tokens: int32 ``[total]``, index of the word whose label is read at this token,
-            else -1; otherwise ``[0]``.
-    """
-
-    input_ids: npt.NDArray[np.int32]
-    token_type_ids: npt.NDArray[np.uint8]
-    row_offsets: npt.NDArray[np.int64]
-    example_index: npt.NDArray[np.int64]
-    labels: npt.NDArray[np.int64] | npt.NDArray[np.int32] | npt.NDArray[np.float32]
-    char_offsets: npt.NDArray[np.int32]
-    word_index: npt.NDArray[np.int32]
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of all examples."""
-        return len(self.example_index)
-
-    @property
-    def num_examples(self) -> int:
-        """Number of examples."""
-        return int(self.example_index[-1]) + 1 if self.num_rows else 0
-
-    @property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens per row, int64 ``[rows]``."""
-        return np.diff(self.row_offsets)
-
-    @property
-    def example_offsets(self) -> npt.NDArray[np.int64]:
-        """Rows of each example: int64 ``[examples + 1]``, as ``row_offsets`` for tokens."""
-        return np.searchsorted(self.example_index, np.arange(self.num_examples + 1))
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 (hex) of the arrays."""
-        digest = hashlib.sha256()
-        for name, array in self.arrays().items():
-            digest.update(f"{name} {array.dtype} {array.shape}".encode())
-            digest.update(np.ascontiguousarray(array).tobytes())
-        return digest.hexdigest()
-
-    def row(self, index: int) -> slice:
-        """Return the slice of a row in the arrays of tokens."""
-        return slice(int(self.row_offsets[index]), int(self.row_offsets[index + 1]))
-
-    def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
-        """Return the arrays by name."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
-
-    def find_problem(self, vocab_size: int, num_labels: int) -> str:
-        """Return what is wrong with the arrays; empty: each index lies in what it refers to.
-
-        Args:
-            vocab_size: token ids are below it.
-            num_labels: classes of rows or tokens; 0: the head has none.
-        """
-        ids, types, rows, examples = (
-            self.input_ids, self.token_type_ids, self.row_offsets, self.example_index,
-        )  # fmt: skip
-        tokens = len(ids)
-        per_token = (len(types), len(self.char_offsets) or tokens, len(self.word_index) or tokens)
-        if set(per_token) != {tokens} or len(rows) != len(examples) + 1:
-            return "arrays of different lengths"
-        if rows[0] != 0 or rows[-1] != tokens or np.any(np.diff(rows) <= 0):
-            return "row_offsets do not divide the tokens into rows"
-        if len(examples) and (examples[0] != 0 or not set(np.diff(examples)) <= {0, 1}):
-            return "example_index does not number the examples"
-        if tokens and not 0 <= ids.min() <= ids.max() < vocab_size:
-            return f"input_ids {ids.min()} to {ids.max()} with a vocabulary of {vocab_size}"
-        if tokens and types.max() > 1:
-            return "token_type_ids other than 0 and 1"
-        if num_labels and self.labels.size:
-            known = self.labels[self.labels != IGNORED]
-            if known.size and not 0 <= known.min() <= known.max() < num_labels:
-                return f"labels {known.min()} to {known.max()} of {num_labels} classes"
-        return ""
-
-    def save(self, folder: Path) -> None:
-        """Write the arrays as ``.npy`` files and their fingerprint into a new folder, atomically.
-
-        Raises:
-            DataError: the folder cannot be written.
-        """
-        try:
-            with published_folder(folder) as staging:
-                for name, array in self.arrays().items():
-                    np.save(staging / f"{name}.npy", array, allow_pickle=False)
-                (staging / FINGERPRINT_FILE).write_text(self.fingerprint + "\n")
-        except OSError as error:
-            # Another process may have published the same content meanwhile.
-            if not folder.is_dir():
-                raise DataError(
-                    f"{folder}: cannot be written: {error.strerror or error}"
-                ) from error
-
-    @classmethod
-    def load(cls, folder: Path) -> EncodedDataset:
-        """Map the arrays of a saved dataset into memory, and verify their fingerprint.
-
-        Raises:
-            DataError: the folder is damaged.
-        """
-        try:
-            loaded = cls(**{f.name: _load_array(folder / f"{f.name}.npy") for f in fields(cls)})
-            recorded = (folder / FINGERPRINT_FILE).read_text(encoding="ascii").strip()
-        except NPY_ERRORS as error:
-            problem = " ".join(str(error).split())
-            raise DataError(f"{folder}: damaged ({problem}); remove this folder") from error
-        if loaded.fingerprint != recorded:
-            raise DataError(
-                f"{folder}: damaged (its arrays are not what was written: their SHA-256 differs); "
-                "remove this folder"
-            )
-        return loaded
-
-
-def _load_array(path: Path) -> Any:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path.name} is missing or not a regular file")
-    # Mapped, so that the processes of a node share its pages; an empty array cannot be.
-    mode: Any = "r" if path.stat().st_size > _EMPTY_BYTES else None
-    return np.load(path, mmap_mode=mode, allow_pickle=False)
-
 
 Ids = npt.NDArray[np.int32]
 
@@ -266,7 +110,7 @@ def encode_each(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Ids]:
 def encode_segments(
     task: TaskConfig, examples: Sequence[Example], tokenizer: Tokenizer, length: int
 ) -> EncodedDataset:
-    """Encode examples of one or two segments with a class or a score.
+    """Encode examples of one or two segments with a class, labels or a score.
 
     Args:
         task: the task.
@@ -284,6 +128,9 @@ def encode_segments(
 
 
 def _example_labels(task: TaskConfig, examples: Sequence[Example]) -> npt.NDArray[Any]:
+    if task.head == "multilabel":
+        hidden = (IGNORED,) * len(task.labels)
+        return np.array([example.tags or hidden for example in examples], np.int8)
     kind, missing = (np.float32, np.nan) if task.head == "regression" else (np.int64, IGNORED)
     return np.array([missing if e.label is None else e.label for e in examples], kind)
 
@@ -371,7 +218,7 @@ def omitted_tokens(
 def encode_choices(
     task: TaskConfig, examples: Sequence[Example], tokenizer: Tokenizer, length: int
 ) -> EncodedDataset:
-    """Encode one row per choice: the example's text, if it has one, then the choice.
+    """Encode one row per choice or passage: the example's text, if it has one, then the choice.
 
     Args:
         task: the task.
@@ -390,6 +237,9 @@ def encode_choices(
                 _add_pair(rows, index, first[index], choice, length, task.truncate)
             else:
                 _add_pair(rows, index, choice, None, length, task.truncate)
+    if task.head == "rerank":
+        relevance = [e.relevance or (np.nan,) * len(e.choices) for e in examples]
+        return EncodedDataset(labels=np.concatenate(relevance, dtype=np.float32), **rows.arrays())
     labels = np.array([IGNORED if e.label is None else e.label for e in examples], np.int64)
     return EncodedDataset(labels=labels, **rows.arrays())
 
@@ -708,11 +558,13 @@ _ENCODERS: Mapping[
     str, Callable[[TaskConfig, Sequence[Example], Tokenizer, int], EncodedDataset]
 ] = {
     "classification": encode_segments,
+    "multilabel": encode_segments,
     "regression": encode_segments,
     "spans": encode_spans,
     "tokens": encode_words,
     "choices": encode_choices,
     "embed": encode_texts,
+    "rerank": encode_choices,
 }
 
 
@@ -748,7 +600,7 @@ def encode(
         raise DataError(f"task {task.name}: no examples to encode")
     length = task.max_length if max_length is None else max_length
     encoder = _ENCODERS[task.head]
-    if split_long and encoder is encode_segments:
+    if split_long and task.head in POOLED_HEADS:
         encoder = encode_windows
     if cache is None:
         encoded = encoder(task, examples, tokenizer, length)
@@ -758,8 +610,9 @@ def encode(
         if not folder.is_dir():
             encoder(task, examples, tokenizer, length).save(folder)
         encoded = EncodedDataset.load(folder)
-        has_classes = task.head in ("classification", "tokens")
-        num_labels = len(task.labels) if has_classes else 0
+        num_labels = len(task.labels) if task.head in ("classification", "tokens") else 0
+        if task.head == "multilabel":
+            num_labels = 2
         if problem := encoded.find_problem(tokenizer.vocab_size, num_labels):
             raise DataError(f"{folder}: damaged ({problem}); remove this folder")
     if task.head == "spans":
@@ -794,6 +647,8 @@ def _key(task: TaskConfig, examples: Sequence[Example], tokenizer: Tokenizer, le
     values = asdict(task)
     used = (*_USED, "label_range") if task.head == "embed" else _USED
     content = [_VERSION, {key: values[key] for key in used}, length, tokenizer.fingerprint]
+    if task.head == "multilabel":
+        content.append(len(task.labels))
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
     for example in examples:
         digest.update(repr(example).encode())

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 import string
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -39,14 +40,17 @@ class Example:
         text: first segment; for spans the question.
         text_pair: second segment, or None; for spans the passage.
         words: words to label (tokens).
-        choices: second segments, one per choice (choices); a text that does not match (embed).
+        choices: second segments, one per choice (choices) or passage (rerank); a text that does
+            not match (embed).
         label: class index, score or index of the right choice; None: unlabelled.
-        tags: class index per word (tokens); empty: unlabelled.
+        tags: class index per word (tokens); for each of the task's labels, in its order, 1 if the
+            example has it, else 0 (multilabel); empty: unlabelled.
         breaks: indices of words that begin a sentence, other than the first (tokens); empty: the
             words are one sentence.
         answers: correct spans of ``text_pair`` (spans); empty: unanswerable; None: unlabelled.
         candidates: the only spans that may be predicted (ReCoRD's entities); empty: any.
         group: name of the group that group metrics refer to, such as a MultiRC question.
+        relevance: of each passage, 0 or more (rerank); empty: unlabelled.
     """
 
     id: str
@@ -60,10 +64,14 @@ class Example:
     answers: tuple[Answer, ...] | None = None
     candidates: tuple[Answer, ...] = ()
     group: str = ""
+    relevance: tuple[float, ...] = ()
 
 
 _UNLABELLED = ("", "-1", "None")
 """Labels that test files have instead of the hidden ones."""
+
+
+_FLAGS = {"1": True, "0": False, "true": True, "false": False}
 
 
 _SHOWN = 50
@@ -79,7 +87,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _WHITE_SPACE = re.compile(r"[ \t\r\n\f\v]+")
 
 
-_OPTIONAL = ("label", "tags", "answers", "answer_text", "answer_start", "negative")
+_OPTIONAL = ("label", "labels", "tags", "answers", "answer_text", "answer_start", "negative")
 """Roles that files may lack where labels are optional."""
 
 
@@ -89,11 +97,12 @@ class Prediction:
 
     Attributes:
         id: identifier of the example.
-        index: class index, or index of the choice; -1 for other heads.
-        value: label as written in the files, score, answer text (empty: no answer), or a label
-            per word; of embeddings, the cosine of a pair (empty: of a text alone).
-        probabilities: one per class or choice; of tokens, of each word's label; empty for other
-            heads.
+        index: class index, or index of the choice or of the best passage; -1 for other heads.
+        value: label as written in the files, labels of the example, score, answer text (empty: no
+            answer), or a label per word; of embeddings, the cosine of a pair (empty: of a text
+            alone).
+        probabilities: one per class, label or choice; of tokens, of each word's label; of rerank,
+            the score of each passage; empty for other heads.
         null_score: spans: score of no answer minus that of the best answer.
         group: the example's group.
         windows: rows that the example's text was predicted in; 0: unknown, or choices.
@@ -160,14 +169,26 @@ class Row:
         """Return whether the record's label is one of those to skip."""
         if not self.task.skip_labels or not self.has("label"):
             return False
-        return any(label in self.task.skip_labels for label in _spellings(self.raw("label")))
+        return any(
+            spelling in self.task.skip_labels
+            for label in self.label_values()
+            for spelling in _spellings(label)
+        )
 
     def has(self, role: str) -> bool:
         """Return whether the role has a column; for optional labels, whether the file has it."""
         name = self._columns.get(role)
         if name is None:
             return False
-        return self.labelled or role not in _OPTIONAL or name in self._values
+        names = name if isinstance(name, list) else [name]
+        return self.labelled or role not in _OPTIONAL or all(n in self._values for n in names)
+
+    def holds(self, role: str) -> bool:
+        """Return whether the role has a column that this record has."""
+        value: Any = self._values
+        for part in self._path(str(self._columns.get(role))):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value is not None
 
     def require(self, role: str) -> None:
         """Check that a role has a column where labels are not optional.
@@ -181,6 +202,28 @@ class Row:
     def raw(self, role: str) -> Any:
         """Return the value of a role's column."""
         return self._value(str(self._columns[role]))
+
+    def label_values(self) -> list[Any]:
+        """Return the label; of multilabel, all labels, which is a list with None if not known."""
+        column = self._columns["label"]
+        if self.task.head != "multilabel":
+            return [self.raw("label")]
+        if isinstance(column, list):
+            pairs = zip(self.task.labels, column, strict=True)
+            return [found for label, name in pairs if (found := self._flagged(label, name)) != ""]
+        value = self.raw("label")
+        if isinstance(value, str):
+            parts = [part.strip() for part in value.split(self.task.label_separator)]
+            return [part for part in parts if part]
+        return value if isinstance(value, list) else [value]
+
+    def _flagged(self, label: str, name: Any) -> str | None:
+        """Return the label if its column has a 1, empty for a 0, None if that is not known."""
+        value = self._value(str(name))
+        flag = written_label(value).lower()
+        if flag not in _FLAGS and not self.is_hidden(value):
+            self.fail(f"{name!r} is {value!r}; write 1 where the example has the label, else 0")
+        return None if flag not in _FLAGS else label if _FLAGS[flag] else ""
 
     def text(self, role: str) -> str:
         """Return the text of a role: a column, or a template filled with columns."""
@@ -196,7 +239,8 @@ class Row:
     def texts(self, role: str) -> tuple[str, ...]:
         """Return the texts of several columns, or of one column that holds a list.
 
-        The words of a sentence may also be a string that has spaces between them.
+        The words of a sentence may also be a string that has spaces between them, and one positive
+        or negative passage a string.
         """
         name = self._columns[role]
         if isinstance(name, list):
@@ -204,6 +248,8 @@ class Row:
         value = self._value(str(name))
         if isinstance(value, str) and role == "words":
             value = split_words(value)
+        elif isinstance(value, str) and role in ("positives", "negatives"):
+            value = [value]
         if not isinstance(value, list):
             self.fail(f"{name!r} is {kind_of(value)}, not a list")
         for item in value:
@@ -268,8 +314,7 @@ class Row:
 
     def _value(self, name: str) -> Any:
         value: Any = self._values
-        # A name that contains a full stop is tried before the path that it could be.
-        for part in [name] if name in self._values else name.split("."):
+        for part in self._path(name):
             if not isinstance(value, dict) or part not in value:
                 there = ", ".join(map(repr, list(self._values)[:12]))
                 self.fail(f"no column {name!r} (there are {there})")
@@ -277,6 +322,10 @@ class Row:
         if self._has_surrogate(value):
             self.fail(f"{name!r} has an unpaired surrogate, which is half of a character")
         return value
+
+    def _path(self, name: str) -> list[str]:
+        # A name that contains a full stop is tried before the path that it could be.
+        return [name] if name in self._values else name.split(".")
 
     def _has_surrogate(self, value: Any) -> bool:
         if isinstance(value, str):
@@ -371,7 +420,7 @@ def _label_remedy(task: TaskConfig, rows: Iterable[Row]) -> str:
             if row.has("tags"):
                 found.update(map(written_label, _tags(row)))
             elif row.has("label") and not row.is_skipped():
-                found.update(_spellings(row.raw("label"))[:1])
+                found.update(s for label in row.label_values() for s in _spellings(label)[:1])
     labels = sorted(found - {""})
     # A label that YAML would read as something else than text, or as several, is quoted.
     parts = [
@@ -387,11 +436,13 @@ def _label_remedy(task: TaskConfig, rows: Iterable[Row]) -> str:
 
 def _segments(row: Row, identifier: str) -> Example:
     row.require("label")
+    has_label, is_multilabel = row.has("label"), row.task.head == "multilabel"
     return Example(
         id=identifier,
         text=row.filled_text("text"),
         text_pair=row.filled_text("text_pair") if row.has("text_pair") else None,
-        label=_label(row) if row.has("label") else None,
+        label=_label(row) if has_label and not is_multilabel else None,
+        tags=_flags(row) if has_label and is_multilabel else (),
         group=row.text("group") if row.has("group") else "",
     )
 
@@ -408,6 +459,12 @@ def _pair(row: Row, identifier: str) -> Example:
     )
 
 
+def _flags(row: Row) -> tuple[int, ...]:
+    """Return 1 or 0 for each label of the task; empty: the labels are hidden."""
+    indices = {row.class_index(label) for label in row.label_values()}
+    return () if None in indices else tuple(int(i in indices) for i in range(len(row.task.labels)))
+
+
 def _label(row: Row) -> float | None:
     if row.task.head in SCORE_HEADS:
         return _score(row)
@@ -415,8 +472,11 @@ def _label(row: Row) -> float | None:
 
 
 def _score(row: Row) -> float | None:
-    value = row.raw("label")
-    low, high = row.task.label_range or (-math.inf, math.inf)
+    return _number(row, row.raw("label"), *row.task.label_range or (-math.inf, math.inf))
+
+
+def _number(row: Row, value: Any, low: float, high: float) -> float | None:
+    """Return a number of a file; None for the placeholder of a hidden one."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         row.fail(f"score {value!r} is not a number")
     try:
@@ -459,7 +519,10 @@ def _tags(row: Row) -> list[Any]:
 
 def _choices(row: Row, identifier: str) -> Example:
     row.require("label")
-    choices = row.texts("choices")
+    if row.task.hypothesis:
+        choices = hypotheses(row.task)
+    else:
+        choices = row.texts("choices")
     if len(choices) < 2:
         row.fail(f"{len(choices)} choices; at least 2 are needed")
     if not all(choice.strip() for choice in choices):
@@ -472,6 +535,67 @@ def _choices(row: Row, identifier: str) -> Example:
         label=_choice_label(row, len(choices)) if row.has("label") else None,
         group=row.text("group") if row.has("group") else "",
     )
+
+
+def hypotheses(task: TaskConfig) -> tuple[str, ...]:
+    """Return the sentence of each label of a task with ``hypothesis``."""
+    return tuple(task.hypothesis.replace("{}", name) for name in task.label_names or task.labels)
+
+
+def _passages(row: Row, identifier: str) -> Example:
+    passages: list[str] = []
+    relevance: list[float] = []
+    if row.holds("passages"):
+        passages += row.texts("passages")
+        if row.holds("labels"):
+            relevance += _relevance(row, len(passages))
+        elif row.labelled:
+            row.fail("the passages have no labels; give a list of numbers, one per passage")
+    for role, value in (("positives", 1.0), ("negatives", 0.0)):
+        if row.holds(role):
+            passages += row.texts(role)
+            relevance += [value] * (len(passages) - len(relevance))
+    if not passages or not all(passage.strip() for passage in passages):
+        row.fail(
+            "a passage is empty"
+            if passages
+            else "the query has no passages; columns.passages or columns.positives names them"
+        )
+    most = row.task.max_passages
+    if row.labelled and 0 < most < len(passages):
+        kept = _drawn(row.task, identifier, relevance)
+        passages, relevance = [passages[n] for n in kept], [relevance[n] for n in kept]
+    return Example(
+        id=identifier,
+        text=row.filled_text("query"),
+        choices=tuple(passages),
+        relevance=tuple(relevance),
+        group=row.text("group") if row.has("group") else "",
+    )
+
+
+def _relevance(row: Row, passages: int) -> list[float]:
+    """Return the relevance of passages; empty: it is hidden."""
+    values = row.raw("labels")
+    if not isinstance(values, list) or len(values) != passages:
+        found = len(values) if isinstance(values, list) else kind_of(values)
+        row.fail(f"labels: {found} for {passages} passages; give a list, one number per passage")
+    numbers = [_number(row, value, 0.0, math.inf) for value in values]
+    known = [number for number in numbers if number is not None]
+    return known if len(known) == passages else []
+
+
+def _drawn(task: TaskConfig, identifier: str, relevance: Sequence[float]) -> list[int]:
+    """Return the passages of a query that are kept, in their order: first the relevant ones.
+
+    At least one other passage is among them, without which the query would teach nothing.
+    """
+    # Of `random`, only seeding and this method are the same in all versions of Python.
+    draw = random.Random(f"{task.passage_seed} {identifier}").random
+    order = sorted(range(len(relevance)), key=lambda _: draw())
+    others = [n for n in order if not relevance[n]]
+    relevant = [n for n in order if relevance[n]][: task.max_passages - bool(others)]
+    return sorted(relevant + others[: task.max_passages - len(relevant)])
 
 
 def _choice_label(row: Row, choices: int) -> int | None:
@@ -572,9 +696,11 @@ def _unicode_forms(text: str) -> tuple[str, ...]:
 
 _BUILDERS: Mapping[str, Callable[[Row, str], Example]] = {
     "classification": _segments,
+    "multilabel": _segments,
     "regression": _segments,
     "spans": _spans,
     "tokens": _words,
     "choices": _choices,
     "embed": _pair,
+    "rerank": _passages,
 }

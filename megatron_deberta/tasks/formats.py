@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import random
+import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
@@ -30,8 +33,12 @@ from megatron_deberta.tasks.records import (
     value_of,
     whole_number,
 )
+from megatron_deberta.tasks.task import OUTSIDE
 
 DOCUMENT_START = "-DOCSTART-"
+
+
+_POSITION = re.compile("^[BIELMSUW][-_:]")
 
 
 def read_conll(path: Path, *, labelled: bool, merge: bool) -> Iterator[Record]:
@@ -78,6 +85,19 @@ def read_conll(path: Path, *, labelled: bool, merge: bool) -> Iterator[Record]:
             yield Record(Place(path, lines[0]), {**values, "tags": tags} if tags else values)
             words, tags, lines, breaks, count = [], [], [], [], count + 1
         in_document |= is_start
+
+
+def with_sentence(record: Record) -> Record:
+    """Add ``text``, the words, and ``types``, the distinct types of its entities, to a sentence.
+
+    The type is the part of a label after its position, as in ``B-PER``; O has none.
+    """
+    place, values = record
+    added: dict[str, Any] = {"text": " ".join(values["words"])}
+    if "tags" in values:
+        types = {_POSITION.sub("", tag) for tag in values["tags"] if tag != OUTSIDE}
+        added["types"] = sorted(types)
+    return Record(place, values | added)
 
 
 def _refuse_numbers(place: Place, words: list[str], width: int) -> None:
@@ -133,6 +153,60 @@ def read_squad(path: Path) -> Iterator[Record]:
             for q, question in enumerate(list_of(place, paragraph, "qas")):
                 place = at("data", a, "paragraphs", p, "qas", q)
                 yield Record(place, _question(place, question, context, article))
+
+
+def read_squad_passages(
+    path: Path, *, part: Sequence[float] = (), others: int = 0, seed: int = 0
+) -> Iterator[Record]:
+    """Read a SQuAD file as queries and passages: each question with the paragraphs of its article.
+
+    Relevant are all paragraphs that answer a question of this wording, as several in PolicyQA do.
+    Paragraphs without questions are left out.
+
+    Args:
+        path: the file.
+        part: part of the articles, as of a split; no passage is taken from other ones.
+        others: paragraphs of other articles that each question has in addition.
+        seed: of these.
+
+    Yields:
+        Records with ``query``, ``passages``, ``labels`` (1 or 0), ``id`` (that of the question's
+        first occurrence) and ``group``, the article's title.
+
+    Raises:
+        DataError: the file is malformed; the message names file and line.
+    """
+    asked: dict[tuple[str, str], tuple[Place, str, set[str]]] = {}
+    articles: dict[str, dict[str, None]] = {}
+    for place, values in read_squad(path):
+        title = values["title"]
+        if part and not in_part(title or values["id"], part):
+            continue
+        articles.setdefault(title, {})[values["context"]] = None
+        if values.get("answers", True):
+            key = title, values["question"]
+            asked.setdefault(key, (place, values["id"], set()))[2].add(values["context"])
+    every = list(dict.fromkeys(passage for found in articles.values() for passage in found))
+    for (title, query), (place, identifier, answering) in asked.items():
+        own = articles[title]
+        passages, draw = list(own), random.Random(f"{seed} {identifier}").random
+        wanted = len(own) + min(others, len(every) - len(own))
+        while len(passages) < wanted:
+            drawn = every[int(draw() * len(every))]
+            if drawn not in passages:
+                passages.append(drawn)
+        labels = [int(passage in answering) for passage in passages]
+        yield Record(
+            place,
+            {"query": query, "passages": passages, "labels": labels, "id": identifier,
+             "group": title},
+        )  # fmt: skip
+
+
+def in_part(name: str, part: Sequence[float]) -> bool:
+    """Return whether a hash of a name, as a number from 0 to 1, lies in a part of a split."""
+    digest = hashlib.sha256(name.encode()).digest()
+    return part[0] <= int.from_bytes(digest[:7], "big") / 2**56 < part[1]
 
 
 def _question(place: Place, question: Any, context: str, article: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import orjson
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import write_atomically
 from megatron_deberta.tasks.examples import Example, Prediction, sentences
+from megatron_deberta.tasks.ranking import ranks
 from megatron_deberta.tasks.task import SCORE_HEADS, TaskConfig, entities, entity_labels
 
 Files = dict[str, bytes]
@@ -74,8 +75,8 @@ def _described(task: TaskConfig, example: Example, prediction: Prediction) -> di
     if words:
         texts["words"] = words
     names: Sequence[str] = task.labels
-    if choices and task.head == "choices":
-        texts["choices"] = choices
+    if choices and task.head != "embed":
+        texts["passages" if task.head == "rerank" else "choices"] = choices
         names = task.labels or list(map(str, range(len(choices))))
     found = {"id": prediction.id, **texts, "label": prediction.value}
     if prediction.embedding:
@@ -83,6 +84,8 @@ def _described(task: TaskConfig, example: Example, prediction: Prediction) -> di
     if words:
         found["scores"] = prediction.probabilities
         found |= _entities(task, words, prediction)
+    elif task.head == "rerank":
+        found |= {"scores": prediction.probabilities, "ranks": ranks(prediction.probabilities)}
     # Choices may be fewer than the names of their positions.
     elif scores := dict(zip(names, prediction.probabilities, strict=False)):
         found["scores"] = scores
@@ -117,8 +120,12 @@ def _gold(task: TaskConfig, example: Example) -> Any:
     """Return the label of an example as ``value`` would be; of spans, all answers; None: none."""
     if example.answers is not None:
         return list(dict.fromkeys(answer.text for answer in example.answers))
+    if example.tags and task.head == "multilabel":
+        return [label for label, has in zip(task.labels, example.tags, strict=True) if has]
     if example.tags:
         return [task.labels[tag] for tag in example.tags]
+    if example.relevance:
+        return example.relevance
     if example.label is None or task.head in SCORE_HEADS:
         return example.label
     index = int(example.label)

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from typing_extensions import Self
 
 from megatron_deberta.tasks.examples import Example, Prediction, sentences
+from megatron_deberta.tasks.ranking import ranking_counts
 from megatron_deberta.tasks.task import OUTSIDE, SCORE_HEADS, TOKEN_PREFIX, TaskConfig, entities
 
 Floats = npt.NDArray[np.float64]
@@ -174,6 +175,12 @@ def paired_metric(
         return _mean_of(_span_scores(task, name, examples, predictions, has_best_text))
     if task.head == "tokens":
         return _tag_metric(task, name, examples, predictions)
+    if task.head == "rerank":
+        relevance = [example.relevance for example in examples]
+        values = [prediction.probabilities for prediction in predictions]
+        return CountMetric(ranking_counts(name, relevance, values), _mean)
+    if task.head == "multilabel":
+        return _label_metric(name, *label_flags(task, examples, predictions))
     truth = np.array([example.label for example in examples], np.int64)
     found = np.array([prediction.index for prediction in predictions], np.int64)
     groups = [example.group for example in examples]
@@ -184,8 +191,12 @@ def paired_metric(
 
 def _mean_of(scores: Floats) -> CountMetric:
     """Return the mean of one score per unit."""
-    counts = np.stack([scores, np.ones(len(scores))], axis=1)
-    return CountMetric(counts, lambda sums: _ratio(sums[:, 0], sums[:, 1]))
+    return CountMetric(np.stack([scores, np.ones(len(scores))], axis=1), _mean)
+
+
+def _mean(sums: Floats) -> Floats:
+    """Return the quotient of the two columns of sums ``[C, 2]``."""
+    return _ratio(sums[:, 0], sums[:, 1])
 
 
 def _class_metric(
@@ -202,6 +213,38 @@ def _class_metric(
     sides = [side[:, None] == classes for side in (truth, found)]
     counts = np.concatenate([sides[0] & sides[1], *sides], axis=1).astype(np.float64)
     return CountMetric(counts, _matthews if name == "matthews" else _mean_f1)
+
+
+def label_flags(
+    task: TaskConfig, examples: Sequence[Example], predictions: Sequence[Prediction]
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Return which labels the examples have, and which are predicted, ``[examples, labels]``.
+
+    Args:
+        task: of the head ``multilabel``.
+        examples: labelled examples.
+        predictions: their predictions, in the same order.
+    """
+    numbers = {label: number for number, label in enumerate(task.labels)}
+    truth = np.array([example.tags for example in examples], np.bool_)
+    found = np.zeros_like(truth)
+    for row, prediction in zip(found, predictions, strict=True):
+        assert isinstance(prediction.value, tuple)
+        row[[numbers[label] for label in prediction.value]] = True
+    return truth, found
+
+
+def _label_metric(
+    name: str, truth: npt.NDArray[np.bool_], found: npt.NDArray[np.bool_]
+) -> CountMetric:
+    """Return a metric of labels; accuracy is the share of examples with all labels right."""
+    if name == "accuracy":
+        return _mean_of((truth == found).all(axis=1).astype(np.float64))
+    sides = [(truth & found), truth, found]
+    if name == "macro_f1":
+        return CountMetric(np.concatenate(sides, axis=1).astype(np.float64), _mean_f1)
+    counts = np.stack([side.sum(axis=1) for side in sides], axis=1).astype(np.float64)
+    return CountMetric(counts, partial(finish_tag_metric, name.removeprefix("micro_")))
 
 
 def _mean_f1(sums: Floats) -> Floats:

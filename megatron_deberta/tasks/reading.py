@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -17,6 +16,7 @@ from megatron_deberta.errors import (
 )
 from megatron_deberta.tasks.examples import Example, build_examples
 from megatron_deberta.tasks.formats import (
+    in_part,
     read_conll,
     read_copa_xml,
     read_multirc,
@@ -24,8 +24,10 @@ from megatron_deberta.tasks.formats import (
     read_race,
     read_record,
     read_squad,
+    read_squad_passages,
     read_wic,
     read_wsc,
+    with_sentence,
 )
 from megatron_deberta.tasks.records import (
     Record,
@@ -83,8 +85,12 @@ def read_records(task: TaskConfig, split: str, path: Path) -> Iterator[Record]:
             quoting=task.quoting,
             skip_short_rows=task.skip_short_rows,
         )
+    if name == "squad_passages":
+        part, others = task.splits[split].part, task.random_passages
+        return read_squad_passages(path, part=part, others=others, seed=task.passage_seed)
     if name == "conll":
-        return read_conll(path, labelled=is_labelled(split), merge=task.merge_sentences)
+        found = read_conll(path, labelled=is_labelled(split), merge=task.merge_sentences)
+        return found if task.head == "tokens" else map(with_sentence, found)
     return READERS[name](path)
 
 
@@ -124,13 +130,7 @@ def read_examples(task: TaskConfig, data: str | os.PathLike[str], split: str) ->
         raise MalformedInputError(f"{', '.join(map(str, paths))}: no examples")
     if not (part := task.splits[split].part):
         return examples
-    return [example for example in examples if part[0] <= _fraction(example) < part[1]]
-
-
-def _fraction(example: Example) -> float:
-    """Return a number in [0, 1) that is a hash of the example's group or else id."""
-    digest = hashlib.sha256((example.group or example.id).encode()).digest()
-    return int.from_bytes(digest[:7], "big") / 2**56
+    return [example for example in examples if in_part(example.group or example.id, part)]
 
 
 def split_files(task: TaskConfig, data: str | os.PathLike[str], split: str) -> list[Path]:

@@ -10,8 +10,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron_deberta.config.schema import GROUPED_HEADS
 from megatron_deberta.errors import DataError, MalformedInputError
-from megatron_deberta.tasks.encoding import EncodedDataset, covered_span, pieces_of
+from megatron_deberta.tasks.encoded import EncodedDataset
+from megatron_deberta.tasks.encoding import covered_span, pieces_of
 from megatron_deberta.tasks.examples import Example, Prediction
 from megatron_deberta.tasks.metrics import (
     CorrelationMetric,
@@ -25,6 +27,8 @@ Outputs = npt.NDArray[np.float32]
 
 Pooling = Literal["mean", "max"]
 """How the probabilities, or scores, of an example's windows become one."""
+DEFAULT_THRESHOLD = 0.5
+"""Probability from which a label is predicted, if the task has no thresholds."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +40,7 @@ def predict(
     outputs: Outputs,
     *,
     null_threshold: float = 0.0,
-    is_multi_label: bool = False,
+    uses_sigmoid: bool = False,
     pooling: Pooling = "mean",
 ) -> list[Prediction]:
     """Turn outputs into one prediction per example.
@@ -45,27 +49,30 @@ def predict(
         task: the task.
         examples: the examples, in the order in which they were encoded.
         encoded: their encoding.
-        outputs: float32: classification ``[rows, classes]``, regression ``[rows]``, spans
-            ``[total, 2]`` (logits of start and end), tokens ``[total, classes]``, choices
-            ``[rows]``, embed ``[rows, hidden size]``.
+        outputs: float32: classification and multilabel ``[rows, classes]``, regression ``[rows]``,
+            spans ``[total, 2]`` (logits of start and end), tokens ``[total, classes]``, choices
+            and rerank ``[rows]``, embed ``[rows, hidden size]``.
         null_threshold: spans: predict no answer if ``null_score`` is above it; ``score`` finds the
             best one on a dev split as ``null_threshold``.
-        is_multi_label: classification: each class has a probability of its own (sigmoid), as in a
-            model trained with several classes per example; the value is still the most probable.
-        pooling: classification and regression: see `pool_windows`.
+        uses_sigmoid: classification, choices and rerank: each class, choice or passage has a
+            probability of its own; the value is still the most probable one.
+        pooling: classification, multilabel and regression: see `pool_windows`.
 
     Raises:
         DataError: outputs are infinite or not a number.
         ValueError: the outputs have another shape.
     """
     _check_outputs(task, examples, encoded, outputs)
-    if task.head == "choices":
-        return _predict_choices(task, examples, encoded, outputs)
+    if task.head in GROUPED_HEADS:
+        to_scores = sigmoid if uses_sigmoid else None
+        return _predict_choices(task, examples, encoded, outputs, to_scores)
     if task.head == "embed":
         return _predict_embeddings(task, examples, encoded, outputs)
     if task.head == "classification":
-        to_probabilities = sigmoid if is_multi_label else softmax
+        to_probabilities = sigmoid if uses_sigmoid else softmax
         found = _predict_classes(task, examples, encoded, outputs, to_probabilities, pooling)
+    elif task.head == "multilabel":
+        found = _predict_labels(task, examples, encoded, outputs, pooling)
     elif task.head == "regression":
         found = _predict_scores(task, examples, encoded, outputs, pooling)
     elif task.head == "tokens":
@@ -133,7 +140,11 @@ def require_labels(task: TaskConfig, examples: Sequence[Example]) -> None:
     Raises:
         MalformedInputError: one has none.
     """
-    unlabelled = [e.id for e in examples if e.label is None and not e.tags and e.answers is None]
+    unlabelled = [
+        e.id
+        for e in examples
+        if e.label is None and not (e.tags or e.relevance) and e.answers is None
+    ]
     if unlabelled:
         raise MalformedInputError(
             f"task {task.name}: {len(unlabelled)} of {len(examples)} examples have no label "
@@ -159,11 +170,13 @@ def _check_outputs(
     rows, total, classes = encoded.num_rows, len(encoded.input_ids), len(task.labels)
     shapes: dict[str, tuple[int, ...]] = {
         "classification": (rows, classes),
+        "multilabel": (rows, classes),
         "regression": (rows,),
         "spans": (total, 2),
         "tokens": (total, classes),
         "choices": (rows,),
         "embed": (rows, *outputs.shape[1:2]),
+        "rerank": (rows,),
     }
     if outputs.shape != shapes[task.head]:
         raise ValueError(
@@ -238,6 +251,79 @@ def _predict_classes(
     ]
 
 
+def _predict_labels(
+    task: TaskConfig,
+    examples: Sequence[Example],
+    encoded: EncodedDataset,
+    outputs: Outputs,
+    pooling: Pooling,
+) -> list[Prediction]:
+    probabilities = pool_windows(sigmoid(outputs), encoded, pooling)
+    names = np.array(task.labels, dtype=object)
+    return [
+        Prediction(
+            id=example.id,
+            value=tuple(names[chosen].tolist()),
+            probabilities=tuple(row.tolist()),
+            group=example.group,
+        )
+        for example, chosen, row in zip(
+            examples, probabilities >= (task.thresholds or DEFAULT_THRESHOLD), probabilities,
+            strict=True,
+        )
+    ]  # fmt: skip
+
+
+def with_best_thresholds(
+    task: TaskConfig, examples: Sequence[Example], outputs: Outputs
+) -> TaskConfig:
+    """Return a task with the threshold of each label that has the best F1 on some examples.
+
+    The task is unchanged if it has thresholds, or a head that needs none.
+
+    Args:
+        task: the task.
+        examples: labelled examples.
+        outputs: see ``predict``.
+
+    Raises:
+        DataError: examples have no labels.
+    """
+    if task.head != "multilabel" or task.thresholds:
+        return task
+    require_labels(task, examples)
+    truth = np.array([example.tags for example in examples], np.bool_)
+    columns = zip(truth.T, sigmoid(outputs).T, strict=True)
+    return replace(task, thresholds=tuple(best_label_threshold(*column) for column in columns))
+
+
+def best_label_threshold(
+    truth: npt.NDArray[np.bool_], probabilities: npt.NDArray[np.float64]
+) -> float:
+    """Return the probability from which a label is predicted with the best F1.
+
+    It is in the middle between two neighbouring probabilities of the examples, so that rounding
+    errors change no prediction; of equal F1, the one nearest to 0.5, which is also that of labels
+    that no example has.
+
+    Args:
+        truth: whether each example has the label, ``[examples]``.
+        probabilities: of the label, ``[examples]``.
+    """
+    if not truth.any():
+        return DEFAULT_THRESHOLD
+    order = np.argsort(-probabilities, kind="stable")
+    ordered = np.append(probabilities[order], 0.0)
+    upper, lower = ordered[:-1], ordered[1:]
+    middle = (upper + lower) / 2
+    found = np.arange(1, len(upper) + 1)
+    f1 = 2 * np.cumsum(truth[order]) / (found + truth.sum())
+    # Examples of equal probability are predicted together; a middle may be rounded down to one.
+    f1[(middle <= lower) | (middle >= 1)] = -1.0
+    best = np.flatnonzero(f1 >= f1.max() - 1e-12)
+    return float(middle[best][np.abs(middle[best] - DEFAULT_THRESHOLD).argmin()])
+
+
 def _predict_scores(
     task: TaskConfig,
     examples: Sequence[Example],
@@ -271,8 +357,15 @@ def _predict_embeddings(
 
 
 def _predict_choices(
-    task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset, outputs: Outputs
+    task: TaskConfig,
+    examples: Sequence[Example],
+    encoded: EncodedDataset,
+    outputs: Outputs,
+    to_scores: Callable[[Outputs], npt.NDArray[np.float64]] | None = None,
 ) -> list[Prediction]:
+    if to_scores is None:
+        # Of passages the scores as they are.
+        to_scores = np.float64 if task.head == "rerank" else softmax
     found = []
     for example, logits in zip(
         examples, np.split(outputs, encoded.example_offsets[1:-1]), strict=True
@@ -283,7 +376,7 @@ def _predict_choices(
                 id=example.id,
                 index=index,
                 value=task.labels[index] if task.labels else str(index),
-                probabilities=tuple(softmax(logits).tolist()),
+                probabilities=tuple(to_scores(logits).tolist()),
                 group=example.group,
             )
         )

@@ -8,7 +8,7 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -19,16 +19,20 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_deberta.config.loader import CONFIG_ROOTS, OVERRIDES, plain_value, read_alternatives
+from megatron_deberta.config.schema import CLASS_HEADS
 from megatron_deberta.config.yaml_reader import PlainScalar, TextLoader, parse_yaml, read_yaml
 from megatron_deberta.errors import ConfigError, MissingInputError
 from megatron_deberta.files import write_atomically
 
-Head = Literal["classification", "regression", "spans", "tokens", "choices", "embed"]
+Head = Literal[
+    "classification", "multilabel", "regression", "spans", "tokens", "choices", "embed", "rerank"
+]
 
 
 Reader = Literal[
     "table", "tsv", "csv", "jsonl", "parquet", "datasets", "conll", "squad", "record", "multirc",
     "wic", "wsc", "race", "quail", "copa_xml",
+    "squad_passages",
 ]  # fmt: skip
 
 
@@ -39,6 +43,7 @@ METRICS: Mapping[str, tuple[str, ...]] = {
     "classification": (
         "accuracy", "f1", "macro_f1", "matthews", "f1a", "group_exact", "gender_parity",
     ),
+    "multilabel": ("micro_f1", "macro_f1", "micro_precision", "micro_recall", "accuracy"),
     "regression": ("pearson", "spearman", "pearson_spearman"),
     "spans": ("f1", "exact", "best_f1", "best_exact"),
     "tokens": (
@@ -46,11 +51,13 @@ METRICS: Mapping[str, tuple[str, ...]] = {
     ),
     "choices": ("accuracy",),
     "embed": ("spearman", "pearson", "pearson_spearman"),
+    "rerank": ("ndcg_at_10", "mrr_at_10", "map"),
 }  # fmt: skip
 
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "classification": ("text", "text_pair", "label", "id", "group"),
+    "multilabel": ("text", "text_pair", "label", "id", "group"),
     "regression": ("text", "text_pair", "label", "id"),
     "spans": (
         "question",
@@ -64,21 +71,28 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "tokens": ("words", "tags", "id"),
     "choices": ("text", "question", "choices", "label", "id", "group"),
     "embed": ("text", "text_pair", "negative", "label", "id"),
+    "rerank": ("query", "passages", "labels", "positives", "negatives", "id", "group"),
 }
 
 
 REQUIRED_COLUMNS: Mapping[str, tuple[str, ...]] = {
     "classification": ("text",),
+    "multilabel": ("text",),
     "regression": ("text",),
     "spans": ("question", "context"),
     "tokens": ("words",),
     "choices": ("choices",),
     "embed": ("text",),
+    "rerank": ("query",),
 }
 
 
-EXAMPLE_HEADS = ("choices", "embed")
+EXAMPLE_HEADS = ("choices", "embed", "rerank")
 """Heads whose samples are examples of several rows."""
+
+
+POOLED_HEADS = ("classification", "multilabel", "regression")
+"""Heads of one output per text; those of a long text's windows are pooled."""
 
 
 SCORE_HEADS = ("regression", "embed")
@@ -110,8 +124,9 @@ _PATH_KEYS = (
 
 
 _TYPED_KEYS = (
-    "label_range", "max_length", "stride", "max_answer_length", "unanswerable", "merge_sentences",
-    "header", "quoting", "skip_short_rows",
+    "label_range", "thresholds", "max_length", "stride", "max_answer_length", "unanswerable",
+    "merge_sentences", "header", "quoting", "skip_short_rows", "max_passages", "random_passages",
+    "passage_seed",
 )  # fmt: skip
 """Keys whose values are numbers or booleans; all others but ``settings`` hold text."""
 
@@ -148,8 +163,8 @@ class TaskConfig:
     description: str = ""
     """One line: what is to be predicted, and the source of the data."""
     head: Head
-    """Kind of output: one class or number per example, a span, a class per word, a choice, or an
-    embedding of each text."""
+    """Kind of output: one class, any number of labels or one number per example, a span, a class
+    per word, a choice, an embedding of each text, or a score per passage."""
     reader: Reader
     """File format; ``table`` takes CSV, TSV, JSON Lines, Parquet and ``datasets`` folders by their
     suffix."""
@@ -174,6 +189,11 @@ class TaskConfig:
     positions (empty: 0, 1, ...); for regression and embeddings empty."""
     label_names: tuple[str, ...] = ()
     """Readable names of ``labels`` for exports; empty: ``labels``."""
+    label_separator: str = ","
+    """Text between the labels of an example where they are one string (multilabel)."""
+    thresholds: tuple[float, ...] = ()
+    """Probabilities from which labels are predicted (multilabel): one per label, or one for all;
+    empty: of each label the best one on the dev split, and 0.5 where none is recorded."""
     label_range: tuple[float, ...] = ()
     """Lowest and highest score; those of regression are clipped to it, those of pairs to embed
     scaled from it to 0 to 1."""
@@ -197,6 +217,16 @@ class TaskConfig:
     """Text in the question that is encoded as [MASK] (ReCoRD's ``@placeholder``)."""
     merge_sentences: bool = False
     """Join a document's sentences up to ``max_length`` tokens (CoNLL, as released)."""
+    hypothesis: str = ""
+    """Sentence such as ``This text is about {}.``, which makes the choices from ``label_names``
+    (choices): a model of natural language inference then classifies without training."""
+    max_passages: int = 0
+    """Passages per query at most, where there are labels: the relevant ones, and others drawn by
+    ``passage_seed`` (rerank); 0: all."""
+    random_passages: int = 0
+    """Paragraphs of other articles per question, drawn by ``passage_seed`` (squad_passages)."""
+    passage_seed: int = 0
+    """Seed of ``max_passages`` and ``random_passages``."""
     transfer_from: str = ""
     """Task whose fine-tuned model this one starts from."""
     leaderboard: Leaderboard = ""
@@ -212,7 +242,9 @@ class TaskConfig:
     @property
     def num_labels(self) -> int:
         """Outputs of the classifier per row or token."""
-        return {"regression": 1, "choices": 1, "spans": 2}.get(self.head, len(self.labels))
+        return {"regression": 1, "choices": 1, "rerank": 1, "spans": 2}.get(
+            self.head, len(self.labels)
+        )
 
     @property
     def id2label(self) -> dict[int, str]:
@@ -554,6 +586,10 @@ def _check(task: TaskConfig, source: str) -> None:
                 f"{split}columns.{role}: head {task.head} has the columns {', '.join(allowed)}",
             )
         missing = [role for role in required if role not in columns]
+        if task.hypothesis and missing == ["choices"]:
+            missing = [role for role in ("text",) if role not in columns]
+        if task.head == "rerank" and not {"passages", "positives"} & set(columns):
+            missing.append("passages (with labels) or positives")
         require(not missing, f"{split}columns: {', '.join(missing)} missing for head {task.head}")
     default = task.default_settings
     require(
@@ -565,8 +601,9 @@ def _check(task: TaskConfig, source: str) -> None:
             metric in METRICS[task.head],
             f"metrics: {metric} is none of head {task.head}'s: {', '.join(METRICS[task.head])}",
         )
-    if task.head in ("classification", "tokens"):
+    if task.head in CLASS_HEADS:
         require(len(task.labels) >= 2, f"labels: head {task.head} needs at least two")
+    _check_multilabel(task, require)
     composed = Counter(unicodedata.normalize("NFC", label) for label in task.labels)
     twice = next((label for label, count in composed.items() if count > 1), None)
     require(twice is None, f"labels: {twice!r} occurs twice; labels must differ")
@@ -582,9 +619,36 @@ def _check(task: TaskConfig, source: str) -> None:
         or (len(task.label_range) == 2 and task.label_range[0] < task.label_range[1]),
         "label_range: write the lowest and the highest score",
     )
+    require(
+        not task.hypothesis or (task.head == "choices" and task.hypothesis.count("{}") == 1),
+        f"hypothesis={task.hypothesis!r}: is for head choices, with {{}} once for the label",
+    )
+    require(not task.hypothesis or task.labels, "labels: a task with hypothesis names them")
+    require(task.max_passages != 1, "max_passages=1: a query needs 2 or more; 0: all")
+    for key in ("max_passages", "random_passages"):
+        require(getattr(task, key) >= 0, f"{key}={getattr(task, key)}: is negative")
     require(task.max_length >= 8, f"max_length={task.max_length}: must be at least 8")
     require(task.stride >= 0, f"stride={task.stride}: is negative")
     require(task.max_answer_length > 0, f"max_answer_length={task.max_answer_length}: not positive")
+
+
+def _check_multilabel(task: TaskConfig, require: Callable[[object, str], None]) -> None:
+    thresholds, size = task.thresholds, len(task.labels)
+    require(
+        not thresholds
+        or (task.head == "multilabel" and all(0 < each < 1 for each in thresholds)
+            and len(thresholds) in (1, size)),
+        f"thresholds={list(thresholds)}: write one number between 0 and 1, or one for each of the "
+        f"{size} labels of head multilabel",
+    )  # fmt: skip
+    require(task.label_separator, "label_separator is empty; write the text between two labels")
+    for split, columns in _columns_by_split(task):
+        label = columns.get("label")
+        require(
+            not isinstance(label, list) or (task.head == "multilabel" and len(label) == size),
+            f"{split}columns.label: a list of columns is for head multilabel, one column for each "
+            f"of the labels {', '.join(task.labels)}",
+        )
 
 
 def _columns_by_split(task: TaskConfig) -> list[tuple[str, Mapping[str, Any]]]:

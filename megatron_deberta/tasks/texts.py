@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import orjson
 
 from megatron_deberta.errors import ConfigError, MalformedInputError, MissingInputError
 from megatron_deberta.files import did_you_mean, open_regular
-from megatron_deberta.tasks.examples import Example
+from megatron_deberta.tasks.examples import Example, hypotheses
 from megatron_deberta.tasks.records import Place, Record, kind_of, list_of, string_of
 from megatron_deberta.tasks.task import TaskConfig
 
@@ -148,7 +149,7 @@ def _is_object(line: str, keys: Sequence[str]) -> bool:
         values = orjson.loads(line)
     except orjson.JSONDecodeError:
         return False
-    return isinstance(values, dict) and not values.keys().isdisjoint((keys[0], "words"))
+    return isinstance(values, dict) and not values.keys().isdisjoint((keys[0], "words", "query"))
 
 
 def _parse(place: Place, line: str) -> dict[str, Any]:
@@ -168,12 +169,16 @@ def text_examples(task: TaskConfig, records: Iterable[Record]) -> Iterator[Examp
     Args:
         task: the task.
         records: with ``text``, of spans the question, and ``text_pair``, of spans the passage; of
-            tokens, words separated by spaces, or a list ``words``; of choices, a list ``choices``.
+            tokens, words separated by spaces, or a list ``words``; of choices, a list ``choices``,
+            or none for a task with ``hypothesis``; of rerank, the query and a list ``passages``,
+            or consecutive pairs of the same query.
 
     Raises:
         ConfigError: the task has a second segment and none is given, or the other way round.
         MalformedInputError: a value is missing, empty, or not of its type.
     """
+    if task.head == "rerank":
+        records = _queries(records)
     for number, (place, values) in enumerate(records):
         example = _text_example(task, place, values)
         name = values.get("id", number)
@@ -182,19 +187,68 @@ def text_examples(task: TaskConfig, records: Iterable[Record]) -> Iterator[Examp
         yield Example(id=str(name), **example)
 
 
+def _queries(records: Iterable[Record]) -> Iterator[Record]:
+    """Yield a record per query, with all passages that follow each other in pairs with it."""
+
+    def query(record: Record) -> object:
+        return None if "passages" in record.values else record.values.get(TEXT_KEYS[0])
+
+    for text, group in itertools.groupby(records, query):
+        if text is None:
+            yield from group
+            continue
+        pairs = list(group)
+        passages = [each.values[TEXT_KEYS[1]] for each in pairs if TEXT_KEYS[1] in each.values]
+        yield Record(pairs[0].place, {**pairs[0].values, "passages": passages})
+
+
 def _text_example(task: TaskConfig, place: Place, values: Mapping[str, Any]) -> dict[str, Any]:
     text, pair = TEXT_KEYS
-    has_pair = values.get(pair) is not None
+    if task.hypothesis:
+        return {text: string_of(place, values, text), "choices": hypotheses(task)}
+    if task.head == "rerank":
+        return _passages(task, place, values)
     if task.head == "choices":
-        if "choices" not in values:
-            raise ConfigError(
-                "multiple choice has several texts per example; predict a file of the task, or "
-                "JSON Lines with a list 'choices'"
-            )
-        choices = list_of(place, values, "choices")
-        if not choices or not all(isinstance(each, str) and each.strip() for each in choices):
-            place.fail("'choices' is not a list of texts")
-        return {"text": str(values.get(text) or ""), "choices": tuple(choices)}
+        return _choices(place, values)
+    _check_pair(task, place, has_pair=values.get(pair) is not None)
+    if task.head == "tokens":
+        if "words" in values:
+            return {"words": _texts_of(place, values, "words")}
+        return {"words": tuple(string_of(place, values, text).split())}
+    keys = [key for key in TEXT_KEYS if key == text or values.get(key) is not None]
+    return {key: string_of(place, values, key) for key in keys}
+
+
+def _texts_of(place: Place, values: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    texts = list_of(place, values, key)
+    if not texts or not all(isinstance(each, str) and each.strip() for each in texts):
+        place.fail(f"{key!r} is not a list of texts")
+    return tuple(texts)
+
+
+def _passages(task: TaskConfig, place: Place, values: Mapping[str, Any]) -> dict[str, Any]:
+    if not values.get("passages"):
+        raise ConfigError(
+            f"task {task.name} has a query and passages; give one with --text-pair, or a list "
+            "'passages' in JSON Lines"
+        )
+    query = TEXT_KEYS[0] if TEXT_KEYS[0] in values else "query"
+    passages = _texts_of(place, values, "passages")
+    return {TEXT_KEYS[0]: string_of(place, values, query), "choices": passages}
+
+
+def _choices(place: Place, values: Mapping[str, Any]) -> dict[str, Any]:
+    if "choices" not in values:
+        raise ConfigError(
+            "multiple choice has several texts per example; predict a file of the task, or JSON "
+            "Lines with a list 'choices'"
+        )
+    text = str(values.get(TEXT_KEYS[0]) or "")
+    return {TEXT_KEYS[0]: text, "choices": _texts_of(place, values, "choices")}
+
+
+def _check_pair(task: TaskConfig, place: Place, *, has_pair: bool) -> None:
+    pair = TEXT_KEYS[1]
     # A task without columns is that of an export, of which it is not known.
     is_pair = task.head == "spans" or pair in task.columns
     if is_pair and not has_pair and task.head != "embed":
@@ -207,14 +261,3 @@ def _text_example(task: TaskConfig, place: Place, values: Mapping[str, Any]) -> 
         raise ConfigError(
             f"task {task.name} has no second text; omit --text-pair, or {pair!r} of {place.path}"
         )
-    if task.head == "tokens":
-        if "words" in values:
-            words = list_of(place, values, "words")
-            if not words or not all(isinstance(word, str) and word.strip() for word in words):
-                place.fail("'words' is not a list of words")
-            return {"words": tuple(words)}
-        return {"words": tuple(string_of(place, values, text).split())}
-    found: dict[str, Any] = {text: string_of(place, values, text)}
-    if has_pair:
-        found[pair] = string_of(place, values, pair)
-    return found

@@ -47,7 +47,7 @@ class UpdatePass:
         step: completed steps.
         engine: makes the update.
         update: its losses.
-        num_targets: fp32 ``[losses]``: of each loss, in the global batch.
+        num_targets: fp32 ``[losses]``: of each loss, in the global batch, or their weights' sum.
         first: the first update of the step; None if this is it.
         gradients: origin of gradients that are not finite.
         totals: fp64 ``[2 L + C]``: this rank's sums of each of the L losses, then of correct
@@ -246,7 +246,9 @@ class TrainStep:
         counts = [self._objective.count_targets(batch) for batch in batches]
         rows = [torch.stack([each[name] for name in names]) for each in counts]
         total = torch.stack(rows).sum(0).to(torch.float32)
-        return sum_over_batch_ranks(total, self._groups).clamp_min(1.0)
+        total = sum_over_batch_ranks(total, self._groups)
+        # Of weighted targets it may be below 1. Without targets, the sum of losses is 0.
+        return torch.where(total > 0, total, 1.0)
 
     def _reduce(self, totals: Tensor, num_targets: Tensor, flags: Sequence[bool]) -> Tensor:
         """Sum over all ranks, without a host synchronization.

@@ -20,6 +20,8 @@ CASES: list[tuple[Head, Layout, float]] = [
     ("choices", Layout(2, 2, False, "selective"), 0.0),
     ("regression", Layout(2, 1, True, "none"), SIFT),
     ("embed", Layout(1, 3, False, "full"), 0.0),
+    ("rerank", Layout(2, 2, False, "selective"), 0.0),
+    ("multilabel", Layout(2, 3, False, "selective"), SIFT),
 ]
 EMBED: tuple[Head, Layout, float] = ("embed", Layout(2, 2, True, "none"), 0.0)
 ZERO3: tuple[Head, Layout, float] = ("classification", Layout(2, 3, True, "full"), SIFT)
@@ -34,6 +36,8 @@ MORE: list[tuple[Head, Layout, float]] = [
     ("choices", Layout(2, 1, True, "none"), SIFT),
     ("regression", Layout(4, 1, True, "none"), SIFT),
     ("regression", Layout(2, 2, False, "full"), 0.0),
+    ("rerank", Layout(1, 3, False, "full"), SIFT),
+    ("multilabel", Layout(1, 2, False, "none"), SIFT),
 ]
 
 
@@ -73,6 +77,29 @@ def test_layouts_of_packed_rows_agree(four_ranks: RankPool, head: Head, layout: 
     packed = run_labelled(0, head, None, 2, 0.0, 8, pack_rows=True)
     for losses in four_ranks.run(run_labelled, head, layout, 2, 0.0, 2, "fp32", True):
         assert losses == pytest.approx(packed, rel=LAYOUT_LOSS)
+
+
+@pytest.mark.parametrize(
+    ("head", "layout"),
+    [
+        ("multilabel", Layout(2, 2, True, "none")),
+        pytest.param("tokens", Layout(1, 1, False, "none"), marks=pytest.mark.slow),
+    ],
+    ids=lambda case: getattr(case, "name", case),
+)
+def test_layouts_of_weighted_classes_agree(
+    four_ranks: RankPool, head: Head, layout: Layout
+) -> None:
+    """The weights of a step's targets add up over its ranks and micro batches."""
+    keys = {"class_weights": ("0.1", "3", "0.02"), "focal_gamma": 1.5}
+    expected = run_labelled(0, head, None, 2, SIFT, 8, **keys)
+    assert expected != pytest.approx(run_labelled(0, head, None, 2, SIFT, 8), rel=1e-2)
+    micro_batch = 8 // (4 // layout.tp_size) // 2
+    found = four_ranks.run(
+        run_labelled, head, layout, 2, SIFT, micro_batch, "fp32", False, *keys.values()
+    )
+    for losses in found:
+        assert losses == pytest.approx(expected, rel=LAYOUT_LOSS)
 
 
 @pytest.mark.parametrize(

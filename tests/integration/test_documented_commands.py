@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import glob
 import gzip
+import json
 import os
 import re
 import shlex
@@ -50,6 +51,7 @@ INPUTS = {
     ),
     "docs/finetuning.md": (
         "exports/base", "runs/large", "glue/SST-2", "glue/STS-B", "glue/MNLI", "blimp",
+        "tasks/qa",
     ),
     "docs/search.md": ("exports/base", "glue/SST-2"),
     "docs/tasks.md": ("runs/own", "orders"),
@@ -67,11 +69,11 @@ INPUTS = {
 LABELLED = {
     "glue/SST-2": ("sentence\tlabel", "index\tsentence", "a fine film\t1", "0\ta fine film"),
     "glue/MNLI": (
-        "sentence1\tsentence2\tgold_label", "index\tsentence1\tsentence2",
-        "It rains.\tIt is wet.\tentailment", "0\tIt rains.\tIt is wet.",
+        "index\tsentence1\tsentence2\tgold_label", "index\tsentence1\tsentence2",
+        "{}\tIt rains.\tIt is wet.\tentailment", "0\tIt rains.\tIt is wet.",
     ),
 }  # fmt: skip
-"""Header with and without labels, row with and without a label."""
+"""Header with and without labels, row with (``{}``: its number) and without a label."""
 TRAINED = {
     "runs/rtd": ("objective.name=rtd",),
     "runs/mt": ("objective.name=mlm+ar",),
@@ -98,10 +100,24 @@ def write_scored(folder: Path) -> None:
         )
 
 
+def write_policies(folder: Path) -> None:
+    """Write PolicyQA's files: a policy for training, and one for validation."""
+    folder.mkdir()
+    for split, title in (("dev", "mlb.mlb.com"), ("test", "fool.com")):
+        paragraphs = [
+            {"context": f"{title} {n}.", "qas": [{"question": f"Is it {n}?", "id": f"{title}-{n}",
+             "answers": [{"text": title, "answer_start": 0}]}]}
+            for n in range(3)
+        ]  # fmt: skip
+        content = {"data": [{"title": title, "paragraphs": paragraphs}]}
+        (folder / f"policyqa.{split}.json").write_text(json.dumps(content))
+
+
 WRITERS = {
     "glue/STS-B": write_scored,
     "blimp": write_pairs,
     "orders": write_tagged,
+    "tasks/qa": write_policies,
     "wiki.valid.tokens": lambda path: path.write_text(" \n = A title = \n \n Some words . \n"),
 }
 """Functions that write an input."""
@@ -211,7 +227,8 @@ def write_labelled(folder: Path, header: str, test_header: str, row: str, unlabe
     """Write the files of a GLUE task: eight labelled rows per split, one without label."""
     folder.mkdir()
     for split in ("train", "dev", "dev_matched", "dev_mismatched"):
-        (folder / f"{split}.tsv").write_text("\n".join([header, *[row] * 8, ""]))
+        lines = [header, *(row.format(number) for number in range(8)), ""]
+        (folder / f"{split}.tsv").write_text("\n".join(lines))
     for split in ("test", "test_matched", "test_mismatched"):
         (folder / f"{split}.tsv").write_text("\n".join([test_header, unlabelled, ""]))
 

@@ -18,6 +18,7 @@ pytest.importorskip("sklearn")
 SENTENCES = [WORDS[first : first + 2 + first % 4] for first in range(12)]
 TASKS: dict[str, dict[str, Any]] = {
     "classification": {"labels": ["bad", "so-so", "good"]},
+    "multilabel": {"labels": ["bad", "so-so", "good"]},
     "regression": {},
     "tokens": {"labels": ["O", "B-PER", "I-PER"]},
 }
@@ -27,6 +28,8 @@ def row(head: str, words: list[str], number: int) -> dict[str, Any]:
     """Return a labelled example as a record of a packaged custom task."""
     if head == "tokens":
         return {"tokens": words, "tags": ["O" if len(word) < 3 else "B-PER" for word in words]}
+    if head == "multilabel":
+        return {"text": " ".join(words), "labels": [["so-so"], [], ["good", "bad"]][number % 3]}
     label = {"classification": ["bad", "so-so", "good"][number % 3], "regression": number / 4}
     return {"text": " ".join(words), {"regression": "score"}.get(head, "label"): label[head]}
 
@@ -51,6 +54,17 @@ def assert_whole_words(spans: Any, words: list[str], tags: list[str], tokenizer:
         start = end + 1
     text = " ".join(words)
     assert not any(text[span["start"]].isspace() for span in spans)
+
+
+def assert_labels(scope: dict[str, Any], printed: str, words: list[str], ours: Any) -> None:
+    """Check the scores of all labels, and those that the printed line chooses by thresholds."""
+    assert len(scope["run"].model.config.label_thresholds) == 3
+    (output,) = scope["run"]([" ".join(words)])
+    found = {each["label"]: each["score"] for each in output}
+    assert found == pytest.approx(ours["scores"], abs=1e-5)
+    line = printed.partition("In Python, labels: ")[2].partition("\n")[0]
+    exec(line.replace("A text.", " ".join(words)), scope)
+    assert sorted(scope["labels"]) == sorted(ours["label"])
 
 
 @pytest.mark.parametrize("head", TASKS)
@@ -81,15 +95,18 @@ def test_the_printed_pipeline_predicts_as_we_do(
     assert main(convert) == EXIT_DONE
     printed = capsys.readouterr().out
 
-    (line,) = (line for line in printed.splitlines() if "pipeline(" in line)
+    (line,) = (line for line in printed.splitlines() if " pipeline(" in line)
     scope: dict[str, Any] = {}
     with temporary_module_cache():
         exec(line[line.index("from transformers") :], scope)
     expected = [json.loads(line) for line in written.read_text().splitlines()]
     assert len(expected) == len(SENTENCES)
+    assert printed.count("In Python, labels: ") == (head == "multilabel")
     for words, ours in zip(SENTENCES, expected, strict=True):
         output = scope["run"](" ".join(words))
-        if head == "tokens":
+        if head == "multilabel":
+            assert_labels(scope, printed, words, ours)
+        elif head == "tokens":
             assert_whole_words(output, words, ours["label"], scope["run"].tokenizer)
         else:
             found = predicted(head, output)

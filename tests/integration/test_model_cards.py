@@ -67,8 +67,11 @@ KINDS: dict[str, tuple[str, ...]] = {
     "mlm+ar": ("objective.name=mlm+ar",),
     "autoregressive": ("model.head=autoregressive", "objective.name=autoregressive"),
 }  # fmt: skip
-HEADS = ("classification", "regression", "tokens", "spans", "choices")
+HEADS = (
+    "classification", "multilabel", "regression", "tokens", "spans", "choices", "rerank"
+)  # fmt: skip
 TASKS: dict[str, dict[str, Any]] = {
+    "multilabel": {"labels": ["a", "b"]},
     "classification": {"labels": ["bad", "good"]},
     "tokens": {"labels": ["O", "B-X", "I-X"]},
 }
@@ -372,6 +375,7 @@ def task_rows(head: str) -> list[dict[str, Any]]:
         rows.append(
             {
                 "classification": {"text": text, "label": "good" if number % 3 else "bad"},
+                "multilabel": {"text": text, "labels": "a,b" if number % 3 else "b"},
                 "regression": {"text": text, "score": number / 3},
                 "tokens": {"tokens": words, "tags": ["B-X" if len(w) > 2 else "O" for w in words]},
                 "spans": {"question": "who", "context": text, "answer": words[number % 2],
@@ -379,6 +383,8 @@ def task_rows(head: str) -> list[dict[str, Any]]:
                 "choices": {"passage": text, "question": "is it",
                             "choices": ["cat", "dog", "run"][: 2 + number % 2],
                             "label": number % 2},
+                "rerank": {"query": words[0], "passages": [text, "no", "cat"][: 2 + number % 2],
+                           "labels": [1, 0, 0.5][: 2 + number % 2]},
             }[head]
         )  # fmt: skip
     return rows
@@ -406,8 +412,9 @@ def test_figures_of_a_fine_tuned_model(
     assert rows["data"] == (f"own_{head}",)
     assert rows["initial weights"] == ("hf",)
     assert rows["optimizer steps"] == ("3",)
-    constant = "mean score" if head == "regression" else "most frequent label"
-    assert (f"| baseline: always the {constant} |" in text) == (head != "spans")
+    constants = {"regression": "always the mean score", "rerank": "mean of random orders"}
+    constant = constants.get(head, "always the most frequent label")
+    assert (f"| baseline: {constant} |" in text) == (head != "spans")
     assert "on the split `dev` of own_" in text
     with open_predictor(str(task), folder, str(data), ("train.device=cpu",)) as predictor:
         split, outputs, loss = predictor.run("dev")
@@ -436,6 +443,11 @@ def check_baseline(head: str, rows: dict[str, tuple[str, ...]]) -> None:
     dev = [*range(3, 10), *range(10)]
     if head == "classification":
         assert rows["accuracy"][1] == f"{sum(n % 3 > 0 for n in dev) / 17:.4f}"
+    elif head == "multilabel":
+        # Of two labels, b is one of all examples; a, of those that are no multiple of 3.
+        both = sum(n % 3 > 0 for n in dev)
+        assert rows["micro f1"][1] == f"{2 * 17 / (2 * 17 + both):.4f}"
+        assert rows["accuracy"][1] == f"{(17 - both) / 17:.4f}"
     elif head == "choices":
         assert rows["accuracy"][1] == f"{sum(n % 2 == 0 for n in dev) / 17:.4f}"
     elif head == "regression":
@@ -443,5 +455,8 @@ def check_baseline(head: str, rows: dict[str, tuple[str, ...]]) -> None:
     elif head == "tokens":
         words = [word for n in dev for word in WORDS[n : n + 4]]
         assert rows["accuracy"][1] == f"{sum(len(w) > 2 for w in words) / len(words):.4f}"
+    elif head == "rerank":
+        # Means over the orders of two passages, one of them relevant, and of three, two of them.
+        assert rows["mrr at 10"][1] == f"{sum(5 / 6 if n % 2 else 3 / 4 for n in dev) / 17:.4f}"
     else:
         assert len(rows["f1"]) == 1

@@ -29,10 +29,12 @@ from tests.support.stock_weights import randomize, stock_config, stock_name
 GROUPS = single_process_groups(torch.device("cpu"))
 STOCK = {
     "classification": transformers.DebertaV2ForSequenceClassification,
+    "multilabel": transformers.DebertaV2ForSequenceClassification,
     "regression": transformers.DebertaV2ForSequenceClassification,
     "spans": transformers.DebertaV2ForQuestionAnswering,
     "tokens": transformers.DebertaV2ForTokenClassification,
     "choices": transformers.DebertaV2ForMultipleChoice,
+    "rerank": transformers.DebertaV2ForSequenceClassification,
 }
 
 
@@ -40,6 +42,8 @@ def stock_model(config: RunConfig) -> Any:
     head = config.model.head
     fields = stock_config(config.model)
     fields.num_labels = num_outputs(config.model)
+    if head == "multilabel":
+        fields.problem_type = "multi_label_classification"
     fields.hidden_dropout_prob = fields.attention_probs_dropout_prob = fields.cls_dropout = 0.0
     model = STOCK[head](fields)
     randomize(model)
@@ -91,6 +95,9 @@ def stock_loss(model: Any, head: Head, batches: Sequence[TaskBatch]) -> Tensor:
     if head == "choices":
         return choice_loss(model, parts)
     labels = torch.cat([part.labels for part in parts])
+    if head == "rerank":
+        return ranknet_loss(model(input_ids=ids, attention_mask=mask.long()).logits[:, 0], parts)
+    labels = labels.float() if head == "multilabel" else labels
     loss: Tensor = model(input_ids=ids, attention_mask=mask.long(), labels=labels).loss
     return loss
 
@@ -108,6 +115,24 @@ def choice_loss(model: Any, parts: Sequence[TaskBatch]) -> Tensor:
     logits = model(input_ids=torch.cat(ids), attention_mask=torch.cat(masks).long()).logits
     labels = torch.cat([part.labels for part in parts])
     return F.cross_entropy(logits.masked_fill(~torch.cat(present), -1e9), labels)
+
+
+def ranknet_loss(scores: Tensor, parts: Sequence[TaskBatch]) -> Tensor:
+    """Return the mean loss of the pairs of different relevance of all queries."""
+    pairs: list[Tensor] = []
+    start = 0
+    for part in parts:
+        assert part.choice_rows is not None
+        for rows in part.choice_rows:
+            places = rows[rows >= 0].tolist()
+            pairs += [
+                torch.log1p(torch.exp(scores[start + b] - scores[start + a]))
+                for a in places
+                for b in places
+                if part.labels[a] > part.labels[b]
+            ]
+        start += len(part.row_index)
+    return torch.stack(pairs).mean()
 
 
 def stock_losses(config: RunConfig, model: Any, steps: Sequence[list[TaskBatch]]) -> list[float]:

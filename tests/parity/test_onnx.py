@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_deberta.cli.main import main
-from megatron_deberta.config.schema import Head, ModelConfig, with_task_head
+from megatron_deberta.config.schema import CLASS_HEADS, Head, ModelConfig, with_task_head
 from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.hf.export_model import export_model
 from megatron_deberta.hf.loading import build_model, build_task_model
@@ -49,15 +49,15 @@ ARCHITECTURES = {
         V2, position_terms="none", absolute_positions="input", mask_decoder_passes=0
     ),
 }
-HEADS: tuple[Head, ...] = ("mlm", "classification", "regression", "tokens", "spans", "choices")
+HEADS: tuple[Head, ...] = (
+    "mlm", "classification", "multilabel", "regression", "tokens", "spans", "choices",
+)  # fmt: skip
 
 
 def with_head(config: ModelConfig, head: Head) -> ModelConfig:
     if head == "mlm":
         return config
-    return with_task_head(
-        config, head, ("a", "b", "c") if head in ("classification", "tokens") else ()
-    )
+    return with_task_head(config, head, ("a", "b", "c") if head in CLASS_HEADS else ())
 
 
 def build(config: ModelConfig, read: Callable[[str], Tensor]) -> Any:

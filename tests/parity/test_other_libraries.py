@@ -1,4 +1,4 @@
-"""Exports open in sentence-transformers and PEFT, and have what text-embeddings-inference reads."""
+"""Exports open in sentence-transformers, PEFT and pipelines, also for text-embeddings-inference."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,14 @@ import transformers
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
-from megatron_deberta.config.schema import with_task_head
+from megatron_deberta.cli.main import main
+from megatron_deberta.config.schema import Head, with_task_head
+from megatron_deberta.evaluate.models import open_source_model
+from megatron_deberta.evaluate.zero_shot import for_task
 from megatron_deberta.hf.export_model import export_model
 from megatron_deberta.hf.loading import build_model
 from megatron_deberta.model.inputs import ModelInputs
+from megatron_deberta.tasks import load_task
 from tests.support.tiny_models import TEXT, V2, random_weights, reader, tiny_tokenizer
 
 ENCODE = """
@@ -62,6 +67,118 @@ def test_sentence_transformers_encodes_with_mean_pooling(encoder: Path) -> None:
     assert not mask.all()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert model.get_max_seq_length() == V2.max_position_embeddings
+
+
+QUERY, PASSAGES = TEXT[0][:30], [TEXT[1][:40], TEXT[3][:50], TEXT[2][:20]]
+
+
+def exported(folder: Path, head: Head, labels: tuple[str, ...] = (), **options: Any) -> Path:
+    config = with_task_head(V2, head, labels)
+    export_model(config, reader(random_weights(config)), tiny_tokenizer(), folder, **options)
+    return folder
+
+
+def written_predictions(capfd: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+    capfd.readouterr()
+    assert main(["predict", *arguments, "train.device=cpu"]) == 0
+    return [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize("loss", ["bce", "ranknet"])
+def test_a_cross_encoder_ranks_as_we_do(
+    loss: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    library = pytest.importorskip("sentence_transformers")
+    folder = exported(tmp_path / "m", "rerank", ranking_loss=loss)
+    encoder = library.CrossEncoder(str(folder), device="cpu")
+    assert type(encoder.activation_fn).__name__ == ("Sigmoid" if loss == "bce" else "Identity")
+    expected = encoder.predict([(QUERY, passage) for passage in PASSAGES]).tolist()
+    pairs = [part for passage in PASSAGES for part in ("--text-pair", passage)]
+    (found,) = written_predictions(capfd, "--model", str(folder), "--text", QUERY, *pairs)
+    assert found["passages"] == PASSAGES
+    assert found["scores"] == pytest.approx(expected, abs=1e-5)
+    ranked = [hit["corpus_id"] for hit in encoder.rank(QUERY, PASSAGES)]
+    assert [found["ranks"][passage] for passage in ranked] == [1, 2, 3]
+
+
+def test_published_scores_are_those_of_passages_or_of_a_regression(tmp_path: Path) -> None:
+    """The task decides; sentence-transformers has the same class for both."""
+    folder = exported(tmp_path / "m", "regression")
+    tasks = {head: load_task(f"custom_{head}") for head in ("regression", "rerank")}
+    assert open_source_model(folder).config.head == "regression"
+    path = folder / "config.json"
+    fields = json.loads(path.read_text())
+    for activation, is_sigmoid in (("activation.Sigmoid", True), ("linear.Identity", False)):
+        added = {"sentence_transformers": {"activation_fn": f"torch.nn.modules.{activation}"}}
+        for key, more in (("problem_type", added), ("", added)):
+            path.write_text(json.dumps({**fields, **more}))
+            fields.pop(key, None)
+            source = open_source_model(folder)
+            for head, task in tasks.items():
+                found = for_task(source, task, None)
+                assert found.config.head == head
+                assert found.uses_sigmoid == (is_sigmoid and head == "rerank")
+
+
+NLI = ("contradiction", "neutral", "entailment")
+LABELS = ["river", "children", "sun"]
+
+
+@pytest.mark.parametrize(
+    ("classes", "labels", "is_multi"),
+    [
+        (NLI, LABELS, False),
+        (NLI, LABELS, True),
+        (NLI, LABELS[:1], False),
+        (("Entailment", "not_entailment"), LABELS, True),
+    ],
+)
+def test_zero_shot_classification_is_that_of_the_pipeline(
+    classes: tuple[str, ...],
+    labels: list[str],
+    is_multi: bool,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    folder, hypothesis = exported(tmp_path / "m", "classification", classes), "It is about {}."
+    pipeline = transformers.pipeline("zero-shot-classification", model=str(folder), device="cpu")
+    # The last one is longer than the model's rows.
+    texts = [TEXT[0], TEXT[3], " ".join(TEXT)]
+    assert len(tiny_tokenizer().encode(texts[-1])) > V2.max_position_embeddings
+    options = ["--multi-label"] if is_multi else []
+    given = [part for text in texts for part in ("--text", text)]
+    found = written_predictions(
+        capfd, "--model", str(folder), *given, "--hypothesis", hypothesis, *options,
+        "--zero-shot", *labels, "--tokenizer", str(folder),
+    )  # fmt: skip
+    for ours, text in zip(found, texts, strict=True):
+        theirs = pipeline(text, labels, hypothesis_template=hypothesis, multi_label=is_multi)
+        scores = dict(zip(theirs["labels"], theirs["scores"], strict=True))
+        assert ours["scores"] == pytest.approx(scores, abs=1e-5)
+        assert ours["label"] == theirs["labels"][0]
+    assert len({tuple(ours["scores"].values()) for ours in found}) == 3
+
+
+def test_a_labelled_set_is_scored_without_training(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, task = exported(tmp_path / "m", "classification", NLI), load_task("sst2_zero_shot")
+    rows = [(text, number % 2) for number, text in enumerate(TEXT)]
+    lines = ["sentence\tlabel", *(f"{text}\t{label}" for text, label in rows)]
+    (tmp_path / "dev.tsv").write_text("\n".join(lines) + "\n")
+    pipeline = transformers.pipeline("zero-shot-classification", model=str(folder), device="cpu")
+    names = list(task.label_names)
+    right = [
+        pipeline(text, names, hypothesis_template=task.hypothesis)["labels"][0] == names[label]
+        for text, label in rows
+    ]
+    arguments = ["--model", str(folder), "--data", str(tmp_path), "train.device=cpu"]
+    assert main(["evaluate", "task", "sst2_zero_shot", *arguments]) == 0
+    assert f"accuracy             {sum(right) / 4:.4f}" in capfd.readouterr().out
+
+    other = exported(tmp_path / "other", "classification", ("no", "yes"))
+    assert main(["evaluate", "task", "sst2_zero_shot", "--model", str(other), *arguments[2:]]) == 2
+    assert "labels are chosen by a model with a class named entailment" in capfd.readouterr().err
 
 
 @pytest.mark.slow

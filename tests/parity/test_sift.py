@@ -86,8 +86,15 @@ def stock_logits(model: Any, head: Head, batch: TaskBatch) -> list[Tensor]:
         logits = model(input_ids=ids[rows], attention_mask=mask[rows].long()).logits
         return [logits.masked_fill(batch.choice_rows < 0, -1e9)]
     out = model(input_ids=ids, attention_mask=mask.long())
+    if head == "rerank":
+        assert batch.choice_rows is not None
+        scores = out.logits[batch.choice_rows.clamp(min=0), 0]
+        return [scores.masked_fill(batch.choice_rows < 0, -1e9)]
     if head == "spans":
         return [side.masked_fill(~mask, -1e9) for side in (out.start_logits, out.end_logits)]
+    if head == "multilabel":
+        sides = torch.stack([torch.zeros_like(out.logits), out.logits], -1)
+        return list(sides.unbind(1))
     return [out.logits.flatten(0, -2)]
 
 

@@ -11,7 +11,13 @@ import torch
 import transformers
 from torch import Tensor
 
-from megatron_deberta.config.schema import Head, ModelConfig, with_task_head
+from megatron_deberta.config.schema import (
+    CLASS_HEADS,
+    SINGLE_OUTPUT_HEADS,
+    Head,
+    ModelConfig,
+    with_task_head,
+)
 from megatron_deberta.evaluate.models import open_release_weights, open_source_model
 from megatron_deberta.hf.config import SpecialIds, choose_model_type, has_own_class
 from megatron_deberta.hf.export_model import write_hf_model
@@ -47,7 +53,7 @@ def weights(config: ModelConfig) -> Callable[[str], Tensor]:
 
 
 def fine_tuned(head: Head, base: ModelConfig = SMALL) -> ModelConfig:
-    return with_task_head(base, head, LABELS if head in ("classification", "tokens") else ())
+    return with_task_head(base, head, LABELS if head in CLASS_HEADS else ())
 
 
 @pytest.fixture(autouse=True)
@@ -74,9 +80,11 @@ def test_logits_and_labels(kind: ModelType, head: Head, tmp_path: Path) -> None:
     assert type(theirs).__module__.startswith("transformers.models.") == (not is_own)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
-    if head in ("classification", "tokens"):
+    if head in CLASS_HEADS:
         assert tuple(theirs.config.id2label.values()) == LABELS
         assert theirs.config.label2id == {name: number for number, name in enumerate(LABELS)}
+    if head == "multilabel":
+        assert theirs.config.problem_type == "multi_label_classification"
     if head == "regression":
         assert (theirs.config.problem_type, theirs.config.num_labels) == ("regression", 1)
 
@@ -110,6 +118,11 @@ def test_an_export_is_a_model_to_predict_with_or_to_fine_tune(head: Head, tmp_pa
         torch.testing.assert_close(source.read(name), read(name), rtol=0, atol=0)
     other = labelled_run("tokens" if head != "tokens" else "classification")
     encoder = open_release_weights(tmp_path, other)
+    if head in SINGLE_OUTPUT_HEADS:
+        # One score per row is the same head for both kinds of tasks.
+        for each in SINGLE_OUTPUT_HEADS:
+            found = open_release_weights(tmp_path, labelled_run(each))
+            assert set(found.shapes) == set(parameter_shapes(config))
     new = {name for name in parameter_shapes(other.model) if name not in encoder.shapes}
     assert new <= {f"{part}.{kind}" for part in ("pooler.dense", "classifier", "qa_outputs")
                    for kind in ("weight", "bias")}  # fmt: skip

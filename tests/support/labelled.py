@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from megatron_deberta.config.schema import (
+    CLASS_HEADS,
+    GROUPED_HEADS,
     FinetuneConfig,
     Head,
     ModelConfig,
@@ -16,6 +18,7 @@ from megatron_deberta.config.schema import (
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
+    RankingLoss,
     RunConfig,
     TrainConfig,
     with_task_head,
@@ -25,9 +28,11 @@ from megatron_deberta.data.loader import StepSampler
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.evaluate.splits import TaskBatchBuilder, TaskRows
 from megatron_deberta.finetune.data import EpochOrder
-from megatron_deberta.tasks.encoding import EncodedDataset
+from megatron_deberta.tasks.encoded import EncodedDataset
 
-HEADS: tuple[Head, ...] = ("classification", "regression", "spans", "tokens", "choices")
+HEADS: tuple[Head, ...] = (
+    "classification", "multilabel", "regression", "spans", "tokens", "choices", "rerank",
+)  # fmt: skip
 """Heads of transformers' classes."""
 LABELS = ("no", "maybe", "yes")
 SMALL = ModelConfig(
@@ -52,18 +57,20 @@ def encoded(
 ) -> EncodedDataset:
     """Return random examples.
 
-    Those of multiple choice have these numbers of choices in turn, those to embed a text, one that
+    Those of grouped heads have these numbers of choices in turn, those to embed a text, one that
     matches in three of four, and one that does not.
     """
     random = np.random.default_rng(7)
-    counts = {"choices": choices, "embed": (3,)}.get(head, (1,))
+    counts = choices if head in GROUPED_HEADS else (3,) if head == "embed" else (1,)
     rows_of = [counts[i % len(counts)] for i in range(num_examples)]
     sizes = random.integers(*lengths, sum(rows_of), endpoint=True)
     offsets = np.concatenate([[0], sizes.cumsum()]).astype(np.int64)
     ids = random.integers(4, vocab_size, offsets[-1]).astype(np.int32)
     ids[offsets[:-1]], ids[offsets[1:] - 1] = 1, 2
     labels: Any = random.integers(0, len(LABELS), num_examples)
-    if head == "regression":
+    if head == "multilabel":
+        labels = (random.random((num_examples, len(LABELS))) < 0.25).astype(np.int8)
+    elif head == "regression":
         labels = random.normal(0, 1, num_examples).astype(np.float32)
     elif head == "spans":
         labels = np.sort(random.integers(0, sizes[:, None], (num_examples, 2)), axis=1)
@@ -74,6 +81,8 @@ def encoded(
         labels = random.choice([0.5, 1.0], num_examples, p=[0.25, 0.75]).astype(np.float32)
     elif head == "choices":
         labels = random.integers(0, rows_of)
+    elif head == "rerank":
+        labels = (random.integers(0, 3, sum(rows_of)) / 2).astype(np.float32)
     return EncodedDataset(
         input_ids=ids,
         token_type_ids=np.zeros(offsets[-1], np.uint8),
@@ -96,9 +105,12 @@ def labelled_run(
     micro_batch_size: int = 4,
     learning_rate: float = 1e-3,
     pack_rows: bool = False,
+    ranking_loss: RankingLoss = "ranknet",
+    class_weights: tuple[str, ...] = (),
+    focal_gamma: float = 0.0,
 ) -> RunConfig:
     """Return a run of 20 steps of 8 samples."""
-    labels = LABELS if head in ("classification", "tokens") else ()
+    labels = LABELS if head in CLASS_HEADS else ()
     model = replace(model, hidden_dropout=dropout, attention_dropout=dropout)
     return RunConfig(
         model=with_task_head(model, head, labels, dropout),
@@ -107,7 +119,14 @@ def labelled_run(
         precision=precision or PrecisionConfig(engine="plain"),
         parallel=parallel or ParallelConfig(),
         train=TrainConfig(steps=20, global_batch_size=8, micro_batch_size=micro_batch_size),
-        finetune=FinetuneConfig(task="tiny", data="nowhere", pack_rows=pack_rows),
+        finetune=FinetuneConfig(
+            task="tiny",
+            data="nowhere",
+            pack_rows=pack_rows,
+            ranking_loss=ranking_loss,
+            class_weights=class_weights,
+            focal_gamma=focal_gamma,
+        ),
     )
 
 

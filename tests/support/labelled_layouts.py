@@ -26,6 +26,8 @@ def run_labelled(
     micro_batch: int = 2,
     dtype: str = "fp32",
     pack_rows: bool = False,
+    class_weights: tuple[str, ...] = (),
+    focal_gamma: float = 0.0,
 ) -> list[float]:
     """Return the losses of a run on this rank; ``layout`` None: one process.
 
@@ -52,6 +54,8 @@ def run_labelled(
             initial_loss_scale_power=10,
         ),
         micro_batch_size=micro_batch,
+        class_weights=class_weights,
+        focal_gamma=focal_gamma,
     )
     model = build_rank_model(config, groups)
     model.module.train()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_deberta.config.schema import CLASS_HEADS
 from megatron_deberta.tasks.task import METRICS, TaskConfig, task_from_dict
 
 
@@ -19,7 +20,7 @@ def make_task(head: str, *metrics: str, **changes: Any) -> TaskConfig:
     values = {
         "name": head, "head": head, "reader": "jsonl", "splits": {"dev": "dev.jsonl"},
         "columns": columns.get(head, {"text": "t"}), "max_length": 32,
-        "labels": ["O", "B-X", "I-X"] if head in ("classification", "tokens") else [],
+        "labels": ["O", "B-X", "I-X"] if head in CLASS_HEADS else [],
         "metrics": list(metrics or METRICS[head][:1]),
     }  # fmt: skip
     return task_from_dict({**values, **changes}, "test")

@@ -127,7 +127,7 @@ def export_published(
         (folder / FOLDER).mkdir()
         writer = _Writer(
             folder, source, release, kind, tokenizer, texts, timing=timing,
-            is_multi_label=task_head(fields).is_multi_label,
+            is_multi_label=task_head(fields).head == "multilabel",
         )  # fmt: skip
         reports = {dtype: writer.write(dtype) for dtype in dtypes}
     return PublishedExport(kind, writer.judge, reports)

@@ -5,6 +5,11 @@ import pytest
 from megatron_deberta.config import batch_arithmetic, load_config, validate_for_world
 from megatron_deberta.errors import ConfigError, TopologyError
 
+TAGGER = [
+    "model.head=tokens", "objective.name=tokens", "model.labels=[a,b]", "finetune.task=tags",
+    "model.mask_decoder_passes=0", "model.absolute_positions=none",
+]  # fmt: skip
+
 
 @pytest.mark.parametrize(
     ("overrides", "parts"),
@@ -69,6 +74,11 @@ from megatron_deberta.errors import ConfigError, TopologyError
         (["precision.initial_loss_scale_power=40"], ["initial_loss_scale_power=40"]),
         (["guard.spike_sigmas=2"], ["guard.spike_sigmas=2", "use 6"]),
         (["guard.spike_warmup=200"], ["guard.spike_warmup=200", "spike_window=128"]),
+        (["finetune.focal_gamma=1"], ["finetune.focal_gamma=1", "model.head=mlm", "multilabel"]),
+        (["finetune.focal_gamma=-1"], ["finetune.focal_gamma=-1", "0 or more"]),
+        ([*TAGGER, "finetune.class_weights=[1]"], ["class_weights=[1]", "2 classes a, b"]),
+        ([*TAGGER, "finetune.class_weights=[1,-2]"], ["class_weights=[1,-2]", "or balanced"]),
+        ([*TAGGER, "finetune.class_weights=even"], ["class_weights=[even]", "or balanced"]),
         (["guard.max_skips=0"], ["guard.max_skips=0", "above 0"]),
         (["guard.max_skips=500"], ["guard.max_skips=500", "use 128 or less"]),
         (["checkpoint.keep_every=2500"], ["keep_every=2500", "save_every=1000", "use 3000"]),

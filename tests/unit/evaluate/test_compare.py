@@ -29,8 +29,9 @@ from megatron_deberta.evaluate.compare import (
     welch_p,
 )
 from megatron_deberta.evaluate.splits import Split
-from megatron_deberta.tasks import Example
+from megatron_deberta.tasks import Example, load_task
 from megatron_deberta.tasks.examples import Answer, Prediction
+from megatron_deberta.tasks.leaderboard import json_lines
 from megatron_deberta.tasks.metrics import (
     CorrelationMetric,
     CountMetric,
@@ -369,6 +370,18 @@ def test_predictions_of_other_labels_are_refused(
     command = ["compare", *files, "--task", str(data / "task.yaml"), "--data", str(data)]
     assert main(command) == EXIT_USAGE
     assert message in capsys.readouterr().err
+
+
+def test_scores_of_passages_are_read_again(tmp_path: Path) -> None:
+    task, path = load_task("custom_rerank"), tmp_path / "a.jsonl"
+    example = Example(id="q", text="a", choices=("b", "c"), relevance=(0.0, 1.0))
+    prediction = Prediction(id="q", index=1, value="1", probabilities=(0.25, 0.75))
+    path.write_bytes(json_lines(task, [example], [prediction]))
+    assert read_predictions(path, task, [example]) == [prediction]
+    for scores in ([0.25], [0.25, None]):
+        path.write_text(json.dumps({"id": "q", "label": "1", "index": 1, "scores": scores}))
+        with pytest.raises(DataError, match="a.jsonl:1"):
+            read_predictions(path, task, [example])
 
 
 def test_text_is_no_score(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from megatron_deberta.evaluate.outputs import (
 from megatron_deberta.evaluate.predict import open_predictor
 from megatron_deberta.evaluate.validation import Evaluation
 from megatron_deberta.tasks.scoring import cosines, softmax
+from megatron_deberta.tasks.task import Head
 from megatron_deberta.tokenizer import load_tokenizer
 from tests.support.labelled import encoded
 from tests.support.tiny_task import MODEL, write_task
@@ -484,10 +485,11 @@ def test_classes_have_the_mean_probabilities() -> None:
     assert np.isfinite(mean_outputs("classification", data, [certain, certain])).all()
 
 
-def test_scores_are_averaged() -> None:
-    data = encoded("regression", 3)
+@pytest.mark.parametrize("head", ["regression", "rerank"])
+def test_scores_are_averaged(head: Head) -> None:
+    data = encoded(head, 3, choices=(1,))
     outputs = [np.array(v, np.float32) for v in ([1, 2, 3], [3, 2, -1])]
-    assert mean_outputs("regression", data, outputs).tolist() == [2, 2, 1]
+    assert mean_outputs(head, data, outputs).tolist() == [2, 2, 1]
 
 
 def test_choices_are_normalised_per_example() -> None:

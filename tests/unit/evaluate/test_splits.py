@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_deberta.config.rules import validate, validate_for_world
-from megatron_deberta.config.schema import Head
+from megatron_deberta.config.schema import CLASS_HEADS, GROUPED_HEADS, Head
 from megatron_deberta.data.batch import TaskBatch
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
@@ -46,12 +46,13 @@ def test_a_micro_batch_ends_with_its_longest_row(head: Head) -> None:
         expected = [1, 2] if row < 0 else data.input_ids[data.row(int(row))].tolist()
         assert ids[mask].tolist() == expected
         assert not ids[~mask].any()
-    if head == "choices":
+    if head in GROUPED_HEADS:
         assert batch.choice_rows is not None
         counts = np.diff(data.example_offsets)[[3, 0, 7]]
         assert (batch.choice_rows >= 0).sum(1).tolist() == [counts[0], counts[1], 1, counts[2]]
         assert len(batch.dropout_keys[live].unique()) == live.sum()
-    unlabelled = batch.labels[2].float().flatten()
+    filler = int(batch.choice_rows[2, 0]) if head == "rerank" else 2
+    unlabelled = batch.labels[filler].float().flatten()
     assert (unlabelled.isnan() | (unlabelled == -100)).all()
 
 
@@ -87,7 +88,7 @@ def test_outputs_come_back_in_the_order_of_the_examples(head: Head, dp_size: int
             value = batch.row_index.float() + 1
             if head in ("spans", "tokens"):
                 value = batch.inputs.input_ids.unsqueeze(-1).float()
-            elif head == "classification":
+            elif head in CLASS_HEADS:
                 value = value.unsqueeze(-1)
             collector.add(batch, value)
         totals.append(collector.outputs)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from sklearn.utils.class_weight import compute_class_weight
 
 from megatron_deberta.cli.main import main
 from megatron_deberta.cli.pretrain import describe_run
@@ -20,9 +24,16 @@ from megatron_deberta.config.schema import (
     TrainConfig,
 )
 from megatron_deberta.data import Integers
-from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError
+from megatron_deberta.distributed.topology import single_process_groups
+from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, DataError
 from megatron_deberta.evaluate.models import open_source_model
-from megatron_deberta.finetune.data import EpochOrder, check_warmup
+from megatron_deberta.finetune.data import (
+    EpochOrder,
+    TaskData,
+    balanced_weights,
+    check_warmup,
+    open_task_data,
+)
 from megatron_deberta.finetune.settings import (
     choose_settings,
     describe_settings,
@@ -35,15 +46,34 @@ from megatron_deberta.model.task_models import parameter_shapes
 from megatron_deberta.planning.memory import micro_batch_rows
 from megatron_deberta.tasks import load_task
 from megatron_deberta.tasks.task import absolute_task_name
+from tests.support.labelled import HEADS, labelled_run
 from tests.support.tiny_task import MODEL, write_task
 
 
-@pytest.mark.parametrize("head", ["classification", "regression", "spans", "tokens", "choices"])
+@pytest.mark.parametrize("head", HEADS)
 def test_custom_tasks_use_the_usual_settings_and_not_a_search_space(head: str) -> None:
     task = load_task(f"custom_{head}")
     chosen = choose_settings(task, ModelConfig())
     assert chosen == task.settings["default"]
     assert chosen["optimizer.warmup_fraction"] == 0.1
+
+
+def test_the_loss_of_each_passage_needs_relevance_up_to_1(tmp_path: Path) -> None:
+    graded = {"query": "the cat", "passages": ["a mat", "a dog"], "labels": [2, 0]}
+    for split in ("train", "dev"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(graded) + "\n")
+
+    def opened(loss: Any) -> TaskData:
+        run = labelled_run("rerank", ranking_loss=loss)
+        finetune = replace(run.finetune, task="custom_rerank", data=str(tmp_path))
+        train = replace(run.train, run_dir=str(tmp_path / "run"))
+        tokenizer = replace(run.tokenizer, path=str(MODEL))
+        run = replace(run, finetune=finetune, train=train, tokenizer=tokenizer)
+        return open_task_data(run, single_process_groups(torch.device("cpu")))[1]
+
+    assert opened("ranknet").train.examples[0].relevance == (2.0, 0.0)
+    with pytest.raises(DataError, match="relevance 2 of example 0 is above 1, but finetune.rank"):
+        opened("bce")
 
 
 @pytest.mark.parametrize(
@@ -222,6 +252,47 @@ def test_dry_run_has_the_steps_of_the_epochs(
 
 
 LENGTHS: Integers = np.random.default_rng(0).integers(3, 60, 1003)
+
+
+def test_balanced_weights_are_those_of_scikit_learn() -> None:
+    random = np.random.default_rng(2)
+    classes = random.choice([0, 1, 3], 50, p=[0.1, 0.6, 0.3])
+    expected = compute_class_weight("balanced", classes=np.array([0, 1, 3]), y=classes)
+    labels = np.append(classes, [-100, -100])
+    # No training example is of class 2.
+    assert balanced_weights(labels, 4).tolist() == pytest.approx([*expected[:2], 1, expected[2]])
+    flags = (random.random((40, 4)) < [0.2, 0.7, 0.0, 1.1]).astype(np.int8)
+    flags = np.concatenate([flags, np.full((2, 4), -100, np.int8)])
+    found = balanced_weights(flags, 4)
+    for number in (0, 1):
+        both = compute_class_weight("balanced", classes=np.array([0, 1]), y=flags[:40, number])
+        assert found[number] == pytest.approx(both[1] / both[0])
+    assert found[2:].tolist() == [1, 1]
+
+
+def test_balanced_weights_are_counted_once_and_are_in_the_config_of_the_run(
+    tmp_path: Path,
+) -> None:
+    data = write_task(tmp_path / "data")
+    model = open_source_model(MODEL)
+    overrides = ["finetune.class_weights=balanced", "data.sequence_length=24"]
+    config = finetune_config(str(data / "task.yaml"), model, str(data), overrides)
+    assert config.finetune.class_weights == ("balanced",)
+    groups = single_process_groups(torch.device("cpu"))
+    resolved, _ = open_task_data(replace_run_dir(config, tmp_path), groups)
+    lines = (data / "train.tsv").read_text().splitlines()[1:]
+    counts = [sum(line.endswith(label) for line in lines) for label in ("bad", "good")]
+    weights = [len(lines) / (2 * count) for count in counts]
+    assert [float(each) for each in resolved.finetune.class_weights] == weights
+    # Of a resumed run, too.
+    again, found = open_task_data(resolved, groups)
+    assert again.finetune.class_weights == resolved.finetune.class_weights
+    described = dict(found.describe(again, 1))["class weights"]
+    assert described == f"bad {weights[0]:.3g}, good {weights[1]:.3g}"
+
+
+def replace_run_dir(config: RunConfig, folder: Path) -> RunConfig:
+    return replace(config, train=replace(config.train, run_dir=str(folder / "run")))
 
 
 def order(*, by_length: bool = True, seed: int = 1) -> EpochOrder:

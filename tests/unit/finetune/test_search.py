@@ -122,7 +122,7 @@ def test_grids_are_those_of_the_papers_table_9(tmp_path: Path) -> None:
         assert (rates, batches, dropout) == expected[name]
     assert sizes == {"base": 192, "large": 192, "1.5b": 108}
     files = next(r for r in CONFIG_ROOTS if (r / "configs").is_dir()) / "configs" / "searches"
-    assert {path.stem.removeprefix("paper_") for path in files.glob("*.yaml")} == set(sizes)
+    assert {path.stem.removeprefix("paper_") for path in files.glob("paper_*.yaml")} == set(sizes)
 
 
 @pytest.mark.parametrize(

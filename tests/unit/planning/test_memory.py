@@ -41,7 +41,7 @@ from megatron_deberta.model.flops import is_task_head
 from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.objectives import ModelLosses
 from megatron_deberta.objectives.rtd import ReplacedTokenModel
-from megatron_deberta.planning.memory import estimate_memory, largest_micro_batch
+from megatron_deberta.planning.memory import estimate_memory, largest_micro_batch, rows_per_sample
 from megatron_deberta.train.setup import DTYPES
 
 TOLERANCE = 0.1
@@ -175,6 +175,12 @@ def test_peak_of_fine_tuning(head: Head, recompute: Any) -> None:
         config = replace(config, train=TrainConfig(micro_batch_size=2))
         config = replace(config, finetune=FinetuneConfig(task="race"))
     assert predicted(config) == pytest.approx(measured(config), rel=TOLERANCE)
+
+
+def test_rows_of_a_query_are_its_most_passages() -> None:
+    config = run_config(with_task_head(TWO_LAYERS, "rerank"), "none")
+    for task, rows in (("policyqa_rerank", 10), ("custom_rerank", 1)):
+        assert rows_per_sample(replace(config, finetune=FinetuneConfig(task=task))) == rows
 
 
 def states_of(dtype: str, stage: int, ema_decay: float) -> tuple[int, int]:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from seqeval.metrics import classification_report
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
 from megatron_deberta.cli.evaluate import describe_classes
+from megatron_deberta.errors import DataError
 from megatron_deberta.tasks import Example
-from megatron_deberta.tasks.class_scores import MAX_CLASSES, ClassScores, class_scores
+from megatron_deberta.tasks.class_scores import (
+    MAX_CLASSES,
+    ClassScore,
+    ClassScores,
+    class_scores,
+    recorded_thresholds,
+)
 from megatron_deberta.tasks.examples import Prediction
 from tests.support.task_files import make_task
 
@@ -78,6 +88,28 @@ def test_what_has_no_classes_has_no_scores() -> None:
     assert class_scores(make_task("regression", "pearson"), [], []) is None
     many = [str(number) for number in range(MAX_CLASSES + 1)]
     assert class_scores(make_task("classification", "accuracy", labels=many), [], []) is None
+
+
+def test_recorded_thresholds_are_those_of_the_step(tmp_path: Path) -> None:
+    assert recorded_thresholds(tmp_path, 1) == {}
+    scores = [
+        ClassScores("examples", (ClassScore("a", 1, 2, 3, value), ClassScore("b", 0, 0, 0, 0.5)))
+        for value in (0.25, 0.75)
+    ]
+    lines = [json.dumps({"step": n, **each.to_dict()}) for n, each in enumerate(scores, 1)]
+    path = tmp_path / "class_scores.jsonl"
+    # An interrupted write leaves an incomplete line.
+    path.write_text("\n".join([*lines, lines[1][:30]]))
+    assert recorded_thresholds(tmp_path, 1) == {"a": 0.25, "b": 0.5}
+    assert recorded_thresholds(tmp_path, 2) == {"a": 0.75, "b": 0.5}
+    assert recorded_thresholds(tmp_path, 3) == {}
+    path.write_text(lines[0].replace("0.25", "7") + "\n")
+    with pytest.raises(DataError, match="class_scores.jsonl:1: .*threshold.*remove this line"):
+        recorded_thresholds(tmp_path, 1)
+    assert describe_classes(scores[0]).splitlines()[:2] == [
+        "class   examples  predicted  precision  recall      F1  threshold",
+        "a              2          3     0.3333  0.5000  0.4000     0.2500",
+    ]
 
 
 def test_text() -> None:

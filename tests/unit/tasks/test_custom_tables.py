@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_deberta.errors import DataError
+from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.tasks import Answer, Example, encode, load_task, read_examples
 from megatron_deberta.tokenizer import Tokenizer
 
@@ -85,6 +86,17 @@ CASES: list[tuple[str, str, Rows, dict[str, Any], list[str]]] = [
     # A line break inside a field is an error in TSV.
     ("classification", "", CLASSES, {"id": ["0", "1"], "label": [1, 0],
      "text": [row["text"] for row in CLASSES]}, [form for form in FORMS if form != "tsv"]),
+    ("multilabel", "", [{"text": "a", "labels": "delivery, billing"}, {"text": "b", "labels": " "},
+                        {"text": "c", "labels": "delivery"}],
+     {"tags": [(1, 1), (0, 0), (0, 1)], "label": [None] * 3}, FORMS),
+    ("multilabel", "", [{"text": "a", "labels": ["delivery", "billing"]},
+                        {"text": "b", "labels": ["billing"]}],
+     {"tags": [(1, 1), (1, 0)]}, FORMS[2:]),
+    ("multilabel", "columns={text: text, label: [m, n]}",
+     [{"text": "a", "m": 0, "n": 1}, {"text": "b", "m": 1, "n": 0}],
+     {"tags": [(0, 1), (1, 0)]}, FORMS),
+    ("multilabel", "label_separator=;", [{"text": "a", "labels": "billing;delivery"}] * 2,
+     {"tags": [(1, 1)] * 2}, FORMS),
     ("regression", "", [{"text": "a", "score": 0.5}, {"text": "b", "score": -2.0}],
      {"label": [0.5, -2.0]}, FORMS),
     ("tokens", "", [{"tokens": ["Bob", "ran"], "tags": ["B-PER", "O"]},
@@ -105,6 +117,15 @@ CASES: list[tuple[str, str, Rows, dict[str, Any], list[str]]] = [
      FORMS),
     ("embed", "columns={text: text, text_pair: text_pair, negative: wrong, label: score}", PAIRS,
      {"text_pair": ["b", "d"], "choices": [("x",), ("y",)], "label": [0.5, 1.0]}, FORMS),
+    ("rerank", "", [{"query": "rain", "passages": ["wet", "dry"], "labels": [2, 0.5]}] * 2,
+     {"choices": [("wet", "dry")] * 2, "relevance": [(2.0, 0.5)] * 2}, FORMS[2:]),
+    ("rerank", "", [{"query": "rain", "positive": ["wet"], "negative": ["dry", "red"]}] * 2,
+     {"choices": [("wet", "dry", "red")] * 2, "relevance": [(1.0, 0.0, 0.0)] * 2}, FORMS[2:]),
+    ("rerank", "columns={query: in.q, passages: in.texts, labels: in.marks}",
+     [{"in": {"q": "rain", "texts": ["wet", "dry"], "marks": [1, 0]}}] * 2,
+     {"text": ["rain"] * 2, "relevance": [(1.0, 0.0)] * 2}, FORMS[2:]),
+    ("rerank", "", [{"query": "rain", "positive": "wet", "negative": "dry"}] * 2,
+     {"choices": [("wet", "dry")] * 2, "relevance": [(1.0, 0.0)] * 2}, FORMS),
 ]  # fmt: skip
 
 
@@ -118,6 +139,60 @@ def test_every_format_gives_the_same_examples(
     write(tmp_path, form, rows)
     examples = read(tmp_path, head, *filter(None, [columns]))
     assert {name: [getattr(e, name) for e in examples] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"passages": ["a", "b"], "labels": [1]}, "labels: 1 for 2 passages; give a list"),
+        ({"passages": ["a", "b"], "labels": 1}, "labels: a number for 2 passages; give a list"),
+        ({"passages": ["a", "b"], "labels": [1, -1]}, "score -1 is not in 0..inf"),
+        ({"passages": ["a", "b"], "labels": [1, "x"]}, "score 'x' is not a number"),
+        ({"passages": ["a", "b"]}, "the passages have no labels; give a list of numbers"),
+        ({"passages": [], "labels": []}, "the query has no passages"),
+        ({"positive": ["a", " "]}, "a passage is empty"),
+        ({"positive": 3}, "'positive' is a number, not a list"),
+    ],
+)
+def test_malformed_passages(row: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    write(tmp_path, "jsonl", [{"query": "q", **row}])
+    with pytest.raises(DataError, match=f"train.jsonl:1: .*{re.escape(problem)}"):
+        read(tmp_path, "rerank")
+
+
+def test_the_most_passages_of_a_query_keep_the_relevant_ones(tmp_path: Path) -> None:
+    labels = [0, 1, 0, 0, 2, 0, 0, 0]
+    row = {"query": "q", "passages": [*"abcdefgh"], "labels": labels}
+    write(tmp_path, "jsonl", [row] * 20)
+    first, again, other = (
+        read(tmp_path, "rerank", "max_passages=4", f"passage_seed={seed}") for seed in (0, 0, 1)
+    )
+    assert first == again != other
+    for example in first:
+        kept = "".join(example.choices)
+        assert len(kept) == 4
+        assert {"b", "e"} < set(kept)
+        assert kept == "".join(sorted(kept))
+        assert example.relevance == tuple(float(labels["abcdefgh".index(c)]) for c in kept)
+    assert len({example.choices for example in first}) > 5
+    # One that is not relevant is always kept.
+    for example in read(tmp_path, "rerank", "max_passages=2"):
+        assert sum(map(bool, example.relevance)) == 1
+    # Where relevance is not required, every passage is ranked.
+    (tmp_path / "train.jsonl").rename(tmp_path / "test.jsonl")
+    tested = read_examples(load_task("custom_rerank", ["max_passages=4"]), tmp_path, "test")
+    assert len(tested[0].choices) == 8
+
+
+def test_a_hypothesis_makes_choices_of_the_labels(tmp_path: Path) -> None:
+    write(tmp_path, "jsonl", [{"text": "A fine film.", "label": "positive"}] * 2)
+    keys = ["head=choices", "hypothesis=It is {}.", "metrics=[accuracy]"]
+    first, _ = read(tmp_path, "classification", *keys)
+    assert (first.choices, first.label) == (("It is negative.", "It is positive."), 1)
+    with pytest.raises(ConfigError, match="is for head choices, with {} once for the label"):
+        load_task("custom_classification", ["hypothesis=It is {}."])
+    with pytest.raises(ConfigError, match="columns: choices missing for head choices"):
+        load_task("custom_classification", [keys[0], keys[2]])
 
 
 def test_other_labels_than_those_of_the_packaged_task_say_where_they_belong(tmp_path: Path) -> None:
@@ -196,6 +271,46 @@ def test_wrong_values_name_their_row(
     line = 3 if form in ("csv", "tsv") else 2
     assert f"{file}:{line}: " in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("column", "row", "message"),
+    [
+        ("labels", {"labels": "billing,odd"}, "label 'odd' is not one of billing, delivery; list"),
+        ("labels", {"labels": ["billing", None]}, "label 'None' is not one of"),
+        ("labels", {"labels": None}, "label 'None' is not one of"),
+        ("[a, b]", {"a": 1, "b": 2}, "'b' is 2; write 1 where the example has the label, else 0"),
+        ("[a, c]", {"a": 1, "b": 1}, "no column 'c'"),
+    ],
+)
+def test_wrong_labels_of_an_example_name_its_line(
+    column: str, row: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write(tmp_path, "jsonl", [{"text": "x", "labels": [], "a": 0, "b": 0, "c": 0}])
+    with (tmp_path / "train.jsonl").open("a") as stream:
+        stream.write(json.dumps({"text": "x", **row}) + "\n")
+    with pytest.raises(DataError, match=f"train.jsonl:2: {message}"):
+        read(tmp_path, "multilabel", f"columns={{text: text, label: {column}}}")
+
+
+def test_hidden_labels_of_a_test_split_are_none(tmp_path: Path) -> None:
+    """In a test split -1 hides the labels; an empty string says that there are none."""
+    rows: Rows = [{"text": "a", "labels": "-1"}, {"text": "b", "labels": ""}]
+    write(tmp_path, "csv", rows)
+    (tmp_path / "train.csv").rename(tmp_path / "test.csv")
+    task = load_task("custom_multilabel")
+    assert [e.tags for e in read_examples(task, tmp_path, "test")] == [(), (0, 0)]
+    (tmp_path / "test.csv").write_text("text,a,b\nx,-1,-1\ny,0,1\n")
+    task = load_task("custom_multilabel", ["columns={text: text, label: [a, b]}"])
+    assert [e.tags for e in read_examples(task, tmp_path, "test")] == [(), (0, 1)]
+    (tmp_path / "test.csv").write_text("text\nx\n")
+    assert [e.tags for e in read_examples(task, tmp_path, "test")] == [()]
+
+
+def test_rows_with_a_label_to_skip(tmp_path: Path) -> None:
+    rows: Rows = [{"text": "a", "labels": "billing,?"}, {"text": "b", "labels": "billing"}]
+    write(tmp_path, "csv", rows)
+    assert [e.text for e in read(tmp_path, "multilabel", 'skip_labels=["?"]')] == ["b"]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -217,6 +219,12 @@ def test_quirks_of_conll_files() -> None:
     labels = load_task("wnut17").labels
     tags = [labels[tag] for tag in train[0].tags]
     assert tags[13:18] == ["O", "B-location", "I-location", "I-location", "O"]
+    types = read_real("wnut17_types", "train", "tasks/ner")
+    assert types[0].text.startswith("@paulwalk It 's the view")
+    names = load_task("wnut17_types").labels
+    for sentence, example in zip(train, types, strict=True):
+        found = {labels[tag][2:] for tag in sentence.tags} - {""}
+        assert example.tags == tuple(int(name in found) for name in names)
     chunks = read_real("chunking", "train", "conll2000")
     assert sum(len(example.words) for example in chunks) == 211_727
 
@@ -244,6 +252,68 @@ def test_choices_of_one_file_are_split_by_group(task: str, count: int, groups: i
     assert all(example.label is not None for example in train + dev)
     sizes = {len(example.choices) for example in train + dev}
     assert sizes == {4 if task == "quail" else 2}
+
+
+def test_passages_of_an_article_answer_its_questions() -> None:
+    """Train and dev have other policies and no passage in common, also where two policies do."""
+    parts = [read_real("policyqa_rerank", split, "tasks/qa") for split in ("train", "dev")]
+    groups, passages = (
+        [{value for example in part for value in values(example)} for part in parts]
+        for values in (lambda e: [e.group], lambda e: e.choices)
+    )
+    assert not groups[0] & groups[1]
+    assert not passages[0] & passages[1]
+    assert list(map(len, groups)) == [34, 6]
+    for example in (example for part in parts for example in part):
+        assert 2 <= len(example.choices) <= 10
+        assert len(set(example.choices)) == len(example.choices)
+        assert set(example.relevance) == {0.0, 1.0}
+
+
+def test_other_passages_are_drawn_by_a_seed(tmp_path: Path) -> None:
+    def question(number: int, text: str, **more: Any) -> dict[str, Any]:
+        answers = [{"text": "p", "answer_start": 0}]
+        return {"id": number, "question": text, "answers": answers, **more}
+
+    articles = [
+        {
+            "title": f"t{a}",
+            "paragraphs": [
+                {"context": f"p{a}{n}", "qas": [question(10 * a + n, "Same?" if n < 2 else f"{n}")]}
+                for n in range(3)
+            ],
+        }
+        for a in range(6)
+    ]
+    impossible = question(99, "None?", is_impossible=True, answers=[])
+    articles[0]["paragraphs"][0]["qas"].append(impossible)
+    (tmp_path / "f.json").write_text(json.dumps({"data": articles}))
+    keys = ["splits={train: f.json}", "random_passages=2", "max_passages=0"]
+
+    def read(*more: str) -> list[Example]:
+        return read_examples(load_task("policyqa_rerank", [*keys, *more]), tmp_path, "train")
+
+    first = read()
+    assert first == read() != read("passage_seed=1")
+    # The two paragraphs with a question of the same wording are both relevant.
+    assert [(e.id, e.text, e.group) for e in first[:3]] == [
+        ("0", "Same?", "t0"), ("2", "2", "t0"), ("10", "Same?", "t1"),
+    ]  # fmt: skip
+    assert len(first) == 12
+    for example in first:
+        own, others = example.choices[:3], example.choices[3:]
+        assert [passage[:2] for passage in own] == [f"p{example.group[1]}"] * 3
+        assert len(set(others)) == 2
+        assert not {passage[:2] for passage in others} & {f"p{example.group[1]}"}
+        relevant = (1.0, 1.0, 0.0) if example.text == "Same?" else (0.0, 0.0, 1.0)
+        assert example.relevance == (*relevant, 0.0, 0.0)
+    # No more than there are
+    assert {len(example.choices) for example in read("random_passages=99")} == {18}
+    # Those of a part are drawn from it.
+    half = read("splits={train: {files: f.json, part: [0, 0.5]}}")
+    assert 0 < len(half) < 12
+    kept = {example.group for example in half}
+    assert {f"t{passage[1]}" for example in half for passage in example.choices} == kept
 
 
 def test_chinese_answers_stand_where_they_say() -> None:

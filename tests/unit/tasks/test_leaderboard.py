@@ -131,12 +131,15 @@ def test_other_tasks_have_json_lines(tmp_path: Path) -> None:
          {"label": "ran", "gold": ["Anna"]}),
         ("choices", Example(id="0", text="a", choices=("b", "c"), label=1), "0",
          {"choices": ["b", "c"], "label": "0", "scores": {"0": 0.75, "1": 0.25}, "gold": "1"}),
+        ("rerank", Example(id="0", text="a", choices=("b", "c"), relevance=(0.0, 2.0)), "0",
+         {"text": "a", "passages": ["b", "c"], "label": "0", "scores": [0.75, 0.25],
+          "ranks": [1, 2], "gold": [0, 2]}),
     ],
 )  # fmt: skip
 def test_every_head_has_its_text_and_label(
     head: str, example: Example, value: Any, expected: dict[str, Any]
 ) -> None:
-    probabilities = (0.75, 0.25) if head == "choices" else ()
+    probabilities = (0.75, 0.25) if head in ("choices", "rerank") else ()
     prediction = Prediction(id="0", value=value, probabilities=probabilities)
     found = json.loads(json_lines(load_task(f"custom_{head}"), [example], [prediction]))
     assert expected.items() <= found.items()

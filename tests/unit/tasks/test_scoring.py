@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from sklearn.metrics import (
+    accuracy_score,
+    f1_score,
+    precision_recall_curve,
+    precision_recall_fscore_support,
+    precision_score,
+    recall_score,
+)
 
-from megatron_deberta.errors import DataError
+from megatron_deberta.errors import DataError, MalformedInputError
 from megatron_deberta.tasks import (
     EncodedDataset,
     Example,
     TaskConfig,
     encode,
     json_lines,
+    load_task,
     predict,
     score,
 )
+from megatron_deberta.tasks.class_scores import class_scores
+from megatron_deberta.tasks.scoring import best_label_threshold, sigmoid, with_best_thresholds
+from megatron_deberta.tasks.task import METRICS
 from megatron_deberta.tokenizer import Tokenizer
 from tests.support.task_files import make_task
 
@@ -98,6 +111,80 @@ def test_gender_parity_of_winogender(tokenizer: Tokenizer) -> None:
     assert values == {"gender_parity": 0.5, "accuracy": 0.25}
 
 
+def labelled_twice(tokenizer: Tokenizer, **changes: Any) -> Any:
+    """Return a task of several labels per example, random examples, encoding and outputs.
+
+    No example has the last label, and scores repeat.
+    """
+    random = np.random.default_rng(5)
+    metrics = METRICS["multilabel"]
+    task = make_task("multilabel", *metrics, labels=["a", "b", "c", "d"], **changes)
+    flags = random.random((60, 4)) < [0.1, 0.5, 0.8, 0.0]
+    examples = [
+        Example(id=str(i), text="the fox", tags=tuple(map(int, row))) for i, row in enumerate(flags)
+    ]
+    noise = random.normal(0, 1, flags.shape)
+    outputs = np.round(2 * flags - 1.5 + 1.5 * noise, 1).astype(np.float32)
+    return task, flags, examples, encode(task, examples, tokenizer), outputs
+
+
+def test_metrics_of_labels_are_those_of_scikit_learn(tokenizer: Tokenizer) -> None:
+    task, flags, examples, encoded, outputs = labelled_twice(tokenizer)
+    for thresholds in ((), (0.3,), (0.2, 0.4, 0.6, 0.8)):
+        chosen = replace(task, thresholds=thresholds)
+        found = 1 / (1 + np.exp(-outputs.astype(np.float64))) >= (thresholds or 0.5)
+        expected = {"accuracy": accuracy_score(flags, found)}
+        for average in ("micro", "macro"):
+            for name, function in (
+                ("f1", f1_score), ("precision", precision_score), ("recall", recall_score),
+            ):  # fmt: skip
+                value = function(flags, found, average=average, zero_division=0)
+                expected[f"{average}_{name}"] = value
+        values = score(chosen, examples, encoded, outputs)
+        assert values == {name: pytest.approx(expected[name]) for name in task.metrics}
+        predictions = predict(chosen, examples, encoded, outputs)
+        names = [tuple(np.array(task.labels)[row]) for row in found]
+        assert [prediction.value for prediction in predictions] == names
+        scores = class_scores(chosen, examples, predictions)
+        assert scores is not None
+        by_label = precision_recall_fscore_support(flags, found, zero_division=0)
+        for each, threshold, *wanted in zip(
+            scores.classes, np.broadcast_to(thresholds or 0.5, 4), *by_label, strict=True
+        ):
+            assert [each.precision, each.recall, each.f1, each.labelled] == pytest.approx(wanted)
+            assert each.threshold == threshold
+
+
+def test_thresholds_have_the_best_f1_of_scikit_learns_curve(tokenizer: Tokenizer) -> None:
+    task, flags, examples, encoded, outputs = labelled_twice(tokenizer)
+    tuned = with_best_thresholds(task, examples, outputs)
+    probabilities = sigmoid(outputs)
+    for number, threshold in enumerate(tuned.thresholds[:3]):
+        precision, recall, _ = precision_recall_curve(flags[:, number], probabilities[:, number])
+        best = np.max(2 * precision * recall / np.maximum(precision + recall, 1e-12))
+        found = probabilities[:, number] >= threshold
+        assert f1_score(flags[:, number], found) == pytest.approx(best)
+        # Away from all scores: rounding errors change no prediction.
+        assert np.abs(probabilities[:, number] - threshold).min() > 1e-3
+    assert tuned.thresholds[3] == 0.5
+    assert (
+        score(tuned, examples, encoded, outputs)["macro_f1"]
+        > (score(task, examples, encoded, outputs)["macro_f1"])
+    )
+    given = replace(task, thresholds=(0.7,))
+    assert with_best_thresholds(given, examples, outputs) is given
+
+
+def test_thresholds_separate_scores_that_are_nearly_equal() -> None:
+    high = np.nextafter(0.25, 1)
+    truth = np.array([True, False])
+    assert best_label_threshold(truth, np.array([0.3, 0.2])) == 0.25
+    # Nothing lies between them: both are predicted, as one alone cannot be.
+    assert best_label_threshold(truth, np.array([high, 0.25])) == 0.125
+    assert best_label_threshold(~truth, np.array([0.9, 0.8])) == pytest.approx(0.4)
+    assert 0 < best_label_threshold(truth, np.array([1.0, 1.0])) < 1
+
+
 def test_correlations(tokenizer: Tokenizer) -> None:
     task = make_task("regression", "pearson_spearman", "pearson", "spearman", label_range=[0, 5])
     examples = [Example(id=str(i), text="the fox", label=float(i)) for i in (0, 1, 2, 3)]
@@ -133,6 +220,30 @@ def test_choices_vary_in_number(tokenizer: Tokenizer) -> None:
     assert (first.index, first.value) == (2, "2")
     assert sum(first.probabilities) == pytest.approx(1)
     assert len(first.probabilities) == 3
+
+
+def test_passages_are_ranked_by_their_scores(tokenizer: Tokenizer) -> None:
+    task = load_task("custom_rerank")
+    examples = [
+        Example(id="a", text="fox", choices=("dog", "river", "fox"), relevance=(0.0, 1.0, 2.0)),
+        Example(id="b", text="dog", choices=("fox", "dog"), relevance=(0.0, 0.0)),
+    ]
+    encoded = encode(task, examples, tokenizer)
+    assert encoded.labels.tolist() == [0, 1, 2, 0, 0]
+    outputs = np.array([2, 3, 1, 5, 6], np.float32)
+    dcg, ideal = 1 + 2 / 2, 2 + 1 / np.log2(3)
+    # The second query has no relevant passage.
+    assert score(task, examples, encoded, outputs) == {
+        "ndcg_at_10": pytest.approx(dcg / ideal),
+        "mrr_at_10": 1,
+        "map": pytest.approx((1 + 2 / 3) / 2),
+    }
+    first, second = predict(task, examples, encoded, outputs)
+    assert (first.index, first.value, first.probabilities) == (1, "1", (2, 3, 1))
+    (first, _) = predict(task, examples, encoded, outputs, uses_sigmoid=True)
+    assert first.probabilities == pytest.approx(1 / (1 + np.exp([-2.0, -3.0, -1.0])))
+    with pytest.raises(MalformedInputError, match="1 of 2 examples have no label"):
+        score(task, [examples[0], replace(examples[1], relevance=())], encoded, outputs)
 
 
 LABELS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]

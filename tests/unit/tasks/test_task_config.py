@@ -75,12 +75,27 @@ def test_overrides_and_a_base_of_ones_own(tmp_path: Path) -> None:
         ({"splits": {"train": {"file": "a"}}}, "x: .*file"),
         ({"default_settings": "best"}, "x: default_settings='best': not in settings"),
         ({"max_length": "long"}, "x: max_length: "),
+        (
+            {"head": "rerank", "columns": {"query": "q", "labels": "l"}, "metrics": ["map"]},
+            "x: columns: passages .with labels. or positives missing for head rerank",
+        ),
+        ({"max_passages": -1}, "x: max_passages=-1: is negative"),
+        ({"hypothesis": "It is {}."}, "x: hypothesis='It is {}.': is for head choices"),
     ],
 )
 def test_mistakes_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         task_from_dict({**PLAIN, **change}, "x")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["mnli", "rte", "qnli", "qnli_dev", "cb", "wnli", "superglue_rte", "ax", "axb", "axg"]
+)
+def test_classes_of_inference_name_entailment(name: str) -> None:
+    """So that zero-shot classification finds it in exports."""
+    names = load_task(name).id2label.values()
+    assert [label for label in names if label.startswith("entail")] == ["entailment"]
 
 
 def test_an_unknown_task_suggests_a_name() -> None:
