@@ -51,7 +51,7 @@ INPUTS = {
     ),
     "docs/finetuning.md": (
         "exports/base", "runs/large", "glue/SST-2", "glue/STS-B", "glue/MNLI", "blimp",
-        "tasks/qa",
+        "ner", "tasks/qa",
     ),
     "docs/search.md": ("exports/base", "glue/SST-2"),
     "docs/tasks.md": ("runs/own", "orders"),
@@ -90,6 +90,13 @@ def write_tagged(folder: Path) -> None:
         (folder / f"{split}.txt").write_text(sentence * 8)
 
 
+def write_entities(folder: Path) -> None:
+    """Write WNUT-17's files for training and validation: eight sentences each."""
+    folder.mkdir()
+    for name in ("wnut17train", "emerging.dev"):
+        (folder / f"{name}.conll").write_text("Ada\tB-person\nsings\tO\n\n" * 8)
+
+
 def write_scored(folder: Path) -> None:
     """Write the files of pairs with scores: eight in each."""
     folder.mkdir()
@@ -116,6 +123,7 @@ def write_policies(folder: Path) -> None:
 WRITERS = {
     "glue/STS-B": write_scored,
     "blimp": write_pairs,
+    "ner": write_entities,
     "orders": write_tagged,
     "tasks/qa": write_policies,
     "wiki.valid.tokens": lambda path: path.write_text(" \n = A title = \n \n Some words . \n"),
