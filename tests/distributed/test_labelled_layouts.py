@@ -150,6 +150,12 @@ def test_layouts_of_adapters_agree(
     assert "weight/encoder.layers.0.ffn.up.weight" in keys
     assert "exp_avg/encoder.layers.0.ffn.up.weight" not in keys
     assert "exp_avg/encoder.layers.0.ffn.up.lora.A" in keys
+    # Either goes on from the checkpoint of the other.
+    path = str(theirs.path)
+    expected = run_labelled(0, head, None, 1, 0.0, 8, lora_rank=2, load_from=path)
+    arguments = (head, layout, 1, 0.0, micro_batch, "fp32", False, (), 0.0, 2, "", path)
+    for losses in four_ranks.run(run_labelled, *arguments, timeout=TIMEOUT):
+        assert losses == pytest.approx(expected, rel=LAYOUT_LOSS)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.checkpoint.store import load
 from megatron_deberta.config.schema import Head, ParallelConfig, PrecisionConfig
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine import deepspeed_engine
@@ -31,11 +33,13 @@ def run_labelled(
     focal_gamma: float = 0.0,
     lora_rank: int | None = None,
     save_to: str = "",
+    load_from: str = "",
 ) -> list[float]:
     """Return the losses of a run on this rank; ``layout`` None: one process.
 
-    With dropout, unless rows are packed, where its bits depend on the rows side by side. At the end
-    a checkpoint is saved to the run folder ``save_to``, unless it is empty.
+    With dropout, unless rows are packed, where its bits depend on the rows side by side. It begins
+    with the state of the checkpoint ``load_from`` and ends with a checkpoint in the run folder
+    ``save_to``, unless these are empty.
     """
     deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     chosen = layout or Layout(1, 0, False, "none")
@@ -65,6 +69,8 @@ def run_labelled(
     model = build_rank_model(config, groups)
     model.module.train()
     engine = build_engine(config, model.module, model.specs, groups)
+    if load_from:
+        load(CheckpointReader(load_from), engine, model.specs)
     take_step = TrainStep(engine, config, groups)
     losses: list[float] = []
     batches: Any
