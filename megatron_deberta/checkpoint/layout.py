@@ -93,6 +93,12 @@ class CheckpointMetadata:
     guard: dict[str, Any] = field(default_factory=dict)
     why_untrained: str = ""
 
+    @property
+    def lora_rank(self) -> int | None:
+        """``finetune.lora_rank``, with which most weights are frozen; None: none is."""
+        rank: int | None = self.config.get("finetune", {}).get("lora_rank")
+        return rank
+
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:

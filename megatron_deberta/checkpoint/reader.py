@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_deberta.checkpoint.layout import (
     COMMITTED_FILE,
+    EMA,
     MANIFEST_FILE,
     WEIGHT,
     CheckpointManifest,
@@ -23,6 +24,7 @@ from megatron_deberta.checkpoint.layout import (
 )
 from megatron_deberta.errors import CheckpointError
 from megatron_deberta.files import sha256_file
+from megatron_deberta.model.low_rank import is_trained
 
 
 class Slice(NamedTuple):
@@ -158,7 +160,7 @@ class CheckpointReader:
             part: indices to read; None: all.
 
         Returns:
-            fp32 CPU tensor.
+            fp32 CPU tensor. The moments of a frozen parameter are 0, and its average is its weight.
 
         Raises:
             CheckpointError: there is no such parameter, kind or index, or a file is damaged.
@@ -166,6 +168,9 @@ class CheckpointReader:
         shape = self.shapes.get(name)
         if shape is None or kind not in self.kinds:
             raise CheckpointError(f"{self.path} holds no {kind} of {name}; it is of another model")
+        if kind != WEIGHT and not is_trained(name, self.metadata.lora_rank):
+            weight = self.tensor(name, WEIGHT, part)
+            return weight if kind == EMA else torch.zeros_like(weight)
         requested = [range(extent) for extent in shape]
         if part is not None:
             dim, start, stop = part

@@ -130,8 +130,8 @@ class StateCollector:
         self._groups = groups
         self._group = group
         shards = list(engine.local_shards())
-        # With the average, if the run keeps one
-        self._num_kinds = len(shards[0].tensors) if shards else len(KINDS)
+        # With the average, if the run keeps one; 1 of a frozen parameter
+        self._num_kinds = {shard.name: len(shard.tensors) for shard in shards}
         own = [(shard.start, shard.tensors[0].numel()) for shard in shards]
         # Start and length by data-parallel rank and parameter
         ranges: list[list[tuple[int, int]]] = [
@@ -151,7 +151,7 @@ class StateCollector:
                 num_bytes = 0
             held = [of_rank[number] for of_rank in ranges]
             self._batches[-1][name] = _assembly(spec, number, held, in_turn=in_turn)
-            num_bytes += 4 * self._num_kinds * math.prod(spec.local_shape)
+            num_bytes += 4 * self._num_kinds[name] * math.prod(spec.local_shape)
 
     def copy(self) -> Copies:
         """Copy this rank's shards to host memory, without communication."""
@@ -224,7 +224,7 @@ class StateCollector:
                     partner = self._rank_of(assembly.writer)
                     messages.append((dist.isend(content, partner, self._group, _TAG), content))
                 elif assembly.writer == own:
-                    content = torch.empty(self._num_kinds, length)
+                    content = torch.empty(self._num_kinds[name], length)
                     partner = self._rank_of(dp_rank)
                     messages.append((dist.irecv(content, partner, self._group, _TAG), content))
                     found[name][dp_rank] = content.unbind()

@@ -35,11 +35,9 @@ from megatron_deberta.distributed.parallelize.plan import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups, single_process_groups
 from megatron_deberta.engine.base import Engine, ParameterState
 from megatron_deberta.errors import CheckpointError
+from megatron_deberta.model.low_rank import HEAD_PREFIXES, is_adapter
 
 logger = logging.getLogger(__name__)
-
-HEAD_PREFIXES = ("pooler.", "classifier.", "qa_outputs.")
-"""Parameters of the heads of labelled tasks."""
 
 
 def save_weights(
@@ -173,14 +171,14 @@ def load_initial(
         initial: returns this rank's part of a new parameter, fp32 ``[*spec.local_shape]``.
 
     Returns:
-        Names of the parameters of the head that start from new weights.
+        Names of the parameters of the head that start from new weights; low-rank adapters do, too.
 
     Raises:
         CheckpointError: a parameter of the encoder is missing or has another shape.
     """
     new = [name for name, spec in specs.items() if source.shapes.get(name) != spec.logical_shape]
     for name in new:
-        if not name.startswith(HEAD_PREFIXES):
+        if not name.startswith(HEAD_PREFIXES) and not is_adapter(name):
             raise CheckpointError(
                 f"{source.path} is of another model: {name} has shape {source.shapes.get(name)} "
                 f"there and {specs[name].logical_shape} in this config"
@@ -193,7 +191,7 @@ def load_initial(
         return ParameterState(weight, zeros, zeros.clone())
 
     engine.load_states(fetch)
-    return new
+    return [name for name in new if not is_adapter(name)]
 
 
 def load(

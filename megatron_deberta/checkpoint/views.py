@@ -21,6 +21,7 @@ from megatron_deberta.checkpoint.reader import (
 )
 from megatron_deberta.config.schema import SINGLE_OUTPUT_HEADS, ModelConfig
 from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.model.low_rank import FIRST, SECOND, is_adapter
 from megatron_deberta.model.replaced_tokens import (
     DELTA,
     DISCRIMINATOR,
@@ -59,7 +60,7 @@ class AveragedWeights(RunView):
         CheckpointError: they are not of the same model.
     """
 
-    def __init__(self, readers: Sequence[CheckpointReader], shares: Sequence[float]) -> None:
+    def __init__(self, readers: Sequence[StoredRun], shares: Sequence[float]) -> None:
         super().__init__(readers[-1])
         total = sum(shares)
         self._averaged = [(one, share / total) for one, share in zip(readers, shares, strict=True)]
@@ -133,7 +134,9 @@ def average_checkpoints(run_dir: Path, count: int, decay: float) -> AveragedWeig
     readers = [CheckpointReader(step_dir(run_dir, step)) for step in steps[-count:]]
     for reader in readers:
         reader.verify()
-    return AveragedWeights(readers, [decay**age for age in reversed(range(len(readers)))])
+    # The mean of products is not the product of means.
+    merged = [with_merged_adapters(reader) for reader in readers]
+    return AveragedWeights(merged, [decay**age for age in reversed(range(len(readers)))])
 
 
 class ModelPart(WeightView):
@@ -173,10 +176,41 @@ class ModelPart(WeightView):
         return table
 
 
+class MergedAdapters(RunView):
+    """Weights of a checkpoint with low-rank adapters, each added to the weight of its layer.
+
+    Args:
+        source: the checkpoint.
+    """
+
+    def __init__(self, source: StoredRun) -> None:
+        super().__init__(source)
+        self.shapes = {name: s for name, s in source.shapes.items() if not is_adapter(name)}
+        finetune = source.metadata.config["finetune"]
+        self._scale = finetune["lora_alpha"] / finetune["lora_rank"]
+
+    def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
+        """Read a parameter; arguments as in `CheckpointReader.tensor`."""
+        layer, _, leaf = name.rpartition(".")
+        if leaf != "weight" or kind != WEIGHT or layer + FIRST not in self._source.shapes:
+            return super().tensor(name, kind, part)
+        first, second = (super(MergedAdapters, self).tensor(layer + end) for end in (FIRST, SECOND))
+        merged = super().tensor(name).double() + self._scale * (second.double() @ first.double())
+        merged = merged.float()
+        return merged if part is None else part.of(merged)
+
+
+def with_merged_adapters(reader: StoredRun) -> StoredRun:
+    """Return the weights of a checkpoint, its low-rank adapters merged if it has any."""
+    return MergedAdapters(reader) if any(map(is_adapter, reader.shapes)) else reader
+
+
 def open_part(
-    reader: WeightSource, model: ModelConfig, part: Part
+    reader: StoredRun, model: ModelConfig, part: Part
 ) -> tuple[ModelConfig, WeightSource]:
     """Return architecture and weights of a part; of the model itself if it has no parts.
+
+    Low-rank adapters are merged into the weights.
 
     Args:
         reader: the checkpoint.
@@ -184,7 +218,7 @@ def open_part(
         part: which model of replaced-token detection.
     """
     if model.head != "rtd":
-        return model, reader
+        return model, with_merged_adapters(reader)
     chosen = ModelPart(reader, model, part)
     return chosen.config, chosen
 

@@ -49,6 +49,7 @@ from megatron_deberta.distributed.parallelize.plan import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import CheckpointError
 from megatron_deberta.files import fsync_path, write_durably
+from megatron_deberta.model.low_rank import is_trained
 
 logger = logging.getLogger(__name__)
 
@@ -268,7 +269,13 @@ def _prepare(staged: StagedCheckpoint) -> None:
             path,
             COMMITTED_FILE,
         )
-    num_bytes = 4 * len(staged.kinds) * sum(map(math.prod, staged.shapes.values()))
+    # Of frozen weights nothing else is stored.
+    num_bytes = sum(
+        4
+        * math.prod(shape)
+        * (len(staged.kinds) if is_trained(name, staged.metadata.lora_rank) else 1)
+        for name, shape in staged.shapes.items()
+    )
     free = shutil.disk_usage(folder).free
     if free < SPACE_MARGIN * num_bytes:
         raise OSError(

@@ -1,8 +1,9 @@
 """Export a checkpoint to Hugging Face format and ONNX, or import or export a published model.
 
 An export is verified: its logits on real text are compared with this package's model. --to onnx
-adds onnx/model.onnx, which is also timed, and onnx/report.json. An import writes a checkpoint for
-checkpoint.load_from, with tokenizer and run configuration. --from hf with --to onnx writes the
+adds onnx/model.onnx, which is also timed, and onnx/report.json. Low-rank adapters are merged into
+the weights; --to peft writes them and the head as an adapter of peft. An import writes a checkpoint
+for checkpoint.load_from, with tokenizer and run configuration. --from hf with --to onnx writes the
 graphs of a published DeBERTa with any head, compared with transformers' own class.
 
 Examples:
@@ -10,6 +11,7 @@ Examples:
   megatron-deberta convert --checkpoint runs/sst2 --to onnx --output exports/sst2 --dtype int8
   megatron-deberta convert --checkpoint runs/base --average 3 --output exports/mean
   megatron-deberta convert --checkpoint runs/mt --form autoregressive --output exports/ar
+  megatron-deberta convert --checkpoint runs/lora --to peft --output exports/adapter
   megatron-deberta convert --from hf downloads/nli --to onnx --dtype int8 --output nli_onnx
   megatron-deberta convert --from hf downloads/deberta-v3-base --new-generator --output imported
   megatron-deberta convert --from microsoft downloads/deberta-base --output imported
@@ -71,8 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoint", metavar="DIR", help="run folder (newest checkpoint) or checkpoint folder"
     )
     export.add_argument(
-        "--to", choices=["hf", "onnx"],
-        help="target format; onnx includes hf (default: hf)",
+        "--to", choices=["hf", "onnx", "peft"],
+        help="target format; onnx includes hf; peft: adapters and head of a run with "
+        "finetune.lora_rank (default: hf)",
     )  # fmt: skip
     export.add_argument(
         "--dtype", choices=["fp32", "fp16", "bf16", "int8", "all"],
@@ -169,6 +172,9 @@ def run(args: argparse.Namespace) -> None:
     from megatron_deberta.hf.export_model import refuse_existing
 
     args.to, args.dtype = args.to or "hf", args.dtype or "fp32"
+    if args.to == "peft":
+        unfit = ["every", "average", "ema", "moving_average", "form"]
+        refuse_options(args, unfit, "is for whole models, not for --to peft")
     if args.every:
         return _export_revisions(args)
     # Before the work, which takes minutes.
@@ -404,6 +410,8 @@ def _export(args: argparse.Namespace) -> None:
     with refusals():
         trained = open_trained_model(Path(args.checkpoint), args.tokenizer)
         trained, averaged = _averaged(trained, args)
+    if args.to == "peft":
+        return _export_adapters(args, trained)
     config, weights = trained.open("discriminator")
     config = _in_form(config, trained.run, args.form)
     if args.to == "onnx":
@@ -460,6 +468,17 @@ def _export(args: argparse.Namespace) -> None:
         print(f"Or predict here{weights_not_graph}: {command}")
     else:
         print(f'Or fill masks here: megatron-deberta fill-mask {args.output} "A [MASK] text."')
+
+
+def _export_adapters(args: argparse.Namespace, trained: TrainedModel) -> None:
+    from megatron_deberta.hf.adapters import export_adapters
+
+    export_adapters(trained.run, trained.reader, Path(args.output), args.dtype)
+    print(f"{args.output}: adapters and head of {trained.reader.path}, {args.dtype}")
+    print(
+        "In Python, with transformers' model that the run started from and the same head as base: "
+        f'peft.PeftModel.from_pretrained(base, "{args.output}")'
+    )
 
 
 def _thresholds(trained: TrainedModel) -> dict[str, float]:

@@ -15,6 +15,7 @@ from megatron_deberta.config.schema import (
     BALANCED,
     CLASS_HEADS,
     LANGUAGE_MODEL_HEADS,
+    LORA_TARGETS,
     NOTIFY_EVENTS,
     PRETRAINING_HEADS,
     CheckpointConfig,
@@ -353,6 +354,33 @@ def _check_head(config: RunConfig) -> None:
             f"{objective.sift_weight:g}; use false, or no SiFT"
         )
     _check_class_weights(config)
+    _check_adapters(config)
+
+
+def _check_adapters(config: RunConfig) -> None:
+    """Check the keys of low-rank adapters."""
+    rank, targets = config.finetune.lora_rank, config.finetune.lora_targets
+    if rank is None:
+        return
+    if not config.finetune.task:
+        raise ConfigError(
+            f"finetune.lora_rank={rank} is for labelled tasks; set it to null for pretraining"
+        )
+    if rank > config.model.hidden_size:
+        raise ConfigError(
+            f"finetune.lora_rank={rank} is above model.hidden_size={config.model.hidden_size}; "
+            "use a small rank such as 8"
+        )
+    unknown = [target for target in targets if target not in LORA_TARGETS]
+    if unknown or not targets:
+        raise ConfigError(
+            f"finetune.lora_targets=[{','.join(targets)}] must name one or more of "
+            f"{', '.join(LORA_TARGETS)}"
+        )
+    if len(set(targets)) < len(targets):
+        raise ConfigError(
+            f"finetune.lora_targets=[{','.join(targets)}] names a projection twice; name it once"
+        )
 
 
 def _check_class_weights(config: RunConfig) -> None:

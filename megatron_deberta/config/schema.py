@@ -49,6 +49,8 @@ SINGLE_OUTPUT_HEADS: tuple[Head, ...] = ("regression", "rerank")
 """Heads of one score per row; their weights are the same."""
 CLASS_HEADS: tuple[Head, ...] = ("classification", "multilabel", "tokens")
 """Heads with one output per name in ``model.labels``."""
+LoraTarget = Literal["query", "key", "value", "output", "up", "down"]
+LORA_TARGETS: tuple[str, ...] = get_args(LoraTarget)
 BALANCED = ("balanced",)
 """Value of ``finetune.class_weights`` until the training examples are counted."""
 
@@ -582,6 +584,13 @@ class FinetuneConfig(Section):
     of training examples (words); the numbers are in the run's config. Empty: all 1."""
     focal_gamma: float = 0.0
     """Exponent of the focal loss, which lowers the loss of what is predicted well; 0: none."""
+    lora_rank: int | None = positive(None)
+    """Train the head and low-rank adapters of this rank, and no other weight; null: all weights."""
+    lora_alpha: float = positive(16.0)
+    """The adapters' products are multiplied by this number divided by the rank."""
+    lora_targets: tuple[str, ...] = ("query", "key", "value")
+    """Projections of each layer that have an adapter: ``query``, ``key``, ``value``, ``output`` of
+    the attention, ``up``, ``down`` of the feed-forward block."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,8 @@ A column-parallel layer is ``torch.nn.Linear`` with fewer outputs, behind
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -92,6 +94,7 @@ def row_parallel(
     *,
     sequence: bool,
     order: TokenOrder = "batch",
+    adapter: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Apply a linear layer whose input features are split over ranks. Collective over ``group``.
 
@@ -103,6 +106,7 @@ def row_parallel(
         sequence: scatter the output tokens over ranks (sequence parallelism).
         order: with ``sequence``, of the tokens: ``sequence``: ``x`` is a view of
             ``[N, B, in/tp]``; ``rank``: ``x`` is ``[tp * B, N/tp, in/tp]``.
+        adapter: returns this rank's summand of what a low-rank adapter adds; None: there is none.
 
     Returns:
         ``[B, N, out]``, replicated, or with ``sequence`` ``[B, N/tp, out]``, contiguous.
@@ -110,21 +114,28 @@ def row_parallel(
     Raises:
         TopologyError: ``sequence``, and N is not divisible by the number of ranks.
     """
-    if group_size(group) == 1 and x.device.type != "cpu":
+
+    def product(tokens: Tensor) -> Tensor:
+        # First: selective recomputation stops before the product that is saved last.
+        added = None if adapter is None else adapter(tokens)
+        out = functional.linear(tokens, weight)
+        return out if added is None else out + added
+
+    if group_size(group) == 1 and x.device.type != "cpu" and adapter is None:
         # The bias is added inside the product. On CPU, where that is no faster, results keep
         # their rounding.
         return functional.linear(x, weight, bias)
     if sequence and group_size(group) > 1:
         if order == "batch":
-            partial = functional.linear(x, weight)
+            partial = product(x)
             out = reduce_scatter_to_sequence_parallel_region(partial, group)
         elif order == "sequence":
-            partial = functional.linear(x.transpose(0, 1), weight)
+            partial = product(x.transpose(0, 1))
             out = reduce_scatter_first(partial, group).transpose(0, 1).contiguous()
         else:
-            out = reduce_scatter_first(functional.linear(x, weight), group)
+            out = reduce_scatter_first(product(x), group)
         # Each rank adds the bias to its own tokens only, so the gradient must be summed.
         bias = None if bias is None else copy_to_tensor_parallel_region(bias, group)
     else:
-        out = reduce_from_tensor_parallel_region(functional.linear(x, weight), group)
+        out = reduce_from_tensor_parallel_region(product(x), group)
     return out if bias is None else out + bias

@@ -157,7 +157,8 @@ class Engine(ABC):
         """Yield what this rank holds of every parameter's state, in the module's order.
 
         Not collective. A shard may be empty. Its tensors are views of the master weights and
-        moments, on any device.
+        moments, on any device; of a frozen parameter, of the weight alone, in the format in which
+        the module computes.
         """
 
     @torch.no_grad()

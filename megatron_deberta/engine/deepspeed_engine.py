@@ -183,8 +183,22 @@ class DeepSpeedZeroEngine(Engine):
 
     def local_shards(self) -> Iterator[LocalShard]:
         """Yield this rank's partitions; at stage 0 every rank holds whole states."""
-        for name, parameter in self._trainable.items():
-            yield LocalShard(name, *self._partition(parameter))
+        for name, parameter in self.module.named_parameters():
+            read = self._partition if name in self._trainable else self._frozen
+            yield LocalShard(name, *read(parameter))
+
+    def _frozen(self, parameter: Any) -> tuple[int, tuple[Tensor, ...]]:
+        """Return the start and the weight of this rank's shard of a frozen parameter."""
+        if self._stage < 3:
+            return 0, (parameter.detach().view(-1),)
+        start, held = self._range(parameter, parameter.ds_tensor)
+        return start, (held,)
+
+    def _range(self, parameter: Any, padded: Tensor) -> tuple[int, Tensor]:
+        """Return the start of this rank's partition at stage 3, and it without padding."""
+        start = dist.get_rank(parameter.ds_process_group) * parameter.ds_tensor.numel()
+        # The last partitions are padded.
+        return start, padded.detach()[: max(0, min(len(padded), parameter.ds_numel - start))]
 
     def _partition(self, parameter: Any) -> tuple[int, tuple[Tensor, ...]]:
         """Return the start and the tensors of this rank's shard of a parameter's state."""
@@ -195,11 +209,8 @@ class DeepSpeedZeroEngine(Engine):
             return 0, tuple(tensor.detach().view(-1) for tensor in whole)
         if self._stage == 3:
             read = self._engine.optimizer._get_fp32_opt_state_partition
-            padded = [read(parameter, True, key)[0] for key in keys]
-            start = dist.get_rank(parameter.ds_process_group) * parameter.ds_tensor.numel()
-            # The last partitions are padded.
-            length = max(0, min(len(padded[0]), parameter.ds_numel - start))
-            return start, tuple(tensor.detach()[:length] for tensor in padded)
+            ranges = [self._range(parameter, read(parameter, True, key)[0]) for key in keys]
+            return ranges[0][0], tuple(held for _, held in ranges)
         mapping = parameter._hp_mapping
         if mapping is None:
             return 0, (torch.empty(0),) * len(keys)

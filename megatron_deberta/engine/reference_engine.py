@@ -87,8 +87,12 @@ class ReferenceEngine(Engine):
 
     def local_shards(self) -> Iterator[LocalShard]:
         """Yield whole states; every rank holds them."""
-        for name, master in zip(self._trainable, self._masters, strict=True):
-            tensors = (master, *(self._adam.state[master][key] for key in self._state_keys))
+        masters = dict(zip(self._trainable, self._masters, strict=True))
+        for name, parameter in self.module.named_parameters():
+            tensors: tuple[Tensor, ...] = (parameter,)
+            if name in masters:
+                master = masters[name]
+                tensors = (master, *(self._adam.state[master][key] for key in self._state_keys))
             yield LocalShard(name, 0, tuple(tensor.detach().view(-1) for tensor in tensors))
 
     def destroy(self, *, is_last: bool = True) -> None:

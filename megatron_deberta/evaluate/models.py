@@ -287,6 +287,8 @@ def open_ranks(config: RunConfig, source: SourceModel) -> Iterator[tuple[nn.Modu
     # No batch has to divide over the ranks.
     batch = config.train.micro_batch_size * environment.world_size
     config = replace(config, train=replace(config.train, global_batch_size=batch))
+    # The weights that are read contain the adapters.
+    config = replace(config, finetune=replace(config.finetune, lora_rank=None))
     validate_for_world(config, environment.world_size)
     try:
         groups = init_process_groups(

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megatron_deberta.checkpoint.layout import WEIGHT
 from megatron_deberta.checkpoint.reader import Slice
-from megatron_deberta.checkpoint.store import HEAD_PREFIXES
 from megatron_deberta.config.schema import ModelConfig, with_task_head
 from megatron_deberta.errors import CheckpointError, MissingModelError
 from megatron_deberta.files import sha256_file
@@ -36,6 +35,7 @@ from megatron_deberta.hf.names import (
     hf_tensors,
     standard_names,
 )
+from megatron_deberta.model.low_rank import HEAD_PREFIXES
 from megatron_deberta.model.task_models import parameter_shapes
 from megatron_deberta.model.weight_init import fill_initial
 from megatron_deberta.parsing import read_json

@@ -101,6 +101,47 @@ class ColumnParallelInput(nn.Module):
         return project_together(hidden, layers, with_bias=with_bias)
 
 
+class LowRankAdapter(nn.Module):
+    """Trained addition ``scale * B A`` to the weight of a linear layer.
+
+    It is the layer's submodule ``lora``.
+
+    Source: Hu et al. 2021, arXiv:2106.09685, section 4.1.
+
+    Args:
+        in_features: of the layer.
+        out_features: of the layer.
+        rank: rows of A and columns of B.
+        scale: factor of the product.
+
+    Attributes:
+        copy: applied to the factor that all tensor-parallel ranks have whole, A of a
+            column-parallel layer and B of a row-parallel one, so that its gradient is summed over
+            them; set by ``distributed.parallelize``.
+    """
+
+    def __init__(self, in_features: int, out_features: int, rank: int, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.A = nn.Parameter(torch.empty(rank, in_features))
+        self.B = nn.Parameter(torch.empty(out_features, rank))
+        self.copy: Callable[[Tensor], Tensor] = _unchanged
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what a row-parallel layer adds to its output, ``[..., in] -> [..., out]``."""
+        return F.linear(F.linear(x, self.A), self.copy(self.B)) * self.scale
+
+
+def _unchanged(factor: Tensor) -> Tensor:
+    return factor
+
+
+def adapter_of(layer: nn.Module) -> LowRankAdapter | None:
+    """Return the low-rank adapter of a linear layer; None: it has none."""
+    # Unlike getattr without an exception, which costs time.
+    return cast("LowRankAdapter | None", layer._modules.get("lora"))
+
+
 class RowParallelLinear(nn.Linear):
     """Output projection of a block.
 
@@ -116,7 +157,11 @@ class RowParallelLinear(nn.Linear):
 
     def forward(self, input: Tensor, is_sequence: bool) -> Tensor:  # type: ignore[override]
         """Return ``[B, R, D]`` for the local tokens."""
-        return F.linear(input, self.weight, self.bias)
+        adapter = adapter_of(self)
+        # First: selective recomputation stops before the product that is saved last.
+        added = None if adapter is None else adapter(input)
+        out = F.linear(input, self.weight, self.bias)
+        return out if added is None else out + added
 
 
 class _Embedding(nn.Embedding):
@@ -180,12 +225,24 @@ def project_together(
     Returns:
         One tensor per layer, ``[..., out_features]``, views of one product.
     """
-    if exchange is None and len(layers) == 1:
+    adapters = [adapter_of(layer) for layer in layers]
+    has_adapter = any(adapter is not None for adapter in adapters)
+    if exchange is None and len(layers) == 1 and not has_adapter:
         layer = layers[0]
         return (layer(x) if with_bias else F.linear(x, layer.weight),)
-    weights = [layer.weight for layer in layers]
+    weights: list[Tensor] = [layer.weight for layer in layers]
     biases = [cast("Tensor | None", layer.bias) if with_bias else None for layer in layers]
-    return cast("tuple[Tensor, ...]", _ProjectTogether.apply(x, exchange, *weights, *biases))
+    # The adapters' first factors are layers of the same input.
+    weights += [adapter.copy(adapter.A) for adapter in adapters if adapter is not None]
+    biases += [None] * (len(weights) - len(layers))
+    outputs = cast("tuple[Tensor, ...]", _ProjectTogether.apply(x, exchange, *weights, *biases))
+    if not has_adapter:
+        return outputs
+    narrow = iter(outputs[len(layers) :])
+    return tuple(
+        out if adapter is None else out + F.linear(next(narrow), adapter.B) * adapter.scale
+        for out, adapter in zip(outputs, adapters, strict=False)
+    )
 
 
 class _ProjectTogether(torch.autograd.Function):
@@ -223,10 +280,18 @@ class _ProjectTogether(torch.autograd.Function):
         d_x = (d_out @ _joined(weights)).view(x.shape) if ctx.needs_input_grad[0] else None
         exchanges = ctx.exchange is not None and d_x is not None
         wait = ctx.exchange.start_reduction(d_x) if exchanges else None
-        d_weights: Sequence[Tensor | None] = [None] * len(weights)
-        if any(ctx.needs_input_grad[2 : 2 + len(weights)]):
-            d_weights = (d_out.t() @ x.flatten(0, -2)).split(ctx.widths)
-        d_biases = d_out.sum(0).split(ctx.widths) if any(ctx.has_bias) else [None] * len(weights)
+        d_weights: list[Tensor | None] = [None] * len(weights)
+        trained = [n for n in range(len(weights)) if ctx.needs_input_grad[2 + n]]
+        if trained:
+            d_part = d_out
+            if len(trained) < len(weights):
+                d_part = _side_by_side([grads[n] for n in trained]).flatten(0, -2)
+            products = (d_part.t() @ x.flatten(0, -2)).split([ctx.widths[n] for n in trained])
+            for number, product in zip(trained, products, strict=True):
+                d_weights[number] = product
+        d_biases: Sequence[Tensor | None] = [None] * len(weights)
+        if any(ctx.needs_input_grad[2 + len(weights) :]):
+            d_biases = d_out.sum(0).split(ctx.widths)
         kept = [d if has else None for d, has in zip(d_biases, ctx.has_bias, strict=True)]
         if wait is not None:
             d_x = wait()

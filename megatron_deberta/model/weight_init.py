@@ -17,6 +17,8 @@ from megatron_deberta.ops.dropout_bits import mix_seed
 
 _CHUNK_ELEMENTS = 1 << 18
 _CONVOLUTION = ".encoder.conv.conv."
+ADAPTER_FACTORS = (".lora.A", ".lora.B")
+"""Ends of the names of a low-rank adapter's parameters, after that of the layer."""
 
 
 def fill_initial(
@@ -35,7 +37,8 @@ def fill_initial(
     embeddings 0, as in the released code. The convolution's weights and biases are uniform
     between +-1 / sqrt(fan-in), as the released code leaves them: its ``init_weights`` changes
     Linear and Embedding only (``torch.nn.Conv1d``'s defaults). ``conv_init=normal`` treats them
-    like the others.
+    like the others. Of a low-rank adapter, A is uniform between the same limits and B is 0, as in
+    peft.
 
     Args:
         out: the slice, ``[*logical_shape]`` except along ``dim``; written.
@@ -49,14 +52,17 @@ def fill_initial(
     if name.endswith("norm.weight"):
         out.fill_(1.0)
         return
-    is_uniform = config.conv_init == "microsoft" and _CONVOLUTION in f".{name}"
-    if name.endswith(("bias", ".delta.weight")) and not is_uniform:
+    is_convolution = config.conv_init == "microsoft" and _CONVOLUTION in f".{name}"
+    is_uniform = is_convolution or name.endswith(ADAPTER_FACTORS[0])
+    if name.endswith(("bias", ".delta.weight", ADAPTER_FACTORS[1])) and not is_uniform:
         out.zero_()
         return
     scale = config.initializer_range
-    if is_uniform:
+    if is_convolution:
         assert config.conv_kernel_size is not None
         scale = 1 / math.sqrt(config.hidden_size * config.conv_kernel_size)
+    elif is_uniform:
+        scale = 1 / math.sqrt(logical_shape[1])
     draw = symmetric_uniform if is_uniform else standard_normal
     key = zlib.crc32(name.encode())
     split = 0 if dim is None else dim

@@ -115,11 +115,15 @@ class LabelledObjective(Objective):
     def training_flops(self, sequence_length: float, micro_batch_size: int) -> float:
         """Count the FLOPs of forward and backward per token, without recomputation.
 
-        SiFT repeats both twice, the first time without the gradients of weights.
+        SiFT repeats both twice, the first time without the gradients of weights. With low-rank
+        adapters there are hardly any gradients of weights.
         """
         flops = training_flops_per_token(
             self.config.model, max(1, round(sequence_length)), micro_batch_size
         )
+        if self.config.finetune.lora_rank:
+            flops *= 2 / 3
+            return flops * 3 if SIFT in self.losses else flops
         return flops * (1 + 2 / 3 + 1) if SIFT in self.losses else flops
 
     def commands(self, run_dir: str, split: str = "test") -> list[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from megatron_deberta.config.rules import causal_fraction
-from megatron_deberta.config.schema import ModelConfig, RunConfig
+from megatron_deberta.config.schema import FinetuneConfig, ModelConfig, RunConfig
 from megatron_deberta.distributed.parallelize.plan import shard_spec, vocabulary_rows
 from megatron_deberta.engine.deepspeed_engine import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS
 from megatron_deberta.model import parameter_shapes
@@ -25,6 +25,7 @@ from megatron_deberta.model.flops import (
     num_position_terms,
     reads_first_token,
 )
+from megatron_deberta.model.low_rank import adapter_shapes, is_trained
 from megatron_deberta.model.replaced_tokens import single_models
 from megatron_deberta.ops.batched import block_size, strip_size
 from megatron_deberta.ops.cross_entropy import chunk_rows
@@ -169,12 +170,14 @@ def estimate_memory(
     chunk_bytes = chunk * (4 if shape.element == 4 else 4 + 2 * shape.element)
     kernels = _kernel_bytes(shape, attention, device_type)
     if is_task_head(config.model):
-        # Nothing is multiplied with the vocabulary; only the embedding has a gradient.
+        # Nothing is multiplied with the vocabulary; only the embedding has a gradient, unless
+        # adapters are trained.
+        embedding = 0 if config.finetune.lora_rank else table * shape.element
         of_task = (
             (kept.encoder + kept.decoder, 0, 0, 0),
             (kept.encoder, 0, kept.ffn, 0),
             (kept.encoder, 0, kept.attention, kernels),
-            (0, table * shape.element, 0, 0),
+            (0, embedding, 0, 0),
         )
         return MemoryEstimate(*_states(config, dp_size), *max(of_task, key=sum))
     moments = [  # activations, vocabulary, workspace, kernels
@@ -329,13 +332,38 @@ def local_parameters(model: ModelConfig, tp_size: int) -> int:
     return sum(size for _, size in local_sizes(model, tp_size))
 
 
+class Split(NamedTuple):
+    """Numbers of parameters."""
+
+    trained: int
+    frozen: int
+
+
+@cache
+def trained_and_frozen(model: ModelConfig, finetune: FinetuneConfig, tp_size: int) -> Split:
+    """Return the parameters on a rank before ZeRO that a run trains, and the others.
+
+    Args:
+        model: the architecture.
+        finetune: low-rank adapters; without them, everything is trained.
+        tp_size: tensor-parallel ranks.
+    """
+    sizes = dict(local_sizes(model, tp_size))
+    for name, shape in adapter_shapes(parameter_shapes(model), finetune).items():
+        sizes[name] = math.prod(shard_spec(name, shape, 0, tp_size).local_shape)
+    trained = sum(size for name, size in sizes.items() if is_trained(name, finetune.lora_rank))
+    return Split(trained, sum(sizes.values()) - trained)
+
+
 def _states(config: RunConfig, dp_size: int) -> tuple[int, int, int, int]:
     """Return bytes of weights, gradients, optimizer state and buckets."""
     precision = config.precision
-    count = local_parameters(config.model, config.parallel.tensor_parallel_size)
+    tp_size = config.parallel.tensor_parallel_size
+    count, frozen = trained_and_frozen(config.model, config.finetune, tp_size)
     element, stage = ELEMENT_BYTES[precision.dtype], precision.zero_stage
     share = -(-count // dp_size) if stage else count
     weights = element * (share if stage == 3 else count)
+    weights += element * (-(-frozen // dp_size) if stage == 3 else frozen)
     gradients = 4 * (share if stage >= 2 else count)
     # At stage 0 in fp32 the weights are their own masters.
     per_parameter = (12 if stage else 8) + (4 if config.optimizer.ema_decay else 0)
@@ -343,5 +371,5 @@ def _states(config: RunConfig, dp_size: int) -> tuple[int, int, int, int]:
     buckets = 2 * 4 * min(REDUCE_BUCKET_ELEMENTS, count) if stage and dp_size > 1 else 0
     if stage == 3:
         # Gathered weights are kept for backward up to this number of elements.
-        buckets += element * min(LIVE_ELEMENTS, count)
+        buckets += element * min(LIVE_ELEMENTS, count + frozen)
     return weights, gradients, optimizer, buckets

@@ -125,6 +125,12 @@ def _rows(
         "weights": averaged or f"of step {step:,}",
         "initial weights": _model_name(source) if source else "random",
     }
+    if rank := run.finetune.lora_rank:
+        targets = ", ".join(run.finetune.lora_targets)
+        rows["trained weights"] = (
+            f"head and low-rank adapters (rank {rank}, alpha {run.finetune.lora_alpha:g}) of "
+            f"{targets}, merged"
+        )
     if task:
         # The last batch of an epoch is smaller, so the rows seen are not known.
         rows["sequence length"] = f"up to {run.data.sequence_length:,} tokens"

@@ -30,6 +30,7 @@ from megatron_deberta.distributed.environment import RankEnvironment, read_envir
 from megatron_deberta.distributed.parallelize.build import ShardedModel, build_model
 from megatron_deberta.distributed.parallelize.plan import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
+from megatron_deberta.model.low_rank import is_trained
 from megatron_deberta.observe.throughput import StepWork, ThroughputMeter, measure_matmul_rate
 
 # Values of ``precision.dtype`` as torch dtypes; ``auto`` that nothing has resolved is fp32.
@@ -133,7 +134,16 @@ def build_rank_model(config: RunConfig, groups: ProcessGroups) -> ShardedModel:
         from megatron_deberta.engine.deepspeed_engine import zero3_partition
 
         partition = functools.partial(zero3_partition, groups=groups, config=config)
-    return build_model(config, groups, DTYPES[config.precision.dtype], partition=partition)
+    model = build_model(config, groups, DTYPES[config.precision.dtype], partition=partition)
+    rank = config.finetune.lora_rank
+    if rank is not None:
+        sizes = {name: math.prod(spec.logical_shape) for name, spec in model.specs.items()}
+        trained = sum(size for name, size in sizes.items() if is_trained(name, rank))
+        logger.info(
+            "finetune.lora_rank=%d: %s of %s parameters are trained",
+            rank, f"{trained:,}", f"{sum(sizes.values()):,}",
+        )  # fmt: skip
+    return model
 
 
 def choose_background_saves(

@@ -8,6 +8,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -122,6 +123,62 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, data: Path, finetune: 
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
     # 37 examples in batches of 8 are five steps per epoch, each followed by a validation.
     assert [row[0] for row in losses(tmp_path / "whole") if row[1] == "validation"] == [5, 10]
+
+
+def test_adapters_are_trained_resumed_and_merged(
+    tmp_path: Path, data: Path, finetune: Finetune, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("train.steps=10", "finetune.lora_rank=2", "finetune.lora_targets=[query,up,down]")
+    assert finetune(tmp_path / "whole", *options) == EXIT_DONE
+    printed = capsys.readouterr()
+    assert re.search(r"finetune.lora_rank=2: [\d,]+ of [\d,]+ parameters are trained", printed.err)
+    assert finetune(tmp_path / "parts", *options, "train.exit_step=4") == EXIT_DONE
+    assert finetune(tmp_path / "parts", *options) == EXIT_DONE
+    whole, resumed = (state(step_dir(tmp_path / name, 10)) for name in ("whole", "parts"))
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+    # The encoder keeps the weights of the model.
+    base = open_source_model(MODEL)
+    kept = [
+        name.removeprefix("weight/")
+        for name in whole
+        if name.startswith(("weight/encoder.", "weight/embeddings.")) and ".lora." not in name
+    ]
+    assert all(whole[f"weight/{name}"].equal(base.read(name)) for name in kept)
+    for changed in ("finetune.lora_rank=3", "finetune.lora_alpha=8", "finetune.lora_rank=null"):
+        assert finetune(tmp_path / "whole", *options, changed) == EXIT_USAGE
+        assert f"{changed.partition('=')[0]}=" in capsys.readouterr().err
+
+    task = [str(data / "task.yaml"), "--data", str(data), "--split", "dev"]
+    run, export, found = tmp_path / "whole", tmp_path / "export", []
+    checkpoint = ["--checkpoint", str(run)]
+    assert main(["convert", *checkpoint, "--output", str(export)]) == EXIT_DONE
+    assert (
+        "low-rank adapters (rank 2, alpha 16) of query, up, down"
+        in (export / "README.md").read_text()
+    )
+    for model in (run, export):
+        output = tmp_path / f"{model.name}.jsonl"
+        command = ["predict", *task, "--model", str(model), "--output", str(output)]
+        assert main(command) == EXIT_DONE
+        found.append(output.read_text())
+    assert found[0] == found[1]
+    assert (
+        main(["convert", *checkpoint, "--to", "peft", "--output", str(tmp_path / "peft")])
+        == EXIT_DONE
+    )
+    assert {path.name for path in (tmp_path / "peft").iterdir()} == {
+        "adapter_config.json", "adapter_model.safetensors",
+    }  # fmt: skip
+    # A model with merged adapters is one to fine-tune.
+    assert (
+        finetune(tmp_path / "next", "train.steps=1", "optimizer.warmup_steps=0", model=run)
+        == EXIT_DONE
+    )
+    command = ["convert", "--checkpoint", str(tmp_path / "next"), "--to", "peft"]
+    capsys.readouterr()
+    assert main([*command, "--output", str(tmp_path / "none")]) == EXIT_USAGE
+    assert "finetune.lora_rank=null" in capsys.readouterr().err
 
 
 def test_the_best_checkpoint_is_kept_and_used(

@@ -11,6 +11,7 @@ import numpy as np
 from megatron_deberta.config.schema import (
     CLASS_HEADS,
     GROUPED_HEADS,
+    LORA_TARGETS,
     FinetuneConfig,
     Head,
     ModelConfig,
@@ -108,6 +109,8 @@ def labelled_run(
     ranking_loss: RankingLoss = "ranknet",
     class_weights: tuple[str, ...] = (),
     focal_gamma: float = 0.0,
+    lora_rank: int | None = None,
+    lora_targets: tuple[str, ...] = LORA_TARGETS,
 ) -> RunConfig:
     """Return a run of 20 steps of 8 samples."""
     labels = LABELS if head in CLASS_HEADS else ()
@@ -126,6 +129,8 @@ def labelled_run(
             ranking_loss=ranking_loss,
             class_weights=class_weights,
             focal_gamma=focal_gamma,
+            lora_rank=lora_rank,
+            lora_targets=lora_targets,
         ),
     )
 

@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 
+from megatron_deberta.checkpoint.reader import CheckpointReader
+from megatron_deberta.checkpoint.store import load
 from megatron_deberta.config.schema import Head, ParallelConfig, PrecisionConfig
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine import deepspeed_engine
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.step import TrainStep
+from tests.support.checkpoints import metadata, save_state
 from tests.support.labelled import labelled_run, labelled_steps
 from tests.support.layout_matrix import MODEL, Layout
 from tests.support.ranks import grid
@@ -28,10 +31,15 @@ def run_labelled(
     pack_rows: bool = False,
     class_weights: tuple[str, ...] = (),
     focal_gamma: float = 0.0,
+    lora_rank: int | None = None,
+    save_to: str = "",
+    load_from: str = "",
 ) -> list[float]:
     """Return the losses of a run on this rank; ``layout`` None: one process.
 
-    With dropout, unless rows are packed, where its bits depend on the rows side by side.
+    With dropout, unless rows are packed, where its bits depend on the rows side by side. It begins
+    with the state of the checkpoint ``load_from`` and ends with a checkpoint in the run folder
+    ``save_to``, unless these are empty.
     """
     deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     chosen = layout or Layout(1, 0, False, "none")
@@ -56,10 +64,13 @@ def run_labelled(
         micro_batch_size=micro_batch,
         class_weights=class_weights,
         focal_gamma=focal_gamma,
+        lora_rank=lora_rank,
     )
     model = build_rank_model(config, groups)
     model.module.train()
     engine = build_engine(config, model.module, model.specs, groups)
+    if load_from:
+        load(CheckpointReader(load_from), engine, model.specs)
     take_step = TrainStep(engine, config, groups)
     losses: list[float] = []
     batches: Any
@@ -69,5 +80,7 @@ def run_labelled(
         result = take_step(step, batches)
         assert not result.outcome.skipped
         losses += [result.loss, *result.metrics.values()]
+    if save_to:
+        save_state(save_to, engine, model.specs, groups, metadata(steps, config))
     engine.destroy()
     return losses

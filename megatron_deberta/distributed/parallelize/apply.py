@@ -211,12 +211,19 @@ class _RowParallelLinear(_ParallelLayer):
     def __init__(self, layer: parallel_layers.RowParallelLinear, parallelism: _Parallelism) -> None:
         super().__init__(layer, parallelism)
         self.per_token = layer.per_token
+        self.lora = parallel_layers.adapter_of(layer)
 
     def forward(self, input: Tensor, is_sequence: bool) -> Tensor:
         sequence = self.sequence and is_sequence
         order = token_order(input, self.per_token)
         return row_parallel(
-            input, self.weight, self.bias, self.group, sequence=sequence, order=order
+            input,
+            self.weight,
+            self.bias,
+            self.group,
+            sequence=sequence,
+            order=order,
+            adapter=self.lora,
         )
 
 
@@ -287,6 +294,8 @@ def parallelize_module(
         elif isinstance(module, DisentangledSelfAttention):
             local_heads = module.query.weight.size(0) // module.head_size
             module.first_head = groups.tp_rank * local_heads
+        elif isinstance(module, parallel_layers.LowRankAdapter):
+            module.copy = partial(copy_to_tensor_parallel_region, group=groups.tp_group)
         elif isinstance(module, TokenLoss):
             module.vocabulary = vocabulary_part(vocab_size, vocab_start, groups.tp_group, fuse=fuse)
 

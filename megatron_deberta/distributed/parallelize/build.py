@@ -23,6 +23,7 @@ from megatron_deberta.distributed.parallelize.plan import (
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import TopologyError
 from megatron_deberta.model import DebertaBackbone, RuntimeOptions
+from megatron_deberta.model.low_rank import add_adapters, is_trained
 from megatron_deberta.model.weight_init import fill_initial
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.ops.triton import can_fuse
@@ -51,7 +52,8 @@ def build_model(
 ) -> ShardedModel:
     """Build and initialise this rank's part of the model.
 
-    The same seed gives the same model on every layout (``model.weight_init``).
+    The same seed gives the same model on every layout (``model.weight_init``). With
+    ``finetune.lora_rank``, the objective's model has adapters, and other weights are frozen.
 
     Args:
         config: the run.
@@ -76,6 +78,7 @@ def build_model(
     with torch.device("meta"):
         if model_class is None:
             model = build_objective(config).build_model(options)
+            add_adapters(model, config.finetune)
         else:
             model = model_class(config.model, options)
     specs = {
@@ -119,7 +122,8 @@ def _fill_own_parameters(
         spec = specs[f"{path}.{leaf}" if path else leaf]
         # Padding rows stay zero: no token uses them and the loss excludes them.
         data = initial_weights(config, spec, empty.dtype, device)
-        setattr(module, leaf, nn.Parameter(data))
+        is_updated = is_trained(spec.name, config.finetune.lora_rank)
+        setattr(module, leaf, nn.Parameter(data, requires_grad=is_updated))
     return bool(own)
 
 

@@ -52,6 +52,11 @@ VOCABULARY_MULTIPLE = 64
 
 # Name pattern and split dimension; the first match applies. -1 or no match: replicated
 _SPLIT: tuple[tuple[str, int], ...] = (
+    # Low-rank adapters are split as their layers; the other factor is replicated.
+    ("encoder.layers.*.attention.output.lora.A", 1),
+    ("encoder.layers.*.attention.output.lora.B", -1),
+    ("encoder.layers.*.ffn.down.lora.A", 1),
+    ("encoder.layers.*.lora.A", -1),
     ("encoder.layers.*.attention.output.weight", 1),
     ("encoder.layers.*.attention.output.bias", -1),
     ("encoder.layers.*.attention.norm.*", -1),

@@ -18,7 +18,7 @@ from megatron_deberta.checkpoint.resume import (
     check_resume,
     check_same_architecture,
 )
-from megatron_deberta.checkpoint.store import save_weights
+from megatron_deberta.checkpoint.store import load, save_weights
 from megatron_deberta.checkpoint.views import (
     ExtendedPositions,
     MovingAverage,
@@ -26,10 +26,16 @@ from megatron_deberta.checkpoint.views import (
     average_checkpoints,
     class_order,
     extend_table,
+    with_merged_adapters,
 )
 from megatron_deberta.config import RunConfig, load_config
-from megatron_deberta.config.schema import ModelConfig, with_task_head
+from megatron_deberta.config.schema import ModelConfig, OptimizerConfig, with_task_head
+from megatron_deberta.distributed.parallelize import build_model
+from megatron_deberta.distributed.topology import single_process_groups
+from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.model.low_rank import is_adapter, is_trained
+from megatron_deberta.model.task_models import parameter_shapes
 from tests.support.checkpoints import (
     assert_holds,
     load_on,
@@ -38,7 +44,9 @@ from tests.support.checkpoints import (
     on_threads,
     save_alone,
     save_on_grid,
+    save_state,
 )
+from tests.support.labelled import labelled_run
 
 TABLE = "mask_decoder.position.weight"
 
@@ -228,3 +236,64 @@ def test_rows_of_another_meaning_start_anew(wanted: ModelConfig, why: str) -> No
     head = TaskHead(Weights(), MODEL, wanted)
     assert head.shapes.keys() == {"pooler.dense.weight"}
     assert why in head.describe(["classifier.weight"])
+
+
+QUERY = "encoder.layers.0.attention.query"
+
+
+def save_adapter(folder: Path, step: int, value: float) -> None:
+    """Write a checkpoint of a layer of zeros with an adapter whose factors have one value."""
+    weights = {
+        f"{QUERY}.weight": torch.zeros(4, 3),
+        f"{QUERY}.lora.A": torch.full((2, 3), value),
+        f"{QUERY}.lora.B": torch.full((4, 2), value),
+    }
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    config = labelled_run("classification", lora_rank=2)
+    save_weights(folder, weights.items(), shapes, metadata(step, config))
+
+
+def test_adapters_are_merged_before_checkpoints_are_averaged(tmp_path: Path) -> None:
+    """By alpha 16 over rank 2; the mean of products is not the product of means."""
+    for step, value in ((1, 1.0), (2, 3.0)):
+        save_adapter(tmp_path, step, value)
+    merged = with_merged_adapters(CheckpointReader(step_dir(tmp_path, 2)))
+    assert merged.shapes == {f"{QUERY}.weight": (4, 3)}
+    assert merged.tensor(f"{QUERY}.weight").equal(torch.full((4, 3), 8.0 * 2 * 9))
+    assert merged.tensor(f"{QUERY}.weight", part=Slice(0, 1, 3)).shape == (2, 3)
+    averaged = average_checkpoints(tmp_path, 2, 1.0)
+    assert averaged.shapes == merged.shapes
+    assert averaged.tensor(f"{QUERY}.weight").equal(torch.full((4, 3), 8.0 * 2 * 5))
+
+
+def test_frozen_weights_are_stored_without_moments_and_average(tmp_path: Path) -> None:
+    run = labelled_run("classification", lora_rank=2)
+    run = replace(run, optimizer=OptimizerConfig(ema_decay=0.9))
+    groups = single_process_groups(torch.device("cpu"))
+    model = build_model(run, groups)
+    engine = build_engine(run, model.module, model.specs, groups)
+    for _ in range(2):
+        engine.backward(sum(p.sum() for p in model.module.parameters() if p.requires_grad))  # type: ignore[arg-type]
+        engine.step(0.1)
+    path = save_state(tmp_path, engine, model.specs, groups, metadata(2, run))
+    reader = CheckpointReader(path)
+    average = with_merged_adapters(MovingAverage(reader))
+    assert average.shapes == parameter_shapes(run.model)
+    for name in reader.shapes:
+        weight, moment = reader.tensor(name), reader.tensor(name, "exp_avg")
+        assert bool(moment.any()) == is_trained(name, 2)
+        assert weight.equal(reader.tensor(name, EMA)) != is_trained(name, 2)
+    table = "embeddings.token.weight"
+    assert average.tensor(table, part=Slice(0, 2, 5)).equal(reader.tensor(table)[2:5])
+    # A query's weight is frozen, and its adapter is not.
+    query = average.tensor(f"{QUERY}.weight")
+    assert not query.equal(with_merged_adapters(reader).tensor(f"{QUERY}.weight"))
+
+    other = build_model(replace(run, train=replace(run.train, seed=5)), groups)
+    resumed = build_engine(run, other.module, other.specs, groups)
+    load(reader, resumed, other.specs)
+    for one, same in zip(resumed.local_shards(), engine.local_shards(), strict=True):
+        assert one.name == same.name
+        assert len(one.tensors) == (4 if is_trained(one.name, 2) else 1)
+        assert all(a.equal(b) for a, b in zip(one.tensors, same.tensors, strict=True)), one.name
+    assert sum(map(is_adapter, reader.shapes)) == 2 * 2 * 6

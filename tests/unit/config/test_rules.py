@@ -79,6 +79,22 @@ TAGGER = [
         ([*TAGGER, "finetune.class_weights=[1]"], ["class_weights=[1]", "2 classes a, b"]),
         ([*TAGGER, "finetune.class_weights=[1,-2]"], ["class_weights=[1,-2]", "or balanced"]),
         ([*TAGGER, "finetune.class_weights=even"], ["class_weights=[even]", "or balanced"]),
+        (["finetune.lora_rank=8"], ["finetune.lora_rank=8", "labelled tasks", "null"]),
+        (["finetune.lora_rank=-1"], ["finetune.lora_rank=-1", "above 0 or null"]),
+        (["finetune.lora_alpha=0"], ["finetune.lora_alpha=0", "above 0"]),
+        ([*TAGGER, "finetune.lora_rank=769"], ["lora_rank=769", "hidden_size=768", "such as 8"]),
+        (
+            [*TAGGER, "finetune.lora_rank=8", "finetune.lora_targets=[query,dense]"],
+            ["finetune.lora_targets=[query,dense]", "query, key, value, output, up, down"],
+        ),
+        (
+            [*TAGGER, "finetune.lora_rank=8", "finetune.lora_targets=[]"],
+            ["finetune.lora_targets=[]", "one or more"],
+        ),
+        (
+            [*TAGGER, "finetune.lora_rank=8", "finetune.lora_targets=[up,up]"],
+            ["finetune.lora_targets=[up,up]", "once"],
+        ),
         (["guard.max_skips=0"], ["guard.max_skips=0", "above 0"]),
         (["guard.max_skips=500"], ["guard.max_skips=500", "use 128 or less"]),
         (["checkpoint.keep_every=2500"], ["keep_every=2500", "save_every=1000", "use 3000"]),

@@ -43,6 +43,7 @@ from megatron_deberta.objectives import ModelLosses
 from megatron_deberta.objectives.rtd import ReplacedTokenModel
 from megatron_deberta.planning.memory import estimate_memory, largest_micro_batch, rows_per_sample
 from megatron_deberta.train.setup import DTYPES
+from tests.support.labelled import labelled_run
 
 TOLERANCE = 0.1
 CONFIGS = Path(__file__).parents[3] / "configs/runs"
@@ -229,6 +230,17 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 def test_states_of_deepspeed(dtype: str, stage: int, ema_decay: float) -> None:
     planned, alive = states_of(dtype, stage, ema_decay)
     assert planned == pytest.approx(alive, rel=TOLERANCE)
+
+
+def test_states_of_adapters() -> None:
+    """Frozen weights have neither gradients nor optimizer state."""
+    config = labelled_run("classification", lora_rank=4, precision=PrecisionConfig(zero_stage=1))
+    parameters = list(build_model(config, GROUPS).module.parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    estimate = estimate_memory(config, 1, attention="chunked", device_type="cpu")
+    assert estimate.weights == 4 * sum(p.numel() for p in parameters)
+    assert (estimate.gradients, estimate.optimizer) == (4 * trained, 12 * trained)
+    assert trained < 0.4 * estimate.weights / 4
 
 
 def test_ranks_share_what_they_split() -> None:
