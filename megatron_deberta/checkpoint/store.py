@@ -232,8 +232,7 @@ def load(
     def fetch(name: str) -> ParameterState:
         spec = specs[name]
         moments = {kind: torch.zeros(spec.local_shape) for kind in KINDS if kind not in kinds}
-        if name in new:
-            assert initial is not None
+        if initial is not None and name in new:
             return ParameterState(**moments, weight=initial(spec))
         return ParameterState(
             **moments, **{kind: _local_part(reader, spec, kind) for kind in kinds}

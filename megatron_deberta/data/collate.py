@@ -78,9 +78,7 @@ class BatchBuilder:
         indices = np.asarray(samples, np.int64)
         live = np.flatnonzero(indices != FILLER)
         shape = (indices.size, self.sequence_length)
-        maskers = [self.masker]
-        if self.decoder_masker is not None:
-            maskers.append(self.decoder_masker)
+        maskers = [one for one in (self.masker, self.decoder_masker) if one is not None]
         versions = [
             (
                 np.full(shape, self.vocabulary.pad_id, np.int64),

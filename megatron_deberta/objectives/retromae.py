@@ -7,7 +7,6 @@ lists where this differs.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal, cast
 
@@ -27,14 +26,8 @@ from megatron_deberta.objectives.language_modelling import (
     MASKED,
     MaskedLanguageModel,
     MaskedLanguageModelling,
-    masked_metrics,
 )
-from megatron_deberta.objectives.objective import (
-    NO_COUNTS,
-    LossTerm,
-    Mean,
-    ModelLosses,
-)
+from megatron_deberta.objectives.objective import LossTerm, ModelLosses
 from megatron_deberta.ops.cross_entropy import IGNORED_LABEL
 
 RECONSTRUCTION = "reconstruction"
@@ -65,11 +58,9 @@ class RetroMAEModel(MaskedLanguageModel):
         *,
         reduction: Literal["sum", "none"] = "sum",
     ) -> ModelLosses:
-        """Compute the losses of a micro batch; arguments as in the base class.
+        """Compute the losses of encoder and decoder; arguments as in the base class.
 
-        Returns:
-            The loss of the encoder's masked tokens and, if the batch has rows for the decoder, of
-            the decoder's.
+        Evaluations of language models have no rows for the decoder, whose loss is then left out.
         """
         inputs, decoder = batch.inputs, batch.decoder
         if decoder is None:
@@ -146,16 +137,8 @@ class RetroMAE(MaskedLanguageModelling):
     def count_targets(self, batch: Batch) -> dict[str, Tensor]:
         """Return the number of tokens that encoder and decoder predict."""
         assert batch.decoder is not None
-        return {
-            MASKED: (batch.labels != IGNORED_LABEL).sum(),
-            RECONSTRUCTION: (batch.decoder.labels != IGNORED_LABEL).sum(),
-        }
-
-    def validation_metrics(
-        self, means: Mapping[str, Mean], counts: Mapping[str, int] = NO_COUNTS
-    ) -> dict[str, float]:
-        """Return the encoder's metrics per masked token, and the decoder's."""
-        return masked_metrics(means[MASKED]) | self.step_metrics(means, counts)
+        targets = (batch.decoder.labels != IGNORED_LABEL).sum()
+        return super().count_targets(batch) | {RECONSTRUCTION: targets}
 
     def describe(self, metrics: dict[str, float]) -> str:
         """Format the metrics of a validation as one line."""

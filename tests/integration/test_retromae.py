@@ -71,6 +71,9 @@ def test_from_a_masked_run_to_embeddings(pretrain: Run, tmp_path: Path) -> None:
     model = load_pretrained(MegatronDebertaForMaskedLM, exported)
     assert not [name for name, _ in model.named_parameters() if "row_decoder" in name]
     assert main(["fill-mask", str(run), "The [MASK] man"]) == EXIT_DONE
+    (tmp_path / "text.txt").write_text("The old man walked to the river .\n")
+    words = ["evaluate", "perplexity", "--model", str(run), "--data", str(tmp_path / "text.txt")]
+    assert main([*words, "--stride", "8", "data.sequence_length=32"]) == EXIT_DONE
 
     write_pairs(tmp_path / "pairs")
     folder = f"train.run_dir={tmp_path / 'embeddings'}"

@@ -174,6 +174,9 @@ def test_losses_and_gradients_are_those_of_the_definition(
                 atol=1e-9,
                 msg=lambda text, name=name: f"{name}: {text}",
             )
+    alone = ours(replace(rows, decoder=None)).losses
+    assert alone.keys() == {"masked"}
+    assert torch.equal(alone["masked"].loss, found[0])
     reconstruction = torch.autograd.grad(ours(rows).losses["reconstruction"].loss, [
         parameters["row_decoder.ffn.up.weight"], parameters["encoder.layers.0.ffn.up.weight"]
     ])  # fmt: skip
@@ -229,8 +232,8 @@ def test_validation_measures_both_losses() -> None:
     assert evaluation is not None
     losses = model(rows).losses
     metrics = evaluation.metrics
-    assert metrics["loss"] == pytest.approx(float(losses["masked"].loss) / 3)
-    assert metrics["reconstruction_loss"] == pytest.approx(float(losses["reconstruction"].loss) / 9)
+    assert metrics["loss"] == pytest.approx(losses["masked"].loss.item() / 3)
+    assert metrics["reconstruction_loss"] == pytest.approx(losses["reconstruction"].loss.item() / 9)
     assert metrics["num_targets"] == 3
     assert "reconstruction loss" in objective.describe(metrics)
 
