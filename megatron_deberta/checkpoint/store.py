@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -38,6 +38,10 @@ from megatron_deberta.errors import CheckpointError
 from megatron_deberta.model.low_rank import HEAD_PREFIXES, is_adapter
 
 logger = logging.getLogger(__name__)
+
+TRAINING_PREFIXES = ("row_decoder.",)
+"""Parameters that serve the training of a pretraining model alone, so that a new run may start from
+weights without them, or leave them out."""
 
 
 def save_weights(
@@ -200,7 +204,8 @@ def load(
     specs: Mapping[str, ParameterSpec],
     *,
     weights_only: bool = False,
-) -> None:
+    initial: Callable[[ParameterSpec], Tensor] | None = None,
+) -> tuple[list[str], list[str]]:
     """Load a checkpoint of any layout into an engine. Collective: all ranks.
 
     Args:
@@ -208,16 +213,26 @@ def load(
         engine: a new engine.
         specs: this rank's part of every parameter.
         weights_only: for a new run: set moments to zero and leave the engine's scalars unchanged.
+        initial: for a new run: returns this rank's part of the initial weights of a parameter of
+            ``TRAINING_PREFIXES`` that the checkpoint lacks, fp32 ``[*spec.local_shape]``.
+
+    Returns:
+        Names of the parameters that start from initial weights, and of those that are left out.
 
     Raises:
         CheckpointError: it is of another model, lacks optimizer state, or is damaged.
     """
-    _check_shapes(reader, specs)
+    new, unused = [], []
+    if initial is not None:
+        new, unused = _only_in(specs, reader.shapes), _only_in(reader.shapes, specs)
+    _check_shapes(reader, specs, {*new, *unused})
     kinds = (WEIGHT,) if weights_only else state_kinds(reader.metadata.config)
 
     def fetch(name: str) -> ParameterState:
         spec = specs[name]
         moments = {kind: torch.zeros(spec.local_shape) for kind in KINDS if kind not in kinds}
+        if initial is not None and name in new:
+            return ParameterState(**moments, weight=initial(spec))
         return ParameterState(
             **moments, **{kind: _local_part(reader, spec, kind) for kind in kinds}
         )
@@ -225,6 +240,12 @@ def load(
     engine.load_states(fetch)
     if not weights_only:
         engine.load_state_dict(reader.metadata.scalars)
+    return new, unused
+
+
+def _only_in(names: Iterable[str], others: Collection[str]) -> list[str]:
+    """Return the names of ``TRAINING_PREFIXES`` that are not among ``others``."""
+    return [name for name in names if name.startswith(TRAINING_PREFIXES) and name not in others]
 
 
 def local_part(whole: Tensor, spec: ParameterSpec) -> Tensor:
@@ -254,10 +275,12 @@ def _padded(part: Tensor, spec: ParameterSpec) -> Tensor:
     return padded
 
 
-def _check_shapes(reader: WeightSource, specs: Mapping[str, ParameterSpec]) -> None:
+def _check_shapes(
+    reader: WeightSource, specs: Mapping[str, ParameterSpec], ignored: Collection[str]
+) -> None:
     shapes = {name: spec.logical_shape for name, spec in specs.items()}
     for name in (*shapes, *reader.shapes):
-        if shapes.get(name) != reader.shapes.get(name):
+        if name not in ignored and shapes.get(name) != reader.shapes.get(name):
             raise CheckpointError(
                 f"{reader.path} is of another model: {name} has shape {reader.shapes.get(name)} "
                 f"there and {shapes.get(name)} in this config; use the config it was trained with"

@@ -198,6 +198,22 @@ def causal_fraction(objective: ObjectiveConfig) -> float:
     return fractions.get(objective.name, 0.0)
 
 
+def decoder_masking(objective: ObjectiveConfig) -> ObjectiveConfig | None:
+    """Return how rows are masked for a decoder beside the encoder; None: there is no decoder.
+
+    Everything to predict becomes [MASK]: no later use of the decoder has to resemble training.
+    """
+    if objective.name != "retromae":
+        return None
+    return replace(
+        objective,
+        mask_probability=objective.retromae_mask_probability,
+        mask_token_probability=1.0,
+        random_token_probability=0.0,
+        masking="uniform",
+    )
+
+
 def trained_forms(objective: ObjectiveConfig) -> tuple[str, ...]:
     """Return the forms that an objective trains a language model in."""
     fraction = causal_fraction(objective)
@@ -302,6 +318,7 @@ def _check_objective(config: RunConfig) -> None:
     _check_head(config)
     _check_forms(config)
     _check_replaced_tokens(config.model, config.rtd)
+    _check_retromae(config)
 
 
 def _check_masking(objective: ObjectiveConfig) -> None:
@@ -454,6 +471,26 @@ def _check_replaced_tokens(model: ModelConfig, rtd: RTDConfig) -> None:
     rate = rtd.discriminator_learning_rate
     if rate and rtd.update == "joint":
         raise ConfigError(f"rtd.discriminator_learning_rate={rate:g} needs rtd.update=alternating")
+
+
+def _check_retromae(config: RunConfig) -> None:
+    if config.objective.name != "retromae":
+        return
+    if config.objective.retromae_mask_probability == 0:
+        raise ConfigError(
+            "objective.retromae_mask_probability=0 leaves the decoder nothing to predict; the "
+            "paper uses 0.5 to 0.7"
+        )
+    if config.model.next_sentence_head:
+        raise ConfigError(
+            "objective.name=retromae has no pairs of segments; set model.next_sentence_head=false "
+            "and data.packing=doc_sentences"
+        )
+    if not config.data.attend_across_documents:
+        raise ConfigError(
+            "data.attend_across_documents=false would hide the embedding of a row from its later "
+            "documents with objective.name=retromae; set it to true, and data.packing=doc_sentences"
+        )
 
 
 def _check_parallel(model: ModelConfig, data: DataConfig, parallel: ParallelConfig) -> None:

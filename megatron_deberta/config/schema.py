@@ -35,7 +35,7 @@ Head = Literal[
     "embed",
     "rerank",
 ]
-ObjectiveName = Literal[Head, "mlm+ar"]
+ObjectiveName = Literal[Head, "mlm+ar", "retromae"]
 RankingLoss = Literal["bce", "ranknet", "listnet", "softmax"]
 DType = Literal["fp32", "bf16", "fp16"]
 EngineName = Literal["deepspeed", "plain"]
@@ -57,7 +57,9 @@ BALANCED = ("balanced",)
 
 def head_of(objective: ObjectiveName) -> Head:
     """Return the head that a model needs for an objective."""
-    return "mlm" if objective == "mlm+ar" else objective
+    if objective == "mlm+ar" or objective == "retromae":
+        return "mlm"
+    return objective
 
 
 AUTO = 0
@@ -287,7 +289,8 @@ class ObjectiveConfig(Section):
 
     name: ObjectiveName = "mlm"
     """The training task, which also decides ``model.head``. ``mlm+ar`` (DeBERTa-MT): masked and
-    autoregressive batches."""
+    autoregressive batches; ``retromae``: masked batches, and their rows reconstructed from a
+    sentence embedding."""
     class_path: str = ""
     """Class that replaces the objective of this name, such as ``my_package.losses.MyObjective``;
     importable in every rank (``PYTHONPATH``). Empty: the library's."""
@@ -305,6 +308,12 @@ class ObjectiveConfig(Section):
     """``microsoft`` is Microsoft's left-to-right generator, which undermasks a row's end."""
     static_masks: int | None = positive(None)
     """Number of fixed masks per row, used in turn (10 in BERT); null: a new mask each epoch."""
+    retromae_mask_probability: float = fraction(0.5)
+    """``retromae``: fraction of a row's tokens that are masked for its decoder, which predicts
+    them from the embedding and the other tokens."""
+    retromae_pooling: Literal["mean", "cls"] = "mean"
+    """``retromae``: the embedding is the mean of the last layer's states, as ``embed`` reads them,
+    or the state of [CLS], as in the paper."""
     sift_weight: float = 0.0
     """Labelled tasks: weight of SiFT's loss (paper, section 4); 0: none. The release uses 5."""
     sift_noise: float = positive(0.01)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from safetensors.torch import load, save
@@ -72,6 +72,21 @@ def _map(value: Any, transform: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
+class DecoderRows(NamedTuple):
+    """The rows of a batch, masked anew for a decoder beside the encoder.
+
+    Attributes:
+        input_ids: [B, N] int64 tokens after masking.
+        masked_positions: [B, M] int64 row positions to predict, ascending, -1 = padding at the
+            end; another M than the encoder's.
+        labels: [B, M] int64 original tokens there, -100 = padding.
+    """
+
+    input_ids: Tensor
+    masked_positions: Tensor
+    labels: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Batch(MicroBatch):
     """One micro batch of packed rows with tokens to predict, which are masked unless causal.
@@ -88,6 +103,7 @@ class Batch(MicroBatch):
             without labels.
         next_sentence_labels: [B] int64, 0 = the second segment follows the first, 1 = it does not,
             -100 = padding row; None where rows are not pairs.
+        decoder: the same rows for a decoder; None: the objective has none.
     """
 
     inputs: ModelInputs
@@ -95,6 +111,7 @@ class Batch(MicroBatch):
     labels: Tensor
     sample_index: Tensor
     next_sentence_labels: Tensor | None = None
+    decoder: DecoderRows | None = None
 
     @property
     def num_targets(self) -> int:
@@ -134,7 +151,7 @@ class TaskBatch(MicroBatch):
 
 
 _TYPES: dict[str, Any] = {
-    kind.__name__: kind for kind in (Batch, TaskBatch, ModelInputs, RowPacking)
+    kind.__name__: kind for kind in (Batch, DecoderRows, TaskBatch, ModelInputs, RowPacking)
 }
 
 

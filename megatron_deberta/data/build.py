@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from megatron_deberta.config.phases import FIRST_STAGE, Segment, Stage, segments
-from megatron_deberta.config.rules import causal_fraction
+from megatron_deberta.config.rules import causal_fraction, decoder_masking
 from megatron_deberta.config.schema import DataConfig, RunConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.collate import (
@@ -345,6 +345,7 @@ def _builders(
             length,
             config.data.attend_across_documents,
             isinstance(targets, NextTokens),
+            decoder_masker(config, vocabulary, length, purpose),
         )
         for targets in form_targets(config, vocabulary, length, purpose)
     ]
@@ -383,6 +384,20 @@ def form_targets(
     if fraction > 0:
         found.append(NextTokens(vocabulary, length, not config.data.attend_across_documents))
     return found
+
+
+def decoder_masker(
+    config: RunConfig, vocabulary: Vocabulary, length: int, purpose: Purpose
+) -> Masker | None:
+    """Return what masks rows for a decoder beside the encoder; None: the objective has none.
+
+    Arguments as in ``form_targets``. The masks do not depend on the encoder's.
+    """
+    objective = decoder_masking(config.objective)
+    if objective is None:
+        return None
+    seed = mix64(config.train.seed, Purpose.DECODER_MASK)
+    return Masker(objective, vocabulary, length, seed, purpose)
 
 
 def _concatenate(corpora: tuple[Corpus, ...], cache: IndexCache) -> Corpus:

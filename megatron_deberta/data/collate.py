@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from megatron_deberta.data import Integers
-from megatron_deberta.data.batch import Batch, MicroBatch
+from megatron_deberta.data.batch import Batch, DecoderRows, MicroBatch
 from megatron_deberta.data.dataset.rows import RowBatch, RowSource
 from megatron_deberta.data.masking import MaskedRows
 from megatron_deberta.data.randomness import Purpose, mix64
@@ -58,6 +58,7 @@ class BatchBuilder:
         sequence_length: N.
         attend_across_documents: False: add document and position ids.
         causal: build autoregressive batches.
+        decoder_masker: masks the same rows for a decoder; None: there is none.
     """
 
     rows: RowSource
@@ -66,6 +67,7 @@ class BatchBuilder:
     sequence_length: int
     attend_across_documents: bool
     causal: bool = False
+    decoder_masker: Targets | None = None
 
     def build(self, samples: Sequence[int]) -> Batch:
         """Return the batch of the given samples, in that order; ``FILLER`` gives a padding row.
@@ -76,20 +78,26 @@ class BatchBuilder:
         indices = np.asarray(samples, np.int64)
         live = np.flatnonzero(indices != FILLER)
         shape = (indices.size, self.sequence_length)
-        input_ids = np.full(shape, self.vocabulary.pad_id, np.int64)
+        maskers = [one for one in (self.masker, self.decoder_masker) if one is not None]
+        versions = [
+            (
+                np.full(shape, self.vocabulary.pad_id, np.int64),
+                np.full((indices.size, masker.max_targets), -1, np.int64),
+                np.full((indices.size, masker.max_targets), IGNORED_LABEL, np.int64),
+            )
+            for masker in maskers
+        ]
         attention_mask = np.zeros(shape, np.bool_)
-        targets = (indices.size, self.masker.max_targets)
-        masked_positions = np.full(targets, -1, np.int64)
-        labels = np.full(targets, IGNORED_LABEL, np.int64)
         parts = np.zeros(shape, np.int64)
         is_random_next = None
         if live.size:
             rows = self.rows.rows(indices[live])
             mask_ids = indices[live] if rows.mask_ids is None else rows.mask_ids
-            masked = self.masker(rows.tokens, rows.sizes, mask_ids)
             attention_mask[live] = np.arange(self.sequence_length) < rows.sizes[:, None]
-            input_ids[attention_mask] = masked.tokens
-            _fill_targets(masked, rows.sizes, live, masked_positions, labels)
+            for masker, (ids, positions, targets) in zip(maskers, versions, strict=True):
+                masked = masker(rows.tokens, rows.sizes, mask_ids)
+                ids[attention_mask] = masked.tokens
+                _fill_targets(masked, rows.sizes, live, positions, targets)
             if not self.attend_across_documents or rows.is_random_next is not None:
                 parts[attention_mask] = _part_numbers(rows)
             if rows.is_random_next is not None:
@@ -97,7 +105,8 @@ class BatchBuilder:
                 is_random_next[live] = rows.is_random_next
         if live.size < indices.size:
             filler = indices == FILLER
-            input_ids[filler, :2] = self.vocabulary.cls_id, self.vocabulary.sep_id
+            for ids, _, _ in versions:
+                ids[filler, :2] = self.vocabulary.cls_id, self.vocabulary.sep_id
             attention_mask[filler, :2] = True
         optional: dict[str, npt.NDArray[Any]] = {}
         if not attention_mask.all():
@@ -109,16 +118,20 @@ class BatchBuilder:
             optional["position_ids"] = _restarting(document_ids)
         if is_random_next is not None:
             optional["token_type_ids"] = parts
+        (input_ids, masked_positions, labels), *others = (
+            tuple(map(torch.from_numpy, version)) for version in versions
+        )
         return Batch(
             ModelInputs(
-                torch.from_numpy(input_ids),
+                input_ids,
                 causal=self.causal,
                 **{name: torch.from_numpy(array) for name, array in optional.items()},
             ),
-            torch.from_numpy(masked_positions),
-            torch.from_numpy(labels),
+            masked_positions,
+            labels,
             torch.from_numpy(indices),
             None if is_random_next is None else torch.from_numpy(is_random_next),
+            DecoderRows(*others[0]) if others else None,
         )
 
 

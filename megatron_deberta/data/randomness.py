@@ -36,6 +36,7 @@ class Purpose(IntEnum):
     BATCH_ORDER = 11
     PHASE_ROWS = 12
     STEP_FORM = 13
+    DECODER_MASK = 14
 
 
 def mix64(*parts: int) -> int:

@@ -178,7 +178,8 @@ class WindowRows:
         inputs = ModelInputs(
             torch.from_numpy(ids), torch.from_numpy(is_token), causal=not self.mask_every
         )
-        return Batch(inputs, *(torch.from_numpy(x) for x in (positions, labels, numbers)))
+        places, targets, samples = map(torch.from_numpy, (positions, labels, numbers))
+        return Batch(inputs, places, targets, samples)
 
     def _places(
         self, numbers: Integers, windows: Integers, size: int

@@ -265,24 +265,48 @@ class DebertaForPretraining(DebertaBackbone):
         Returns:
             ``[B, M, D]`` decoded states, and the next-sentence head's logits ``[B, 2]`` or None.
         """
+        first = None if self.next_sentence is None else torch.zeros_like(inputs.input_ids[:, :1])
+        decoded, states, _ = self.decode_and_encode(inputs, masked_positions, seeds, first)
+        if self.next_sentence is None or states is None:
+            return decoded, None
+        return decoded, self.next_sentence(states[:, 0])
+
+    def decode_and_encode(
+        self,
+        inputs: ModelInputs,
+        masked_positions: Tensor | None,
+        seeds: DropoutSeeds | None,
+        output_positions: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, AttentionContext]:
+        """Compute the states of `decode`, and the encoder's output at other positions.
+
+        Args:
+            inputs: the tokens ``[B, N]``.
+            masked_positions: as in `decode`.
+            seeds: dropout keys; None: no dropout.
+            output_positions: int64 ``[B, K]`` positions in the row, -1 = padding; None: nowhere.
+
+        Returns:
+            ``[B, M, D]`` decoded states; ``[B, K, D]`` outputs of the last layer, or None; what the
+            layers share.
+        """
         tokens = TokenInfo.of_sequence(inputs)
         if masked_positions is None:
             masked_positions = tokens.positions
         num_layers = self.config.num_layers - (1 if self.mask_decoder is not None else 0)
         hidden, context = self._run_layers(inputs, tokens, seeds, num_layers)
-        first: Tensor | None
         if self.mask_decoder is None:
-            decoded, first = gather_tokens(hidden, masked_positions), hidden[:, 0]
-        else:
-            decoded, first = self.mask_decoder(
-                hidden,
-                tokens.replicated(),
-                masked_positions,
-                self.encoder.layers[-1],
-                context,
-                with_first=self.next_sentence is not None,
-            )
-        return decoded, None if self.next_sentence is None else self.next_sentence(first)
+            states = None if output_positions is None else gather_tokens(hidden, output_positions)
+            return gather_tokens(hidden, masked_positions), states, context
+        decoded, states = self.mask_decoder(
+            hidden,
+            tokens.replicated(),
+            masked_positions,
+            self.encoder.layers[-1],
+            context,
+            output_positions=output_positions,
+        )
+        return decoded, states, context
 
     def masked_logits(
         self,

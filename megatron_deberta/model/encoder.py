@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -101,7 +100,7 @@ class EnhancedMaskDecoder(nn.Module):
         last_layer: Layer,
         context: AttentionContext,
         *,
-        with_first: bool = False,
+        output_positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Decode the tokens at ``masked_positions``.
 
@@ -112,21 +111,21 @@ class EnhancedMaskDecoder(nn.Module):
                 at most once.
             last_layer: the encoder's last layer.
             context: inputs shared by all layers.
-            with_first: also compute the last layer's ordinary output at [CLS].
+            output_positions: int64 ``[B, K]`` positions at which the last layer's ordinary output
+                is computed too, -1 = padding; None: nowhere.
 
         Returns:
-            ``[B, M, D]`` decoded states, and the [CLS] output ``[B, D]`` or None.
+            ``[B, M, D]`` decoded states, and these outputs ``[B, K, D]`` or None.
         """
         attention = last_layer.attention
         key_value = attention.project_key_value(hidden, tokens, context)
         masked_tokens = tokens.select(masked_positions)
         query = gather_tokens(hidden, masked_positions)
         query = self.decode(query, masked_tokens, last_layer, context, key_value)
-        if not with_first:
+        if output_positions is None:
             return query, None
-        cls = torch.zeros_like(masked_positions[:, :1])
-        output = last_layer(gather_tokens(hidden, cls), tokens.select(cls), context, key_value)
-        return query, output[:, 0]
+        states, read = gather_tokens(hidden, output_positions), tokens.select(output_positions)
+        return query, last_layer(states, read, context, key_value)
 
     def decode(
         self,

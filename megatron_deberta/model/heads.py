@@ -117,6 +117,13 @@ class ReplacedTokenHead(nn.Module):
         return out[..., 0]
 
 
+def mean_state(states: Tensor, is_token: Tensor) -> Tensor:
+    """Return the mean ``[B, D]``, at least fp32, of states ``[B, N, D]`` over tokens ``[B, N]``."""
+    wide = states.to(torch.promote_types(states.dtype, torch.float32))
+    total = wide.masked_fill(~is_token.unsqueeze(-1), 0.0).sum(1)
+    return total / is_token.sum(1, keepdim=True).clamp(min=1)
+
+
 class ContextPooler(nn.Module):
     """Dense layer with activation on the state of the first token.
 

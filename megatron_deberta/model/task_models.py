@@ -15,7 +15,7 @@ from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.model.deberta import DebertaBackbone, DebertaForPretraining
 from megatron_deberta.model.dropout import Dropout, DropoutSeeds
 from megatron_deberta.model.embeddings import Perturbation
-from megatron_deberta.model.heads import ContextPooler, num_outputs
+from megatron_deberta.model.heads import ContextPooler, mean_state, num_outputs
 from megatron_deberta.model.inputs import ModelInputs, RowPacking, check_inputs
 from megatron_deberta.model.replaced_tokens import DebertaDiscriminator, DebertaForReplacedTokens
 from megatron_deberta.ops import RelativePositions
@@ -189,9 +189,7 @@ class DebertaForEmbedding(DebertaForTask):
 
     def pool(self, states: Tensor, inputs: ModelInputs) -> Tensor:
         """Return the embeddings ``[B, D]``, fp32, of states ``[B, N, D]``."""
-        is_token = inputs.is_token.unsqueeze(-1)
-        total = states.float().masked_fill(~is_token, 0.0).sum(1)
-        mean = total / is_token.sum(1).clamp(min=1)
+        mean = mean_state(states, inputs.is_token)
         return F.normalize(mean, dim=-1) if self.config.normalize_embeddings else mean
 
 

@@ -25,12 +25,14 @@ from megatron_deberta.objectives.objective import (
     Update,
 )
 from megatron_deberta.objectives.rerank import Reranking
+from megatron_deberta.objectives.retromae import RetroMAE
 from megatron_deberta.objectives.rtd import ReplacedTokenDetection
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "mlm": MaskedLanguageModelling,
     "mlm+ar": MaskedAndAutoregressiveModelling,
     "autoregressive": AutoregressiveModelling,
+    "retromae": RetroMAE,
     "rtd": ReplacedTokenDetection,
     "classification": Classification,
     "multilabel": Multilabel,

@@ -63,16 +63,22 @@ class MaskedLanguageModel(DebertaForPretraining):
             pairs that of the next-sentence head.
         """
         decoded, pair_logits = self.decode(batch.inputs, batch.masked_positions, seeds)
-        weight, labels = self.embeddings.token.weight, batch.labels.flatten()
-        token_loss = functools.partial(self.token_loss, reduction=reduction)
-        tokens: CrossEntropy = self.head(decoded.flatten(0, 1), weight, token_loss, labels)
         name = AUTOREGRESSIVE if batch.inputs.causal else MASKED
-        losses = {name: LossSums(tokens.loss, tokens.correct)}
+        losses = {name: self.predict(decoded, batch.labels, reduction)}
         is_random = batch.next_sentence_labels
         if is_random is not None and pair_logits is not None:
             loss = F.cross_entropy(pair_logits.float(), is_random, reduction="sum")
             losses[NEXT_SENTENCE] = LossSums(loss, (pair_logits.argmax(-1) == is_random).sum())
         return ModelLosses(losses)
+
+    def predict(
+        self, decoded: Tensor, labels: Tensor, reduction: Literal["sum", "none"]
+    ) -> LossSums:
+        """Return the loss of tokens ``[B, M]`` whose states are ``decoded`` ``[B, M, D]``."""
+        token_loss = functools.partial(self.token_loss, reduction=reduction)
+        weight = self.embeddings.token.weight
+        found: CrossEntropy = self.head(decoded.flatten(0, 1), weight, token_loss, labels.flatten())
+        return LossSums(found.loss, found.correct)
 
 
 def masked_metrics(tokens: Mean) -> dict[str, float]:

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from megatron_deberta.config.rules import causal_fraction
+from megatron_deberta.config.rules import causal_fraction, decoder_masking
 from megatron_deberta.config.schema import FinetuneConfig, ModelConfig, RunConfig
 from megatron_deberta.distributed.parallelize.plan import shard_spec, vocabulary_rows
 from megatron_deberta.engine.deepspeed_engine import LIVE_ELEMENTS, REDUCE_BUCKET_ELEMENTS
@@ -69,6 +69,13 @@ def masked_tokens(config: RunConfig) -> int:
     length = config.data.sequence_length
     masked = round(config.objective.mask_probability * length)
     return config.train.micro_batch_size * (length - 1 if has_causal(config) else masked)
+
+
+def reconstructed_tokens(config: RunConfig) -> int:
+    """Return the number of tokens per micro batch that a decoder beside the encoder predicts."""
+    decoder = decoder_masking(config.objective)
+    share = 0.0 if decoder is None else decoder.mask_probability
+    return config.train.micro_batch_size * round(share * config.data.sequence_length)
 
 
 def has_causal(config: RunConfig) -> bool:
@@ -166,7 +173,8 @@ def estimate_memory(
     table = columns * config.model.hidden_size
     # Summed in fp32; each chunk's product is in the format of the weights.
     wide = table * (4 if shape.element == 4 else 4 + shape.element)
-    chunk = chunk_rows(shape.masked, columns, device_type) * columns
+    reconstructed = reconstructed_tokens(config)
+    chunk = chunk_rows(max(shape.masked, reconstructed), columns, device_type) * columns
     chunk_bytes = chunk * (4 if shape.element == 4 else 4 + 2 * shape.element)
     kernels = _kernel_bytes(shape, attention, device_type)
     if is_task_head(config.model):
@@ -181,7 +189,7 @@ def estimate_memory(
         )
         return MemoryEstimate(*_states(config, dp_size), *max(of_task, key=sum))
     moments = [  # activations, vocabulary, workspace, kernels
-        (kept.encoder + kept.decoder, wide + chunk_bytes, 0, 0),  # loss
+        (kept.encoder + kept.decoder, wide * (1 + bool(reconstructed)) + chunk_bytes, 0, 0),  # loss
         (kept.encoder, table * shape.element, kept.ffn, 0),
         (kept.encoder, table * shape.element, kept.attention, kernels),
         (0, 2 * table * shape.element, 0, 0),  # end
@@ -275,14 +283,21 @@ def _activations(shape: _Shape, device_type: str) -> _Kept:
     before_attention = tokens * 4 * width // tp * element + gathered + streams - freed
 
     # States that the head reads, and inside it: of masked tokens, or of all for a discriminator.
-    read = tokens if model.head == "discriminator" else shape.masked
+    reconstructed = reconstructed_tokens(shape.config)
+    read = tokens if model.head == "discriminator" else shape.masked + reconstructed
     decoder = shape.tokens * width * element + read * 4 * width * element
     if model.head in ("spans", "tokens", "embed"):
         decoder = 0
+    # Keys, values and positions of a decoding layer; its queries, per token.
+    keys = tokens * 2 * width // tp * element + shape.table_bytes
+    one = width * element + 2 * width // tp * element + ffn + width * element + 2 * residual
     if decoded:
-        decoder += tokens * 2 * width // tp * element + shape.table_bytes
-        one = width * element + 2 * width // tp * element + ffn + width * element + 2 * residual
-        decoder += model.mask_decoder_passes * shape.masked * one
+        decoder += keys + model.mask_decoder_passes * shape.masked * one
+    if reconstructed:
+        # Its embeddings and input, and the states of the encoder that are pooled.
+        decoder += keys + reconstructed * one + own * residual + tokens * width * element
+        pooled = tokens if shape.config.objective.retromae_pooling == "mean" else 0
+        decoder += pooled * (one * decoded + width * element)
     return _Kept(encoder, decoder, before_ffn, before_attention)
 
 
@@ -358,8 +373,11 @@ def trained_and_frozen(model: ModelConfig, finetune: FinetuneConfig, tp_size: in
 def _states(config: RunConfig, dp_size: int) -> tuple[int, int, int, int]:
     """Return bytes of weights, gradients, optimizer state and buckets."""
     precision = config.precision
+    model = config.model
+    if decoder_masking(config.objective):
+        model = replace(model, num_layers=model.num_layers + 1)
     tp_size = config.parallel.tensor_parallel_size
-    count, frozen = trained_and_frozen(config.model, config.finetune, tp_size)
+    count, frozen = trained_and_frozen(model, config.finetune, tp_size)
     element, stage = ELEMENT_BYTES[precision.dtype], precision.zero_stage
     share = -(-count // dp_size) if stage else count
     weights = element * (share if stage == 3 else count)

@@ -112,7 +112,7 @@ def _per_run(runs: Sequence[RunFolder], kind: str, key: str, style: Style = "lin
 
 def loss_owner(run: RunFolder) -> str:
     """Return which model or form of a run has the metric ``loss``, after a space; empty: it all."""
-    owners = {"rtd": " (generator)", "mlm+ar": " (masked)"}
+    owners = {"rtd": " (generator)", "mlm+ar": " (masked)", "retromae": " (encoder)"}
     return owners.get(str(run.config.get("objective.name")), "")
 
 
@@ -123,6 +123,7 @@ def _loss_note(runs: Sequence[RunFolder]) -> str:
         " (generator)": "Of replaced-token detection: the generator's loss.",
         " (masked)": "Of two forms: training has the loss of the step's form, validation the "
         "masked one's.",
+        " (encoder)": "Of RetroMAE: the loss of the encoder's masked tokens.",
     }
     return " ".join(note for owner, note in notes.items() if owner in found)
 

@@ -88,6 +88,8 @@ def _trained(run: RunConfig, config: ModelConfig) -> str:
         return "pretrained as the generator of replaced-token detection"
     if run.objective.name == "mlm+ar":
         return "pretrained by masked and by autoregressive language modelling"
+    if run.objective.name == "retromae" and config.head == "mlm":
+        return "pretrained by masked language modelling with RetroMAE"
     return HEADS[config.head].trained
 
 
@@ -102,6 +104,13 @@ def _objective(run: RunConfig, config: ModelConfig) -> str:
             f"{objective.autoregressive_fraction:g} of the steps; exported in the {form} form"
         )
     text = HEADS[config.head].objective
+    if objective.name == "retromae":
+        embedding = {"mean": "the mean of its states", "cls": "its state of [CLS]"}
+        text += (
+            f", and RetroMAE: {embedding[objective.retromae_pooling]} reconstructs the row, "
+            f"{objective.retromae_mask_probability:.0%} of its tokens masked, in a decoder of one "
+            "layer, which is left out here"
+        )
     if run.model.next_sentence_head:
         text += ", and next-sentence prediction"
     if objective.sift_weight:

@@ -186,7 +186,7 @@ def load_start(
         engine: a new engine.
         specs: this rank's part of every parameter.
         initial: returns the initial weights of this rank's part of a parameter, fp32
-            ``[*spec.local_shape]``; needed for another head than the weights have.
+            ``[*spec.local_shape]``; needed for a head or a decoder that the weights lack.
 
     Raises:
         CheckpointError: the checkpoint is of another model or damaged.
@@ -197,8 +197,15 @@ def load_start(
         logger.info("%s", start.encoder.describe(new))
     if start.reader is None:
         return
-    fresh = engine.state_dict()
-    store.load(start.reader, engine, specs, weights_only=start.weights_only)
+    fresh, source = engine.state_dict(), start.reader.path
+    new, unused = store.load(
+        start.reader, engine, specs, weights_only=start.weights_only,
+        initial=initial if start.weights_only else None,
+    )  # fmt: skip
+    if new:
+        logger.info("%s lacks these; they start from new weights: %s", source, ", ".join(new))
+    if unused:
+        logger.info("not loaded from %s: %s", source, ", ".join(unused))
     if start.other_dtype:
         saved = start.reader.metadata.scalars.items()
         engine.load_state_dict(fresh | {k: v for k, v in saved if k.endswith("adam_step")})

@@ -60,6 +60,10 @@ INPUTS = {
     "docs/preprocess.md": ("tokenizer",),
     "docs/attention-maps.md": ("runs/first", "exports/base"),
     "docs/autoregressive.md": ("runs/mt", "wiki.valid.tokens"),
+    "docs/retromae.md": (
+        "runs/mlm", "runs/retromae", "runs/mlm_1", "runs/retromae_1", "glue/STS-B",
+        "shards/train_text_document", "shards/validation_text_document",
+    ),
     "docs/published-models.md": ("exports/base",),
     "docs/rtd.md": ("shards/corpus_text_document", "runs/rtd"),
     "docs/report.md": ("runs/base", "runs/large"),
@@ -77,6 +81,8 @@ LABELLED = {
 TRAINED = {
     "runs/rtd": ("objective.name=rtd",),
     "runs/mt": ("objective.name=mlm+ar",),
+    "runs/retromae": ("objective.name=retromae",),
+    "runs/retromae_1": ("objective.name=retromae",),
     "runs/averaged": ("optimizer.ema_decay=0.999",),
 }
 """Runs with other settings."""

@@ -15,12 +15,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.planning.ranks import reference_extra
-from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.data.batch import Batch
+from megatron_deberta.config.schema import ModelConfig, ObjectiveConfig, RunConfig
+from megatron_deberta.data.batch import Batch, DecoderRows
 from megatron_deberta.model import RuntimeOptions
 from megatron_deberta.model.flops import forward_flops, recomputed_flops, training_flops_per_token
 from megatron_deberta.model.inputs import ModelInputs
-from megatron_deberta.objectives import MaskedLanguageModel
+from megatron_deberta.objectives import MaskedLanguageModel, build_objective
 from tests.support.losses import PlainTokenLoss
 
 ROWS, MASKED_SHARE = 2, 0.125
@@ -93,6 +93,28 @@ def test_forward_and_backward(name: str) -> None:
     assert forward == pytest.approx(formula + excess, rel=1e-12)
     formula = training_flops_per_token(model, length, ROWS, MASKED_SHARE)
     assert training == pytest.approx(formula + 3 * excess, rel=1e-12)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("name", ["c2p", "RoBERTa"])
+def test_decoder_and_pooled_states(name: str, pooling: Any) -> None:
+    """RetroMAE; of these models the reference backend computes nothing that is not counted."""
+    model, length = CASES[name]
+    masking = ObjectiveConfig(
+        name="retromae", mask_probability=MASKED_SHARE, retromae_pooling=pooling
+    )
+    objective = build_objective(RunConfig(model=model, objective=masking))
+    module = objective.build_model(RuntimeOptions("none", "reference")).train()
+    module.token_loss = PlainTokenLoss()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    rows, places = batch(length), torch.arange(0, length, 2).expand(ROWS, -1)
+    rows = replace(rows, decoder=DecoderRows(rows.inputs.input_ids, places, places))
+    with FlopCounterMode(display=False) as counter:
+        losses = module(rows).losses
+        (losses["masked"].loss + losses["reconstruction"].loss).backward()
+    counted_flops = counter.get_total_flops() / (ROWS * length)
+    assert counted_flops == pytest.approx(objective.training_flops(length, ROWS), rel=1e-12)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

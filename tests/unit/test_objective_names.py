@@ -14,7 +14,7 @@ from megatron_deberta.config.schema import PRETRAINING_HEADS, ObjectiveName
 PACKAGE = Path(megatron_deberta.__file__).parent
 # The discriminator is a part of a model, which no objective trains alone.
 EVERY = frozenset(get_args(ObjectiveName)) - {"discriminator"}
-PRETRAINING = frozenset({*PRETRAINING_HEADS, "mlm+ar"})
+PRETRAINING = frozenset({*PRETRAINING_HEADS, "mlm+ar", "retromae"})
 FOLDERS = {
     "train": EVERY,
     "engine": EVERY,

@@ -5,6 +5,7 @@ Column-parallel layers need only narrower weights; ``apply.py`` contains the com
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -53,18 +54,19 @@ VOCABULARY_MULTIPLE = 64
 # Name pattern and split dimension; the first match applies. -1 or no match: replicated
 _SPLIT: tuple[tuple[str, int], ...] = (
     # Low-rank adapters are split as their layers; the other factor is replicated.
-    ("encoder.layers.*.attention.output.lora.A", 1),
-    ("encoder.layers.*.attention.output.lora.B", -1),
-    ("encoder.layers.*.ffn.down.lora.A", 1),
-    ("encoder.layers.*.lora.A", -1),
-    ("encoder.layers.*.attention.output.weight", 1),
-    ("encoder.layers.*.attention.output.bias", -1),
-    ("encoder.layers.*.attention.norm.*", -1),
-    ("encoder.layers.*.attention.*", 0),
-    ("encoder.layers.*.ffn.up.*", 0),
-    ("encoder.layers.*.ffn.down.weight", 1),
+    ("LAYER.attention.output.lora.A", 1),
+    ("LAYER.attention.output.lora.B", -1),
+    ("LAYER.ffn.down.lora.A", 1),
+    ("LAYER.*.lora.A", -1),
+    ("LAYER.attention.output.weight", 1),
+    ("LAYER.attention.output.bias", -1),
+    ("LAYER.attention.norm.*", -1),
+    ("LAYER.attention.*", 0),
+    ("LAYER.ffn.up.*", 0),
+    ("LAYER.ffn.down.weight", 1),
     ("encoder.conv.conv.*", 0),
 )
+_LAYER = re.compile(r"^(encoder\.layers\.\d+|row_decoder)(?=\.)")
 
 # Parameters with one row per token, split with padding
 _VOCABULARY = ("embeddings.token.weight", "embeddings.token.delta.weight", "head.bias")
@@ -90,6 +92,7 @@ def shard_spec(name: str, shape: tuple[int, ...], tp_rank: int, tp_size: int) ->
         offset = vocabulary_offset(shape[0], tp_rank, tp_size)
         length = min(rows, shape[0] - offset)
         return ParameterSpec(name, shape, 0, offset, length, (rows, *shape[1:]))
+    part = _LAYER.sub("LAYER", part)
     dim = next((dim for pattern, dim in _SPLIT if fnmatchcase(part, pattern)), -1)
     if dim < 0 or tp_size == 1:
         return ParameterSpec(name, shape, None, 0, shape[0], shape)

@@ -51,6 +51,7 @@ def test_later_bases_win_and_bases_have_bases(tmp_path: Path) -> None:
         (["objective.name=rtd"], "rtd"),
         (["objective.name=autoregressive"], "autoregressive"),
         (["objective.name=mlm+ar"], "mlm"),
+        (["objective.name=retromae"], "mlm"),
         ([], "mlm"),
     ],
 )

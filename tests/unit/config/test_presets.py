@@ -54,6 +54,7 @@ WORLD_SIZES = {
     **{f"table10_{name}_h100": 16 for name in ("roberta", "deberta", "deberta_ap", "deberta_mt")},
     "phases": 0,
     "continue_v3_base": 0,
+    "retromae_cpu": 0,
 }
 # Runs of the paper's Tables 4 and 13, as the changes of the ablation model.
 SHARED = ["model.share_position_projections=true", "model.key_bias=true"]

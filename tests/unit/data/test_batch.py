@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 
-from megatron_deberta.data.batch import Batch, TaskBatch, batches_from_bytes, batches_to_bytes
+from megatron_deberta.data.batch import (
+    Batch,
+    DecoderRows,
+    TaskBatch,
+    batches_from_bytes,
+    batches_to_bytes,
+)
 from megatron_deberta.model.inputs import ModelInputs, RowPacking
 
 
@@ -28,6 +34,7 @@ def test_batches_come_back() -> None:
     mask = ids > 3
     rows = [
         Batch(ModelInputs(ids), ids[:, :2], ids[:, 1:3], ids[:, 0]),
+        Batch(ModelInputs(ids), ids, ids, ids[0], decoder=DecoderRows(ids, ids[:, :2], ids)),
         Batch(ModelInputs(ids.t(), mask.t(), causal=True), ids.t(), ids.t(), ids[0]),
         TaskBatch(
             ModelInputs(ids, mask, token_type_ids=ids),
@@ -37,10 +44,10 @@ def test_batches_come_back() -> None:
             packing=RowPacking(ids, ids, ids[0]),
         ),
     ]
-    outputs = [torch.randn(3, 2, dtype=torch.bfloat16), None, None]
+    outputs = [torch.randn(3, 2, dtype=torch.bfloat16), None, None, None]
     found, others = batches_from_bytes(batches_to_bytes(rows, outputs))
     for expected, actual in zip(rows, found, strict=True):
         assert described(actual) == described(expected)
     assert others[0] is not None
     assert torch.equal(others[0], outputs[0])
-    assert others[1:] == [None, None]
+    assert others[1:] == [None, None, None]

@@ -1,4 +1,4 @@
-"""Autoregressive rows, and the form of each step's batch."""
+"""Autoregressive rows, the form of each step's batch, and rows for a decoder."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_deberta.config.schema import DataConfig, ObjectiveConfig, RunConfig, TrainConfig
 from megatron_deberta.data.batch import Batch
@@ -129,3 +130,68 @@ def test_steps_get_batches_of_their_form() -> None:
     # Copies keep their form.
     assert causal.to("cpu").clone().inputs.causal
     assert not masked.clone().inputs.causal
+
+
+def decoder_loaders(
+    shard: str, vocabulary: Vocabulary, dp_rank: int = 0, dp_size: int = 1, consumed: int = 0
+) -> tuple[list[Batch], list[Batch]]:
+    config = RunConfig(
+        data=DataConfig(
+            train=(shard,), validation_fraction=0.2, sequence_length=32, num_workers=0,
+            packing="doc_sentences",
+        ),
+        objective=ObjectiveConfig(
+            name="retromae", mask_probability=0.25, retromae_mask_probability=0.5
+        ),
+        train=TrainConfig(global_batch_size=4, micro_batch_size=1, seed=7, eval_batches=2),
+    )  # fmt: skip
+    train, validation = build_loaders(config, vocabulary, dp_rank, dp_size, consumed)
+    assert validation is not None
+    steps = itertools.islice(train, 6 - consumed // 4)
+    return list(itertools.chain.from_iterable(steps)), list(validation)
+
+
+def test_rows_are_masked_again_for_a_decoder_as_a_function_of_the_sample(
+    write_shard: Callable[..., str],
+    random_documents: Callable[..., list[np.ndarray]],
+    vocabulary: Vocabulary,
+) -> None:
+    shard = write_shard(random_documents(60))
+    whole, validation = decoder_loaders(shard, vocabulary)
+    by_sample = {int(one.sample_index): one for one in whole}
+    overlaps = []
+    for one in (*whole, *validation):
+        rows = one.decoder
+        assert rows is not None
+        is_token = one.inputs.is_token
+        own = [
+            original(ids, positions, labels)
+            for ids, positions, labels in (
+                (one.inputs.input_ids, one.masked_positions, one.labels), rows
+            )
+        ]  # fmt: skip
+        assert torch.equal(*own)
+        real = rows.masked_positions >= 0
+        assert rows.masked_positions.shape[1] == 16
+        expected = min(round(int(is_token.sum()) * 0.5), int(is_token.sum()) - 2)
+        assert int(real.sum()) == expected
+        places = rows.masked_positions[real]
+        assert (rows.input_ids[0, places] == vocabulary.mask_id).all()
+        assert not vocabulary.is_special[rows.labels[real]].any()
+        inside = torch.isin(one.masked_positions[one.masked_positions >= 0], places)
+        overlaps.append(inside.double().mean())
+    # Independent of the encoder's mask.
+    assert 0.35 < float(torch.stack(overlaps).mean()) < 0.65
+    for rank, consumed in ((0, 0), (1, 8)):
+        for one in decoder_loaders(shard, vocabulary, rank, 2, consumed)[0]:
+            other = by_sample[int(one.sample_index)].decoder
+            assert one.decoder is not None
+            assert other is not None
+            assert all(torch.equal(a, b) for a, b in zip(one.decoder, other, strict=True))
+
+
+def original(ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
+    real = positions >= 0
+    out = ids.clone()
+    out[0, positions[real]] = labels[real]
+    return out

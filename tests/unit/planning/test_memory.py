@@ -31,7 +31,7 @@ from megatron_deberta.config.schema import (
     TrainConfig,
     with_task_head,
 )
-from megatron_deberta.data.batch import Batch, TaskBatch
+from megatron_deberta.data.batch import Batch, DecoderRows, TaskBatch
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine.deepspeed_engine import REDUCE_BUCKET_ELEMENTS
@@ -162,6 +162,20 @@ def test_peak_of_alternating_updates(recompute: Any) -> None:
 
     assert predicted(config) == pytest.approx(peak_of(run, module), rel=TOLERANCE)
     assert predicted(config) < predicted(replace(config, rtd=RTDConfig()))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_peak_with_a_decoder(recompute: Any) -> None:
+    config = run_config(TWO_LAYERS, recompute)
+    config = replace(config, objective=ObjectiveConfig(name="retromae", mask_probability=0.15))
+    module = build_model(config, GROUPS).module.train()
+    rows, seeds = batch(config)
+    assert isinstance(rows, Batch)
+    ids = rows.inputs.input_ids
+    masked = torch.arange(0, ids.size(1), 2).expand(len(ids), -1).contiguous()
+    rows = replace(rows, decoder=DecoderRows(ids, masked, masked + 5))
+    found = peak_of(lambda: objective(module(rows, seeds)).backward(), module)
+    assert predicted(config) == pytest.approx(found, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(("head", "recompute"), with_recompute(HEADS, "spans"))

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_deberta.checkpoint.layout import step_dir
 from megatron_deberta.checkpoint.store import save_weights
@@ -22,6 +23,7 @@ from megatron_deberta.config.schema import (
     TrainConfig,
 )
 from megatron_deberta.data.shards.writer import write_shard
+from megatron_deberta.distributed.parallelize import ParameterSpec
 from megatron_deberta.errors import (
     EXIT_FAILURE,
     EXIT_USAGE,
@@ -112,6 +114,47 @@ def test_a_new_run_starts_with_given_weights(tmp_path: Path, named: str) -> None
     state = engine.states["embeddings.norm.weight"]
     assert state.weight.equal(logical_states()["embeddings.norm.weight"]["weight"])
     assert not state.exp_avg.any()
+
+
+def test_a_decoder_may_be_new_and_is_left_out_where_there_is_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What only training needs is named in the log; everything else must be there."""
+    caplog.set_level(logging.INFO)
+    path = imported(tmp_path / "release")
+    start = start_of(run_config(tmp_path / "run", load_from=str(path)))
+    specs = specs_of(GROUPS)
+    decoder, other = (
+        replace(specs["embeddings.norm.weight"], name=name)
+        for name in ("row_decoder.ffn.norm.weight", "decoder.ffn.norm.weight")
+    )
+
+    def initial(spec: ParameterSpec) -> torch.Tensor:
+        return torch.full(spec.local_shape, 3.0)
+
+    engine: Any = FakeEngine({**specs, decoder.name: decoder})
+    load_start(start, engine, {**specs, decoder.name: decoder}, initial)
+    assert (engine.states[decoder.name].weight == 3).all()
+    assert not engine.states[decoder.name].exp_avg.any()
+    state = engine.states["embeddings.norm.weight"]
+    assert state.weight.equal(logical_states()["embeddings.norm.weight"]["weight"])
+    assert f"they start from new weights: {decoder.name}" in caplog.text
+    with pytest.raises(CheckpointError, match=r"decoder\.ffn\.norm\.weight has shape None there"):
+        load_start(start, engine, {**specs, other.name: other}, initial)
+
+    weights = {name: kinds["weight"] for name, kinds in logical_states().items()}
+    weights[decoder.name] = torch.ones(decoder.logical_shape)
+    shapes = {**SHAPES, decoder.name: decoder.logical_shape}
+    path = save_weights(tmp_path / "with decoder", weights.items(), shapes, metadata(0))
+    start = start_of(run_config(tmp_path / "run", load_from=str(path)))
+    engine = FakeEngine(specs)
+    load_start(start, engine, specs, initial)
+    assert decoder.name not in engine.states
+    assert f"not loaded from {path}: {decoder.name}" in caplog.text
+    # A run that resumes must find all of its own parameters.
+    start = replace(start, weights_only=False)
+    with pytest.raises(CheckpointError, match="of another model: row_decoder"):
+        load_start(start, engine, specs, initial)
 
 
 def test_weights_that_are_missing_damaged_or_of_another_model(tmp_path: Path) -> None:
