@@ -56,7 +56,7 @@ from megatron_deberta.cli.arguments import (
 from megatron_deberta.errors import ConfigError, MissingInputError, refusals
 from megatron_deberta.files import HashedFile, fsync_path
 from megatron_deberta.tasks.records import Place, Record
-from megatron_deberta.tasks.task import WINDOW_HEADS
+from megatron_deberta.tasks.task import POOLED_HEADS
 from megatron_deberta.tasks.texts import (
     STANDARD_INPUT,
     TEXT_KEYS,
@@ -171,7 +171,7 @@ def run(args: argparse.Namespace) -> None:
                 f"--output {args.output}: task {task.name} has the head {task.head} and predicts "
                 "no embeddings; give the name of a JSON Lines file"
             )
-        if args.long_text is not None and task.head not in WINDOW_HEADS:
+        if args.long_text is not None and task.head not in POOLED_HEADS:
             raise ConfigError(
                 f"--long-text {args.long_text} is for classes and scores, not for the head "
                 f"{task.head} of {task.name}; remove it"

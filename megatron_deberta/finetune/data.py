@@ -44,8 +44,8 @@ from megatron_deberta.tasks.reading import read_examples
 from megatron_deberta.tasks.scoring import Outputs, score
 from megatron_deberta.tasks.task import (
     DEV,
+    POOLED_HEADS,
     TRAIN,
-    WINDOW_HEADS,
     TaskConfig,
     load_task,
     run_task_name,
@@ -349,7 +349,7 @@ def with_class_weights(config: RunConfig, encoded: EncodedDataset) -> RunConfig:
     if config.finetune.class_weights != BALANCED:
         return config
     labels = encoded.labels
-    if config.model.head in WINDOW_HEADS:
+    if config.model.head in POOLED_HEADS:
         # An example counts once, in however many windows it is.
         labels = labels[encoded.example_offsets[:-1]]
     numbers = balanced_weights(labels, len(config.model.labels))

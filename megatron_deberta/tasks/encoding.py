@@ -18,7 +18,7 @@ import numpy.typing as npt
 from megatron_deberta.errors import DataError
 from megatron_deberta.tasks.encoded import IGNORED, EncodedDataset
 from megatron_deberta.tasks.examples import Example
-from megatron_deberta.tasks.task import TaskConfig
+from megatron_deberta.tasks.task import POOLED_HEADS, TaskConfig
 from megatron_deberta.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int32]
@@ -596,7 +596,7 @@ def encode(
         raise DataError(f"task {task.name}: no examples to encode")
     length = task.max_length if max_length is None else max_length
     encoder = _ENCODERS[task.head]
-    if task.long_text != "truncate" and encoder is encode_segments:
+    if task.long_text != "truncate" and task.head in POOLED_HEADS:
         encoder = encode_windows
     if cache is None:
         encoded = encoder(task, examples, tokenizer, length)

@@ -94,8 +94,8 @@ EXAMPLE_HEADS = ("choices", "embed", "rerank")
 """Heads whose samples are examples of several rows."""
 
 
-WINDOW_HEADS = ("classification", "multilabel", "regression")
-"""Heads of which ``long_text`` makes windows of long texts; spans and tokens always have them."""
+POOLED_HEADS = ("classification", "multilabel", "regression")
+"""Heads of one output per text; those of a long text's windows are pooled."""
 
 
 SCORE_HEADS = ("regression", "embed")
@@ -637,8 +637,8 @@ def _check(task: TaskConfig, source: str) -> None:
     require(task.max_length >= 8, f"max_length={task.max_length}: must be at least 8")
     require(task.stride >= 0, f"stride={task.stride}: is negative")
     require(
-        task.long_text == "truncate" or task.head in WINDOW_HEADS,
-        f"long_text={task.long_text}: is for the heads {', '.join(WINDOW_HEADS)}, not for "
+        task.long_text == "truncate" or task.head in POOLED_HEADS,
+        f"long_text={task.long_text}: is for the heads {', '.join(POOLED_HEADS)}, not for "
         f"{task.head}; remove it",
     )
     require(task.max_answer_length > 0, f"max_answer_length={task.max_answer_length}: not positive")

@@ -114,8 +114,8 @@ def test_a_long_text_is_pooled_over_its_windows(
             assert ours["label"] == pytest.approx(expected, abs=1e-5)
         else:
             assert list(ours["scores"].values()) == pytest.approx(expected.tolist(), abs=1e-5)
-            present = [name for name, share in zip(NAMES, expected, strict=True) if share >= 0.5]
-            assert ours["label"] == (present if kind == "several" else NAMES[expected.argmax()])
+            chosen = [name for name, p in zip(NAMES, expected, strict=True) if p >= 0.5]
+            assert ours["label"] == (chosen if kind == "several" else NAMES[expected.argmax()])
         assert "truncated" not in ours
     assert [each["windows"] for each in found] == counts
     assert counts[0] > 3

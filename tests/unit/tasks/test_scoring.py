@@ -30,7 +30,7 @@ from megatron_deberta.tasks import (
 )
 from megatron_deberta.tasks.class_scores import class_scores
 from megatron_deberta.tasks.scoring import best_label_threshold, sigmoid, with_best_thresholds
-from megatron_deberta.tasks.task import METRICS, WINDOW_HEADS
+from megatron_deberta.tasks.task import METRICS, POOLED_HEADS
 from megatron_deberta.tokenizer import Tokenizer
 from tests.support.task_files import make_task
 
@@ -187,7 +187,7 @@ def test_thresholds_separate_scores_that_are_nearly_equal() -> None:
 
 
 @pytest.mark.parametrize("long_text", ["mean", "max"])
-@pytest.mark.parametrize("head", WINDOW_HEADS)
+@pytest.mark.parametrize("head", POOLED_HEADS)
 def test_windows_of_a_document_count_as_one_example(
     tokenizer: Tokenizer, head: str, long_text: str
 ) -> None:
