@@ -18,9 +18,9 @@ question and --text-pair the passage, of rerank the query and a passage. Of rera
 are one per passage.
 
 Texts that are longer than the model's rows are predicted in overlapping windows: windows is their
-number. Of classes and scores, --long-text says how they become one; a line on standard error says
-how many texts are longer. Files are predicted in blocks, and --output has its name when all of it
-is written.
+number. Of classes and scores, the task's long_text or --long-text says how they become one; a line
+on standard error says how many texts are longer. Files are predicted in blocks, and --output has
+its name when all of it is written.
 
 --zero-shot classifies texts with any labels by a model of natural language inference (MNLI, RTE,
 QNLI): the label's score is the probability that the text entails the sentence --hypothesis.
@@ -41,7 +41,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,10 +69,11 @@ from megatron_deberta.text.jobs.progress import ProgressDisplay
 
 if TYPE_CHECKING:
     # These import torch, which --help does not need.
-    from megatron_deberta.evaluate.predict import LongText, Predicted, Predictor
+    from megatron_deberta.evaluate.predict import Predicted, Predictor
     from megatron_deberta.evaluate.zero_shot import ZeroShot
     from megatron_deberta.tasks import TaskConfig
     from megatron_deberta.tasks.scoring import Outputs
+    from megatron_deberta.tasks.task import LongText
 
 _TEST = "test"
 """Split that is predicted if none is named."""
@@ -122,8 +123,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--long-text", choices=("mean", "max", "truncate"),
         help="texts longer than data.sequence_length, of classes and scores: mean or largest "
-        "probability (score) of overlapping windows, or cut (default: mean; with --data, where "
-        "evaluate cuts too, truncate)",
+        "probability (score) of overlapping windows, or cut (default: the task's long_text, but "
+        "without --data mean instead of truncate)",
     )  # fmt: skip
     add_shared(parser, "--split", help=f"split to predict (default: {_TEST})")
     add_shared(
@@ -175,6 +176,7 @@ def run(args: argparse.Namespace) -> None:
                 f"--long-text {args.long_text} is for classes and scores, not for the head "
                 f"{task.head} of {task.name}; remove it"
             )
+        predictor = replace(predictor, task=replace(task, long_text=_long_text(args, task)))
         if predictor.groups.rank == 0:
             _write(args, predictor, texts)
         else:
@@ -340,7 +342,6 @@ def _predict(
         try:
             yield predictor.predict_split(
                 name,
-                _long_text(args),
                 null_threshold=threshold,
                 advance=lambda share: show(share * _STEPS, _STEPS),
             )
@@ -354,17 +355,16 @@ def _predict(
         show(begin + share * (texts.position - begin), texts.size)
 
     examples = text_examples(predictor.task, texts.records)
-    for block in predictor.predict_texts(
-        examples, _long_text(args), null_threshold=threshold, advance=advance
-    ):
+    for block in predictor.predict_texts(examples, null_threshold=threshold, advance=advance):
         yield block
         begin = texts.position
 
 
-def _long_text(args: argparse.Namespace) -> LongText:
-    # A split is encoded as in training, and as `evaluate task` does.
-    chosen: LongText = args.long_text or ("truncate" if args.data else "mean")
-    return chosen
+def _long_text(args: argparse.Namespace, task: TaskConfig) -> LongText:
+    chosen: LongText = args.long_text or task.long_text
+    # A split is encoded as in training, and as `evaluate task` does; of other texts, nothing is cut
+    # unless that was asked for.
+    return "mean" if chosen == "truncate" and not (args.long_text or args.data) else chosen
 
 
 def _write(args: argparse.Namespace, predictor: Predictor, texts: _Texts | None) -> None:
@@ -398,7 +398,7 @@ def _write(args: argparse.Namespace, predictor: Predictor, texts: _Texts | None)
         print(f"{args.output}: {count:,} prediction{'' if count == 1 else 's'} of {task.name}")
     if num_long or args.input:
         length = predictor.config.data.sequence_length
-        print(_describe_long(args, task, num_long, count, most, length), file=sys.stderr)
+        print(_describe_long(task, num_long, count, most, length), file=sys.stderr)
 
 
 def _npy(arrays: Sequence[Outputs]) -> bytes:
@@ -409,9 +409,7 @@ def _npy(arrays: Sequence[Outputs]) -> bytes:
     return stream.getvalue()
 
 
-def _describe_long(
-    args: argparse.Namespace, task: TaskConfig, num_long: int, count: int, most: int, length: int
-) -> str:
+def _describe_long(task: TaskConfig, num_long: int, count: int, most: int, length: int) -> str:
     """Return how many texts are longer than the model, and what became of them."""
     verb = "is" if count == 1 else "are"
     text = f"{num_long:,} of {count:,} text{'' if count == 1 else 's'} {verb} longer than "
@@ -423,10 +421,9 @@ def _describe_long(
     if task.head in ("choices", "embed", "rerank"):
         return f"{text}: cut at the end"
     value = "score" if task.head == "regression" else "probability"
-    found = _long_text(args)
-    if found == "truncate":
+    if task.long_text == "truncate":
         return f"{text}: cut; --long-text mean reads the whole text in windows"
-    kind = {"mean": "mean", "max": "largest"}[found]
+    kind = {"mean": "mean", "max": "largest"}[task.long_text]
     return f"{text}: {kind} {value} of their windows, at most {most:,}"
 
 

@@ -453,7 +453,8 @@ def build_ensemble(
     split, outputs = combined_outputs(task, members, DEV, data)
     # Those of the members do not suit their mean.
     if len({run.task.thresholds for run in members}) > 1:
-        task = with_best_thresholds(replace(task, thresholds=()), split.examples, outputs)
+        task = replace(task, thresholds=())
+        task = with_best_thresholds(task, split.examples, split.encoded, outputs)
     metrics = score(task, split.examples, split.encoded, outputs)
     return Ensemble(task, tuple(scored), members, metrics, data)
 
@@ -470,15 +471,16 @@ def combined_outputs(
         data: folder of the data.
 
     Raises:
-        ConfigError: the runs encode the examples differently.
+        ConfigError: the runs encode the examples, or pool their windows, differently.
     """
     found = [read_outputs(run, split, data) for run in members]
     first = found[0][0]
     for run, (other, _) in zip(members, found, strict=True):
-        if other.encoded.fingerprint != first.encoded.fingerprint:
+        is_pooled = run.task.long_text == members[0].task.long_text
+        if other.encoded.fingerprint != first.encoded.fingerprint or not is_pooled:
             raise ConfigError(
-                f"{run.folder} and {members[0].folder} have different tokenizers, lengths or "
-                "examples; give runs with the same"
+                f"{run.folder} and {members[0].folder} have different tokenizers, lengths, "
+                "long_text or examples; give runs with the same"
             )
     return first, mean_outputs(task.head, first.encoded, [outputs for _, outputs in found])
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -51,10 +51,6 @@ from megatron_deberta.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from megatron_deberta.hf.onnx.check import Logits
 
-
-LongText = Literal["mean", "max", "truncate"]
-"""What becomes of texts of a class or a score that are longer than a row: `Pooling` of windows, or
-cut."""
 
 _BLOCK_TEXTS, _BLOCK_CHARACTERS = 1024, 1 << 22
 """Texts that are encoded, sorted by length and predicted together, at most."""
@@ -108,7 +104,6 @@ class Predictor:
     def predict_split(
         self,
         name: str,
-        long_text: LongText,
         *,
         null_threshold: float = 0.0,
         advance: Callable[[float], None] | None = None,
@@ -117,23 +112,18 @@ class Predictor:
 
         Args:
             name: of the split.
-            long_text: see `LongText`.
             null_threshold: see `tasks.scoring.predict`.
             advance: called with the share of the split that is done.
 
         Raises:
             DataError: a file of the split is missing or malformed.
         """
-        split = read_split(
-            self.config, self.task, name, self.tokenizer, self.run_dir,
-            split_long=long_text != "truncate",
-        )  # fmt: skip
-        return self._predict(split, long_text, null_threshold, advance)
+        split = read_split(self.config, self.task, name, self.tokenizer, self.run_dir)
+        return self._predict(split, null_threshold, advance)
 
     def predict_texts(
         self,
         examples: Iterable[Example],
-        long_text: LongText,
         *,
         null_threshold: float = 0.0,
         advance: Callable[[float], None] | None = None,
@@ -142,19 +132,17 @@ class Predictor:
 
         Args:
             examples: in any number.
-            long_text: see `LongText`.
             null_threshold: see `tasks.scoring.predict`.
             advance: called with the share of the block that is done.
         """
-        length, split_long = self.config.data.sequence_length, long_text != "truncate"
+        length = self.config.data.sequence_length
         for block in _blocks(examples):
-            encoded = encode(self.task, block, self.tokenizer, length, split_long=split_long)
-            yield self._predict(Split(block, encoded), long_text, null_threshold, advance)
+            encoded = encode(self.task, block, self.tokenizer, length)
+            yield self._predict(Split(block, encoded), null_threshold, advance)
 
     def _predict(
         self,
         split: Split,
-        long_text: LongText,
         null_threshold: float,
         advance: Callable[[float], None] | None,
     ) -> Predicted:
@@ -167,7 +155,6 @@ class Predictor:
             outputs,
             null_threshold=null_threshold,
             uses_sigmoid=self.uses_sigmoid,
-            pooling="max" if long_text == "max" else "mean",
         )
         length = self.config.data.sequence_length
         omitted = omitted_tokens(self.task, examples, encoded, self.tokenizer, length)
@@ -361,5 +348,5 @@ def score_logits(
     for batch in rows.batches(config.train.micro_batch_size, 0, 1):
         collector.add(batch, objective.outputs(logits(batch.inputs), batch))
     found = collector.outputs.numpy()
-    task = with_best_thresholds(task, split.examples, found)
+    task = with_best_thresholds(task, split.examples, split.encoded, found)
     return score(task, split.examples, split.encoded, found)

@@ -326,8 +326,6 @@ def read_split(
     name: str,
     tokenizer: Tokenizer,
     run_dir: Path | None,
-    *,
-    split_long: bool = False,
 ) -> Split:
     """Read and encode a split; encoded examples are kept in ``finetune.cache``.
 
@@ -337,16 +335,13 @@ def read_split(
         name: the split.
         tokenizer: the model's tokenizer.
         run_dir: folder of the run, which keeps them if no other is set; None: they are not kept.
-        split_long: encode long texts as several rows, see `encode`.
     """
     examples = read_examples(task, config.finetune.data or "", name)
     cache = (
         Path(config.finetune.cache) if config.finetune.cache else run_dir and run_dir / "encoded"
     )
     length = config.data.sequence_length
-    return Split(
-        examples, encode(task, examples, tokenizer, length, cache=cache, split_long=split_long)
-    )
+    return Split(examples, encode(task, examples, tokenizer, length, cache=cache))
 
 
 def task_rows(config: RunConfig, encoded: EncodedDataset, tokenizer: Tokenizer) -> TaskRows:
@@ -412,7 +407,7 @@ def validate_split(
                 )
                 metrics = {str(name): math.nan for name in task.metrics}
             else:
-                task = with_best_thresholds(task, split.examples, outputs)
+                task = with_best_thresholds(task, split.examples, split.encoded, outputs)
                 metrics = score(task, split.examples, split.encoded, outputs)
                 predictions = predict(task, split.examples, split.encoded, outputs)
                 classes = class_scores(task, split.examples, predictions)

@@ -42,7 +42,15 @@ from megatron_deberta.tasks.encoding import encode
 from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.reading import read_examples
 from megatron_deberta.tasks.scoring import Outputs, score
-from megatron_deberta.tasks.task import DEV, TRAIN, TaskConfig, load_task, run_task_name, save_task
+from megatron_deberta.tasks.task import (
+    DEV,
+    POOLED_HEADS,
+    TRAIN,
+    TaskConfig,
+    load_task,
+    run_task_name,
+    save_task,
+)
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 from megatron_deberta.train.data import Validator, rows_work
 from megatron_deberta.train.records import RunRecords
@@ -340,7 +348,11 @@ def with_class_weights(config: RunConfig, encoded: EncodedDataset) -> RunConfig:
     """
     if config.finetune.class_weights != BALANCED:
         return config
-    numbers = balanced_weights(encoded.labels, len(config.model.labels))
+    labels = encoded.labels
+    if config.model.head in POOLED_HEADS:
+        # An example counts once, in however many windows it is.
+        labels = labels[encoded.example_offsets[:-1]]
+    numbers = balanced_weights(labels, len(config.model.labels))
     weights = tuple(map(repr, numbers.tolist()))
     return replace(config, finetune=replace(config.finetune, class_weights=weights))
 

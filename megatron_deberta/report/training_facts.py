@@ -143,6 +143,8 @@ def _rows(
     if task:
         # The last batch of an epoch is smaller, so the rows seen are not known.
         rows["sequence length"] = f"up to {run.data.sequence_length:,} tokens"
+        if task.long_text != "truncate":
+            rows["longer texts"] = f"in windows; {task.long_text} of their predictions"
     else:
         rows |= _text_rows(run, parts, step)
     rate = run.rtd.discriminator_learning_rate if config.head == "discriminator" else None

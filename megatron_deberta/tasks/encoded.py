@@ -25,9 +25,9 @@ _EMPTY_BYTES = 128
 class EncodedDataset:
     """Encoded examples: rows of tokens behind each other, with labels.
 
-    A row is an example or a window of one (windows of classes and scores only with ``split_long``
-    of `encode`), one of its choices or passages, or one of its texts (embed: text, second text,
-    negative; as many in every example). Rows of one example are contiguous.
+    A row is an example or a window of one (of classes and scores only if the task's ``long_text``
+    asks for windows), one of its choices or passages, or one of its texts (embed: text, second
+    text, negative; as many in every example). Rows of one example are contiguous.
 
     Attributes:
         input_ids: int32 ``[total]``, [CLS] and [SEP] included, without padding.

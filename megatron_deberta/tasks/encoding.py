@@ -138,7 +138,7 @@ def _example_labels(task: TaskConfig, examples: Sequence[Example]) -> npt.NDArra
 def encode_windows(
     task: TaskConfig, examples: Sequence[Example], tokenizer: Tokenizer, length: int
 ) -> EncodedDataset:
-    """Encode examples with a class or a score without cutting them: long ones in several rows.
+    """Encode examples of `encode_segments` without cutting them: long ones in several rows.
 
     The rows of a long example are windows of ``length`` tokens that overlap by ``task.stride``
     tokens, at most half a window; the last one ends with the text. Of a pair, the longer segment
@@ -578,19 +578,15 @@ def encode(
     tokenizer: Tokenizer,
     max_length: int | None = None,
     cache: Path | None = None,
-    *,
-    split_long: bool = False,
 ) -> EncodedDataset:
     """Encode examples; a pure function of its arguments but ``cache``.
 
     Args:
-        task: the task.
+        task: the task; its ``long_text`` says whether texts that are longer than a row are cut.
         examples: examples of one split.
         tokenizer: the model's tokenizer.
         max_length: tokens per row; None: the task's.
         cache: folder where the result is kept under a hash of the other arguments; None: nowhere.
-        split_long: encode texts of a class or a score that are longer than a row as several rows,
-            see `encode_windows`; False: cut them, as ``task.truncate`` says.
 
     Raises:
         DataError: there are no examples, a question leaves no room for the passage, most answers
@@ -600,7 +596,7 @@ def encode(
         raise DataError(f"task {task.name}: no examples to encode")
     length = task.max_length if max_length is None else max_length
     encoder = _ENCODERS[task.head]
-    if split_long and task.head in POOLED_HEADS:
+    if task.long_text != "truncate" and task.head in POOLED_HEADS:
         encoder = encode_windows
     if cache is None:
         encoded = encoder(task, examples, tokenizer, length)

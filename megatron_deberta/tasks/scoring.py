@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +21,10 @@ from megatron_deberta.tasks.metrics import (
     group_accuracies,
     paired_metric,
 )
-from megatron_deberta.tasks.task import SCORE_HEADS, TaskConfig
+from megatron_deberta.tasks.task import SCORE_HEADS, LongText, TaskConfig
 
 Outputs = npt.NDArray[np.float32]
 
-Pooling = Literal["mean", "max"]
-"""How the probabilities, or scores, of an example's windows become one."""
 DEFAULT_THRESHOLD = 0.5
 """Probability from which a label is predicted, if the task has no thresholds."""
 
@@ -41,12 +39,11 @@ def predict(
     *,
     null_threshold: float = 0.0,
     uses_sigmoid: bool = False,
-    pooling: Pooling = "mean",
 ) -> list[Prediction]:
     """Turn outputs into one prediction per example.
 
     Args:
-        task: the task.
+        task: the task; its ``long_text`` says how windows become one prediction.
         examples: the examples, in the order in which they were encoded.
         encoded: their encoding.
         outputs: float32: classification and multilabel ``[rows, classes]``, regression ``[rows]``,
@@ -56,7 +53,6 @@ def predict(
             best one on a dev split as ``null_threshold``.
         uses_sigmoid: classification, choices and rerank: each class, choice or passage has a
             probability of its own; the value is still the most probable one.
-        pooling: classification, multilabel and regression: see `pool_windows`.
 
     Raises:
         DataError: outputs are infinite or not a number.
@@ -70,11 +66,11 @@ def predict(
         return _predict_embeddings(task, examples, encoded, outputs)
     if task.head == "classification":
         to_probabilities = sigmoid if uses_sigmoid else softmax
-        found = _predict_classes(task, examples, encoded, outputs, to_probabilities, pooling)
+        found = _predict_classes(task, examples, encoded, outputs, to_probabilities)
     elif task.head == "multilabel":
-        found = _predict_labels(task, examples, encoded, outputs, pooling)
+        found = _predict_labels(task, examples, encoded, outputs)
     elif task.head == "regression":
-        found = _predict_scores(task, examples, encoded, outputs, pooling)
+        found = _predict_scores(task, examples, encoded, outputs)
     elif task.head == "tokens":
         found = _predict_tags(task, examples, encoded, outputs)
     else:
@@ -120,7 +116,7 @@ def score(
         if task.head == "embed":
             found = cosines(encoded, outputs)
         else:
-            found = pool_windows(outputs.astype(np.float64), encoded, "mean")
+            found = pool_windows(outputs.astype(np.float64), encoded, task.long_text)
         return {name: CorrelationMetric(name, truth, found).value() for name in task.metrics}
     predictions = predict(task, examples, encoded, outputs, null_threshold=np.inf)
     values: dict[str, float] = {
@@ -207,20 +203,20 @@ def sigmoid(logits: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 
 def pool_windows(
-    values: npt.NDArray[np.float64], encoded: EncodedDataset, pooling: Pooling
+    values: npt.NDArray[np.float64], encoded: EncodedDataset, long_text: LongText
 ) -> npt.NDArray[np.float64]:
     """Return one value per example from the values of its windows.
 
     Args:
         values: probabilities ``[rows, classes]``, or scores ``[rows]``.
         encoded: the rows.
-        pooling: the mean over an example's rows, or of each class the largest value in any of
-            them; the largest probabilities of several classes can add up to more than 1.
+        long_text: ``max``: of each class the largest value in any of an example's rows, so that
+            the probabilities can add up to more than 1; else the mean over them.
     """
     if encoded.num_rows == encoded.num_examples:
         return values
     offsets = encoded.example_offsets
-    if pooling == "max":
+    if long_text == "max":
         largest: npt.NDArray[np.float64] = np.maximum.reduceat(values, offsets[:-1])
         return largest
     sums: npt.NDArray[np.float64] = np.add.reduceat(values, offsets[:-1])
@@ -233,9 +229,8 @@ def _predict_classes(
     encoded: EncodedDataset,
     outputs: Outputs,
     to_probabilities: Callable[[Outputs], npt.NDArray[np.float64]],
-    pooling: Pooling,
 ) -> list[Prediction]:
-    probabilities = pool_windows(to_probabilities(outputs), encoded, pooling)
+    probabilities = pool_windows(to_probabilities(outputs), encoded, task.long_text)
     # Of single rows by the logits, as large ones all have the probability 1 by sigmoid.
     is_single = len(probabilities) == len(outputs)
     indices = (outputs if is_single else probabilities).argmax(axis=1).tolist()
@@ -252,13 +247,9 @@ def _predict_classes(
 
 
 def _predict_labels(
-    task: TaskConfig,
-    examples: Sequence[Example],
-    encoded: EncodedDataset,
-    outputs: Outputs,
-    pooling: Pooling,
+    task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset, outputs: Outputs
 ) -> list[Prediction]:
-    probabilities = pool_windows(sigmoid(outputs), encoded, pooling)
+    probabilities = pool_windows(sigmoid(outputs), encoded, task.long_text)
     names = np.array(task.labels, dtype=object)
     return [
         Prediction(
@@ -275,7 +266,7 @@ def _predict_labels(
 
 
 def with_best_thresholds(
-    task: TaskConfig, examples: Sequence[Example], outputs: Outputs
+    task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset, outputs: Outputs
 ) -> TaskConfig:
     """Return a task with the threshold of each label that has the best F1 on some examples.
 
@@ -284,6 +275,7 @@ def with_best_thresholds(
     Args:
         task: the task.
         examples: labelled examples.
+        encoded: their encoding.
         outputs: see ``predict``.
 
     Raises:
@@ -293,7 +285,8 @@ def with_best_thresholds(
         return task
     require_labels(task, examples)
     truth = np.array([example.tags for example in examples], np.bool_)
-    columns = zip(truth.T, sigmoid(outputs).T, strict=True)
+    probabilities = pool_windows(sigmoid(outputs), encoded, task.long_text)
+    columns = zip(truth.T, probabilities.T, strict=True)
     return replace(task, thresholds=tuple(best_label_threshold(*column) for column in columns))
 
 
@@ -325,14 +318,10 @@ def best_label_threshold(
 
 
 def _predict_scores(
-    task: TaskConfig,
-    examples: Sequence[Example],
-    encoded: EncodedDataset,
-    outputs: Outputs,
-    pooling: Pooling,
+    task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset, outputs: Outputs
 ) -> list[Prediction]:
     low, high = task.label_range or (-np.inf, np.inf)
-    pooled = pool_windows(outputs.astype(np.float64), encoded, pooling)
+    pooled = pool_windows(outputs.astype(np.float64), encoded, task.long_text)
     values = np.clip(pooled, low, high).tolist()
     return [Prediction(id=e.id, value=value) for e, value in zip(examples, values, strict=True)]
 

@@ -39,6 +39,9 @@ Reader = Literal[
 Leaderboard = Literal["", "glue", "superglue", "squad", "conll"]
 
 
+LongText = Literal["truncate", "mean", "max"]
+
+
 METRICS: Mapping[str, tuple[str, ...]] = {
     "classification": (
         "accuracy", "f1", "macro_f1", "matthews", "f1a", "group_exact", "gender_parity",
@@ -206,7 +209,11 @@ class TaskConfig:
     """Tokens per row, special tokens included."""
     stride: int = 128
     """Tokens that neighbouring windows of a long passage share, at most half a window (spans,
-    tokens)."""
+    tokens, ``long_text``)."""
+    long_text: LongText = "truncate"
+    """Texts that are longer than a row (classification, multilabel, regression): cut, or divided
+    into windows. Each window is trained with the example's label, and the prediction is the
+    ``mean`` of the windows' probabilities (scores), or of each class the largest one (``max``)."""
     truncate: Literal["longest", "first", "second"] = "longest"
     """Segment that is cut at its end if a pair is too long."""
     max_answer_length: int = 30
@@ -629,6 +636,11 @@ def _check(task: TaskConfig, source: str) -> None:
         require(getattr(task, key) >= 0, f"{key}={getattr(task, key)}: is negative")
     require(task.max_length >= 8, f"max_length={task.max_length}: must be at least 8")
     require(task.stride >= 0, f"stride={task.stride}: is negative")
+    require(
+        task.long_text == "truncate" or task.head in POOLED_HEADS,
+        f"long_text={task.long_text}: is for the heads {', '.join(POOLED_HEADS)}, not for "
+        f"{task.head}; remove it",
+    )
     require(task.max_answer_length > 0, f"max_answer_length={task.max_answer_length}: not positive")
 
 

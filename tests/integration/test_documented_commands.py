@@ -55,6 +55,7 @@ INPUTS = {
     ),
     "docs/search.md": ("exports/base", "glue/SST-2"),
     "docs/tasks.md": ("runs/own", "orders"),
+    "docs/gliner.md": ("runs/quickstart/run",),
     "docs/onnx.md": ("exports/base", "runs/first", "glue/SST-2"),
     "docs/export.md": ("runs/first", "shards/corpus_text_document"),
     "docs/preprocess.md": ("tokenizer",),

@@ -128,7 +128,7 @@ def test_exports_have_the_same_embeddings(normalize: bool, tmp_path: Path) -> No
         assert predictor.config.model == config
         examples = [Example(id=text, text=text) for text in TEXT]
         encoded = encode(predictor.task, examples, predictor.tokenizer)
-        (block,) = predictor.predict_texts(examples, "truncate")
+        (block,) = predictor.predict_texts(examples)
         found = block.outputs
         for row, embedding in enumerate(found):
             ids = torch.from_numpy(encoded.input_ids[encoded.row(row)]).long()

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_deberta.checkpoint.layout import step_dir
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.errors import CheckpointError
+from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.evaluate import outputs as outputs_module
 from megatron_deberta.evaluate.models import SourceModel
 from megatron_deberta.evaluate.outputs import FinetunedRun, build_ensemble
@@ -86,7 +86,10 @@ def test_an_ensemble_has_thresholds_of_its_own(
     }
     runs = [
         FinetunedRun(
-            tmp_path / name, RunConfig(), with_best_thresholds(TASK, examples, values), tmp_path
+            tmp_path / name,
+            RunConfig(),
+            with_best_thresholds(TASK, examples, data, values),
+            tmp_path,
         )
         for name, values in members.items()
     ]
@@ -98,7 +101,7 @@ def test_an_ensemble_has_thresholds_of_its_own(
     _, mean = ensemble.outputs("dev")
     odds = np.mean([1 / (1 + np.exp(-values)) for values in members.values()], axis=0)
     assert 1 / (1 + np.exp(-mean)) == pytest.approx(odds, abs=1e-6)
-    assert ensemble.task.thresholds == with_best_thresholds(TASK, examples, mean).thresholds
+    assert ensemble.task.thresholds == with_best_thresholds(TASK, examples, data, mean).thresholds
     at_half = score(TASK, examples, data, mean)["micro_f1"]
     assert ensemble.metrics["micro_f1"] == pytest.approx(
         score(ensemble.task, examples, data, mean)["micro_f1"]
@@ -107,6 +110,9 @@ def test_an_ensemble_has_thresholds_of_its_own(
     # A run is scored at its own thresholds, and those that a task states are kept.
     for value, run in ensemble.scores:
         assert value == score(run.task, examples, data, members[run.folder.name])["micro_f1"]
+    pooled = [runs[0], replace(runs[1], task=replace(runs[1].task, long_text="max"))]
+    with pytest.raises(ConfigError, match="different tokenizers, lengths, long_text or examples"):
+        build_ensemble(TASK, pooled, 2)
     given = replace(TASK, thresholds=(0.3,))
     stated = [replace(run, task=given) for run in runs]
     assert build_ensemble(given, stated, 2).task.thresholds == (0.3,)

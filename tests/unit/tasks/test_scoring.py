@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.stats import pearsonr
 from sklearn.metrics import (
     accuracy_score,
     f1_score,
@@ -29,7 +30,7 @@ from megatron_deberta.tasks import (
 )
 from megatron_deberta.tasks.class_scores import class_scores
 from megatron_deberta.tasks.scoring import best_label_threshold, sigmoid, with_best_thresholds
-from megatron_deberta.tasks.task import METRICS
+from megatron_deberta.tasks.task import METRICS, POOLED_HEADS
 from megatron_deberta.tokenizer import Tokenizer
 from tests.support.task_files import make_task
 
@@ -157,7 +158,7 @@ def test_metrics_of_labels_are_those_of_scikit_learn(tokenizer: Tokenizer) -> No
 
 def test_thresholds_have_the_best_f1_of_scikit_learns_curve(tokenizer: Tokenizer) -> None:
     task, flags, examples, encoded, outputs = labelled_twice(tokenizer)
-    tuned = with_best_thresholds(task, examples, outputs)
+    tuned = with_best_thresholds(task, examples, encoded, outputs)
     probabilities = sigmoid(outputs)
     for number, threshold in enumerate(tuned.thresholds[:3]):
         precision, recall, _ = precision_recall_curve(flags[:, number], probabilities[:, number])
@@ -172,7 +173,7 @@ def test_thresholds_have_the_best_f1_of_scikit_learns_curve(tokenizer: Tokenizer
         > (score(task, examples, encoded, outputs)["macro_f1"])
     )
     given = replace(task, thresholds=(0.7,))
-    assert with_best_thresholds(given, examples, outputs) is given
+    assert with_best_thresholds(given, examples, encoded, outputs) is given
 
 
 def test_thresholds_separate_scores_that_are_nearly_equal() -> None:
@@ -183,6 +184,69 @@ def test_thresholds_separate_scores_that_are_nearly_equal() -> None:
     assert best_label_threshold(truth, np.array([high, 0.25])) == 0.125
     assert best_label_threshold(~truth, np.array([0.9, 0.8])) == pytest.approx(0.4)
     assert 0 < best_label_threshold(truth, np.array([1.0, 1.0])) < 1
+
+
+@pytest.mark.parametrize("long_text", ["mean", "max"])
+@pytest.mark.parametrize("head", POOLED_HEADS)
+def test_windows_of_a_document_count_as_one_example(
+    tokenizer: Tokenizer, head: str, long_text: str
+) -> None:
+    random = np.random.default_rng(3)
+    metrics = {"classification": ["accuracy", "macro_f1"], "multilabel": ["micro_f1", "macro_f1"]}
+    names = {} if head == "regression" else {"labels": ["a", "b", "c"]}
+    chosen = metrics.get(head, ["pearson"])
+    task = make_task(head, *chosen, long_text=long_text, stride=4, **names)
+    classes, flags, scores = (
+        random.integers(0, 3, 20), random.random((20, 3)) < 0.5, random.normal(0, 1, 20),
+    )  # fmt: skip
+    examples = [
+        Example(
+            id=str(n),
+            text="the cat sat on a mat and " * (1 + n % 5),
+            label={"classification": int(classes[n]), "regression": scores[n]}.get(head),
+            tags=tuple(map(int, flags[n])) if head == "multilabel" else (),
+        )
+        for n in range(20)
+    ]
+    encoded = encode(task, examples, tokenizer, 16)
+    index = encoded.example_index
+    assert encoded.num_rows > 40
+    shape = (encoded.num_rows, 3)
+    outputs = random.normal(0, 2, shape[: 1 if head == "regression" else 2]).astype(np.float32)
+    values = outputs.astype(np.float64)
+    if head == "classification":
+        values = np.exp(values) / np.exp(values).sum(axis=1, keepdims=True)
+    elif head == "multilabel":
+        values = 1 / (1 + np.exp(-values))
+    pooled = np.array([getattr(values[index == n], long_text)(axis=0) for n in range(20)])
+    tuned = with_best_thresholds(task, examples, encoded, outputs)
+    predictions = predict(tuned, examples, encoded, outputs)
+    assert [each.windows for each in predictions] == np.bincount(index).tolist()
+    if head == "regression":
+        expected = {"pearson": pearsonr(scores, pooled)[0]}
+        assert [each.value for each in predictions] == pytest.approx(pooled)
+    elif head == "classification":
+        found = pooled.argmax(axis=1)
+        expected = {"accuracy": accuracy_score(classes, found)}
+        expected["macro_f1"] = f1_score(classes, found, average="macro")
+        assert [each.index for each in predictions] == found.tolist()
+    else:
+        for number, threshold in enumerate(tuned.thresholds):
+            curve = precision_recall_curve(flags[:, number], pooled[:, number])[:2]
+            best = np.max(2 * curve[0] * curve[1] / np.maximum(curve[0] + curve[1], 1e-12))
+            found = pooled[:, number] >= threshold
+            assert f1_score(flags[:, number], found) == pytest.approx(best)
+        found = pooled >= tuned.thresholds
+        expected = {name: f1_score(flags, found, average=name[:-3]) for name in task.metrics}
+    assert score(tuned, examples, encoded, outputs) == {
+        name: pytest.approx(value) for name, value in expected.items()
+    }
+    if head == "regression":
+        return
+    classwise = class_scores(tuned, examples, predictions)
+    assert classwise is not None
+    truth = np.eye(3, dtype=np.bool_)[classes] if head == "classification" else flags
+    assert [each.labelled for each in classwise.classes] == truth.sum(axis=0).tolist()
 
 
 def test_correlations(tokenizer: Tokenizer) -> None:

@@ -80,6 +80,12 @@ def test_overrides_and_a_base_of_ones_own(tmp_path: Path) -> None:
             "x: columns: passages .with labels. or positives missing for head rerank",
         ),
         ({"max_passages": -1}, "x: max_passages=-1: is negative"),
+        ({"long_text": "min"}, "x: long_text: Invalid value 'min'"),
+        (
+            {"head": "tokens", "columns": {"words": "w"}, "long_text": "mean"},
+            "x: long_text=mean: is for the heads classification, multilabel, regression, not for "
+            "tokens; remove it",
+        ),
         ({"hypothesis": "It is {}."}, "x: hypothesis='It is {}.': is for head choices"),
     ],
 )
