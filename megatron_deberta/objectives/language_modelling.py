@@ -74,7 +74,13 @@ class MaskedLanguageModel(DebertaForPretraining):
     def predict(
         self, decoded: Tensor, labels: Tensor, reduction: Literal["sum", "none"]
     ) -> LossSums:
-        """Return the loss of tokens ``[B, M]`` whose states are ``decoded`` ``[B, M, D]``."""
+        """Return the loss of tokens, and the number of right ones.
+
+        Args:
+            decoded: ``[B, M, D]`` states at the positions of the tokens.
+            labels: int64 ``[B, M]`` tokens, -100 = padding.
+            reduction: ``none`` for the loss of each token, fp32 ``[B * M]``.
+        """
         token_loss = functools.partial(self.token_loss, reduction=reduction)
         weight = self.embeddings.token.weight
         found: CrossEntropy = self.head(decoded.flatten(0, 1), weight, token_loss, labels.flatten())
