@@ -146,7 +146,7 @@ def planned(config: RunConfig) -> dict[str, Any]:
     extra = tokens * (layers + decoder) / tp_size
     again = tokens * layers / tp_size if config.parallel.recompute == "full" else 0.0
     return {
-        "parameters": local_parameters(config.model, tp_size),
+        "parameters": local_parameters(config),
         "flops": flops.training + flops.recomputed + 3 * extra + again,
         "collectives": counted(tensor_parallel_traffic(config, 1, device_type="cuda")),
     }

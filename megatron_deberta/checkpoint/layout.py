@@ -95,7 +95,7 @@ class CheckpointMetadata:
 
     @property
     def lora_rank(self) -> int | None:
-        """``finetune.lora_rank``, with which most weights are frozen; None: none is."""
+        """Rank of the low-rank adapters (``finetune.lora_rank``); None: all weights are trained."""
         rank: int | None = self.config.get("finetune", {}).get("lora_rank")
         return rank
 

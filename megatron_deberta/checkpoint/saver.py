@@ -130,7 +130,7 @@ class StateCollector:
         self._groups = groups
         self._group = group
         shards = list(engine.local_shards())
-        # With the average, if the run keeps one; 1 of a frozen parameter
+        # With the average, if the run keeps one; a frozen parameter has its weight only.
         self._num_kinds = {shard.name: len(shard.tensors) for shard in shards}
         own = [(shard.start, shard.tensors[0].numel()) for shard in shards]
         # Start and length by data-parallel rank and parameter

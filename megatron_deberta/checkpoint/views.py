@@ -201,7 +201,7 @@ class MergedAdapters(RunView):
 
 
 def with_merged_adapters(reader: StoredRun) -> StoredRun:
-    """Return the weights of a checkpoint, its low-rank adapters merged if it has any."""
+    """Return the weights of a checkpoint; low-rank adapters are added to their layers' weights."""
     return MergedAdapters(reader) if any(map(is_adapter, reader.shapes)) else reader
 
 

@@ -436,7 +436,7 @@ def _export(args: argparse.Namespace) -> None:
         extend=_onnx_extension(args, trained) if args.to == "onnx" else None,
         why_untrained=trained.reader.metadata.why_untrained,
         ranking_loss=trained.run.finetune.ranking_loss,
-        thresholds=_thresholds(trained),
+        thresholds=_thresholds(trained, averaged),
     )
     print(f"{args.output}: {trained.reader.path} as {export.model_type}, {dtype}")
     if export.reason:
@@ -481,8 +481,11 @@ def _export_adapters(args: argparse.Namespace, trained: TrainedModel) -> None:
     )
 
 
-def _thresholds(trained: TrainedModel) -> dict[str, float]:
-    """Return the thresholds of a model for several labels per text, by name; empty for others."""
+def _thresholds(trained: TrainedModel, averaged: str) -> dict[str, float]:
+    """Return the thresholds of a model for several labels per text, by name; empty for others.
+
+    Those that a validation has found are of the checkpoint's own weights, not of averaged ones.
+    """
     from megatron_deberta.evaluate.thresholds import checkpoint_thresholds, thresholds_by_name
     from megatron_deberta.tasks.task import load_task, run_task_name
 
@@ -490,6 +493,12 @@ def _thresholds(trained: TrainedModel) -> dict[str, float]:
         return {}
     checkpoint = trained.reader.path
     task = load_task(run_task_name(trained.run.finetune.task or "", checkpoint.parents[1]))
+    if averaged and not task.thresholds:
+        print(
+            "Averaged weights have no thresholds of their own: labels are predicted from a "
+            "probability of 0.5; the task's thresholds would set others"
+        )
+        return {}
     return thresholds_by_name(checkpoint_thresholds(task, checkpoint))
 
 

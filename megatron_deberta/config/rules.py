@@ -388,6 +388,11 @@ def _check_adapters(config: RunConfig) -> None:
             f"finetune.lora_rank={rank} is above model.hidden_size={config.model.hidden_size}; "
             "use a small rank such as 8"
         )
+    if config.optimizer.freeze:
+        raise ConfigError(
+            f"finetune.lora_rank={rank} freezes all weights but adapters and head; remove "
+            "optimizer.freeze"
+        )
     unknown = [target for target in targets if target not in LORA_TARGETS]
     if unknown or not targets:
         raise ConfigError(
@@ -401,7 +406,7 @@ def _check_adapters(config: RunConfig) -> None:
 
 
 def _check_class_weights(config: RunConfig) -> None:
-    """Check the keys of losses of classes."""
+    """Check ``finetune.class_weights`` and ``finetune.focal_gamma``."""
     weights, labels, head = config.finetune.class_weights, config.model.labels, config.model.head
     for key in ("class_weights", "focal_gamma"):
         if (value := getattr(config.finetune, key)) and head not in CLASS_HEADS:

@@ -173,7 +173,7 @@ def compare(a: Side, b: Side, *, split: str, resamples: int, seed: int) -> Compa
 
 
 def _labels(examples: Sequence[Example]) -> list[tuple[object, ...]]:
-    return [(e.id, e.label, e.tags, e.answers) for e in examples]
+    return [(e.id, e.label, e.tags, e.answers, e.relevance) for e in examples]
 
 
 def _by_task(runs: Sequence[FinetunedRun]) -> dict[str, list[FinetunedRun]]:

@@ -450,6 +450,8 @@ def build_ensemble(
         scored.append((score(run.task, split.examples, split.encoded, outputs)[metric], run))
     scored.sort(key=lambda pair: -pair[0])
     members = tuple(run for _, run in scored[:best])
+    # Its thresholds may be those of a run that is no member.
+    task = members[0].task
     split, outputs = combined_outputs(task, members, DEV, data)
     # Those of the members do not suit their mean.
     if len({run.task.thresholds for run in members}) > 1:

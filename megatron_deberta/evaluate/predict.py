@@ -313,8 +313,13 @@ def compare_accuracy(
     sides: dict[str, Logits] = {"torch": ours.logits, "onnx": graph}
     if isinstance(ours, DebertaForEmbedding):
         sides["onnx"] = lambda inputs: ours.pool(graph(inputs), inputs)
+    outputs = {
+        name: _outputs_of(config, split, tokenizer, logits) for name, logits in sides.items()
+    }
+    # Those of the export are of the model, whatever computes it.
+    task = with_best_thresholds(task, split.examples, split.encoded, outputs["torch"])
     metrics = {
-        name: score_logits(config, task, split, tokenizer, logits) for name, logits in sides.items()
+        name: score(task, split.examples, split.encoded, found) for name, found in outputs.items()
     }
     metric = task.metrics[0]
     return {
@@ -328,18 +333,8 @@ def compare_accuracy(
 
 
 @torch.no_grad()
-def score_logits(
-    config: RunConfig, task: TaskConfig, split: Split, tokenizer: Tokenizer, logits: Logits
-) -> dict[str, float]:
-    """Compute a task's metrics from a function that returns logits.
-
-    Args:
-        config: the run.
-        task: its task.
-        split: labelled examples.
-        tokenizer: the model's tokenizer.
-        logits: has the arguments and result of `DebertaForTask.logits`.
-    """
+def _outputs_of(config: RunConfig, split: Split, tokenizer: Tokenizer, logits: Logits) -> Outputs:
+    """Return the outputs of a function with arguments and result of `DebertaForTask.logits`."""
     objective = build_objective(config)
     assert isinstance(objective, LabelledObjective)
     rows = task_rows(config, split.encoded, tokenizer)
@@ -347,6 +342,5 @@ def score_logits(
     collector = OutputCollector(config.model.head, split.encoded, outputs, torch.device("cpu"))
     for batch in rows.batches(config.train.micro_batch_size, 0, 1):
         collector.add(batch, objective.outputs(logits(batch.inputs), batch))
-    found = collector.outputs.numpy()
-    task = with_best_thresholds(task, split.examples, split.encoded, found)
-    return score(task, split.examples, split.encoded, found)
+    found: Outputs = collector.outputs.numpy()
+    return found

@@ -375,7 +375,7 @@ def validate_split(
 ) -> Evaluation | None:
     """Compute the loss and the task's metrics. Collective over all ranks.
 
-    Those of several labels per example are at the thresholds that are best on this split.
+    Metrics of multilabel tasks use the thresholds that are best on this split.
 
     Args:
         module: the objective's model with its loss.

@@ -27,8 +27,11 @@ def checkpoint_thresholds(task: TaskConfig, checkpoint: Path) -> TaskConfig:
     """
     if task.head != "multilabel":
         return task
-    run_dir, step = checkpoint.parents[1], int(checkpoint.name.rpartition("_")[2])
-    found = recorded_thresholds(run_dir, step) if step_dir(run_dir, step) == checkpoint else {}
+    path, found = checkpoint.absolute(), dict[str, float]()
+    number = path.name.rpartition("_")[2]
+    # A checkpoint that was copied to another place has no records.
+    if number.isdecimal() and step_dir(path.parents[1], int(number)) == path:
+        found = recorded_thresholds(path.parents[1], int(number))
     return _with_thresholds(task, found, checkpoint)
 
 

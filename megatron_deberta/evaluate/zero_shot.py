@@ -76,7 +76,9 @@ def for_task(source: SourceModel, task: TaskConfig, zero_shot: ZeroShot | None) 
     """
     own = source.config
     if own.head != task.head and {own.head, task.head} <= {*SINGLE_OUTPUT_HEADS}:
-        sigmoid = task.head == "rerank" and has_sigmoid(source.fields)
+        # Our own regression is trained on scores, a published one may be a cross-encoder.
+        is_published = source.run is None
+        sigmoid = task.head == "rerank" and is_published and has_sigmoid(source.fields)
         return with_head(source, task.head, uses_sigmoid=sigmoid)
     if own.head == "multilabel" and task.head == "classification" and source.run is None:
         # A published model for any number of labels can also choose the most probable one.

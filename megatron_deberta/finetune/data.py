@@ -427,6 +427,7 @@ def constant_outputs(task: TaskConfig, train: Split, dev: Split) -> Outputs | No
         chosen[first[first < end]] = 1
         return chosen
     rows = len(encoded.input_ids) if task.head == "tokens" else encoded.num_rows
-    constant = np.full((rows, len(task.labels)), -1, np.float32)
-    constant[:, most] = 1
+    # Probabilities of several labels beyond any threshold.
+    constant = np.full((rows, len(task.labels)), -30, np.float32)
+    constant[:, most] = 30
     return constant

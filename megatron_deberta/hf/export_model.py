@@ -117,7 +117,7 @@ def export_model(
             _add_fields(folder / "config.json", {THRESHOLDS_FIELD: dict(thresholds)})
         if why_untrained:
             _add_fields(written / "config.json", {UNTRAINED_FIELD: why_untrained})
-        if config.head == "rerank":
+        if config.head == "rerank" and ranking_loss != "bce":
             _add_fields(folder / "config.json", cross_encoder_fields(ranking_loss))
         if extend is not None:
             extend(folder)

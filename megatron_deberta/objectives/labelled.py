@@ -67,8 +67,8 @@ class LabelledObjective(Objective):
             batch: on the device of the logits.
 
         Returns:
-            Sum of the losses over labelled targets, fp32, and number of correct predictions, int64;
-            scalars. With class weights, each target counts in both as often as its class's weight.
+            Scalars: sum of the losses over labelled targets, fp32, and number of correct
+            predictions, int64. With class weights, both are sums of weighted targets, fp32.
         """
         return cross_entropy(
             self.distributions(logits, batch)[0],

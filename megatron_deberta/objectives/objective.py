@@ -94,7 +94,7 @@ class Mean(NamedTuple):
     Attributes:
         loss: mean per target.
         accuracy: fraction of correct predictions.
-        num_targets: number of targets.
+        num_targets: number of targets, or the sum of their weights, rounded down.
     """
 
     loss: float
@@ -168,7 +168,7 @@ class Objective(ABC):
         """Return the number of targets of each loss in a micro batch.
 
         Returns:
-            int64 scalars; of targets with weights, fp64 for all losses: their sum.
+            Scalars: int64, or fp64 of a loss whose targets have weights, which are summed.
         """
 
     def step_loss(self, means: Mapping[str, Mean]) -> float:

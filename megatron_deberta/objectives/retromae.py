@@ -38,7 +38,7 @@ _DECODER = site_id("retromae.decoder")
 
 
 class RetroMAEModel(MaskedLanguageModel):
-    """Masked language model with a decoder of one layer, which shares embeddings and head.
+    """Masked language model with a decoder of one layer, which uses the same embeddings and head.
 
     Attributes:
         pooling: how states become the embedding, as in ``objective.retromae_pooling``.
@@ -125,7 +125,7 @@ class RetroMAE(MaskedLanguageModelling):
 
     @property
     def losses(self) -> dict[str, LossTerm]:
-        """The loss of the encoder's masked tokens, and of the decoder's."""
+        """The losses of the tokens that are masked for the encoder, and for the decoder."""
         return {MASKED: LossTerm(), RECONSTRUCTION: LossTerm()}
 
     def build_model(self, options: RuntimeOptions) -> RetroMAEModel:

@@ -38,7 +38,10 @@ _STATISTICS = 8
 
 
 def rows_per_sample(config: RunConfig) -> int:
-    """Return the number of rows per sample: the task's choices, passages, or texts of a pair."""
+    """Return the number of rows per sample: the task's choices, passages, or texts of a pair.
+
+    Without ``max_passages`` of the task, the number of passages is unknown, and 1 is returned.
+    """
     if config.model.head not in EXAMPLE_HEADS:
         return 1
     name = run_task_name(config.finetune.task or "", Path(config.train.run_dir))
@@ -60,7 +63,7 @@ def micro_batch_tokens(config: RunConfig) -> tuple[int, int]:
 
 
 def masked_tokens(config: RunConfig) -> int:
-    """Return the number of tokens per micro batch at which mask decoder and vocabulary run.
+    """Return the number of tokens per micro batch that mask decoder and vocabulary head compute.
 
     Of an autoregressive micro batch if the objective has any, which takes the most memory.
     """
@@ -334,50 +337,44 @@ def _chunked_bytes(shape: _Shape) -> int:
 
 
 @cache
-def local_sizes(model: ModelConfig, tp_size: int) -> tuple[tuple[str, int], ...]:
-    """Return name and size of each parameter on a rank before ZeRO, including padding."""
-    shapes = parameter_shapes(model).items()
+def _sizes(
+    model: ModelConfig, finetune: FinetuneConfig, tp_size: int
+) -> tuple[tuple[str, int], ...]:
+    shapes = parameter_shapes(model)
+    shapes = {**shapes, **adapter_shapes(shapes, finetune)}
     return tuple(
-        (name, math.prod(shard_spec(name, shape, 0, tp_size).local_shape)) for name, shape in shapes
+        (name, math.prod(shard_spec(name, shape, 0, tp_size).local_shape))
+        for name, shape in shapes.items()
     )
 
 
-def local_parameters(model: ModelConfig, tp_size: int) -> int:
-    """Return the number of parameters on a rank before ZeRO, including padding."""
-    return sum(size for _, size in local_sizes(model, tp_size))
+def local_sizes(config: RunConfig) -> dict[str, int]:
+    """Return the size of each parameter on a rank before ZeRO, including padding.
 
-
-class Split(NamedTuple):
-    """Numbers of parameters."""
-
-    trained: int
-    frozen: int
-
-
-@cache
-def trained_and_frozen(model: ModelConfig, finetune: FinetuneConfig, tp_size: int) -> Split:
-    """Return the parameters on a rank before ZeRO that a run trains, and the others.
-
-    Args:
-        model: the architecture.
-        finetune: low-rank adapters; without them, everything is trained.
-        tp_size: tensor-parallel ranks.
+    A decoder beside the encoder counts as one more layer of it.
     """
-    sizes = dict(local_sizes(model, tp_size))
-    for name, shape in adapter_shapes(parameter_shapes(model), finetune).items():
-        sizes[name] = math.prod(shard_spec(name, shape, 0, tp_size).local_shape)
-    trained = sum(size for name, size in sizes.items() if is_trained(name, finetune.lora_rank))
-    return Split(trained, sum(sizes.values()) - trained)
+    model = config.model
+    if decoder_masking(config.objective):
+        model = replace(model, num_layers=model.num_layers + 1)
+    return dict(_sizes(model, config.finetune, config.parallel.tensor_parallel_size))
+
+
+def trained_sizes(config: RunConfig) -> dict[str, int]:
+    """Return those of `local_sizes` that the run trains: with low-rank adapters not all."""
+    rank = config.finetune.lora_rank
+    return {name: n for name, n in local_sizes(config).items() if is_trained(name, rank)}
+
+
+def local_parameters(config: RunConfig) -> int:
+    """Return the number of parameters on a rank before ZeRO, including padding."""
+    return sum(local_sizes(config).values())
 
 
 def _states(config: RunConfig, dp_size: int) -> tuple[int, int, int, int]:
     """Return bytes of weights, gradients, optimizer state and buckets."""
     precision = config.precision
-    model = config.model
-    if decoder_masking(config.objective):
-        model = replace(model, num_layers=model.num_layers + 1)
-    tp_size = config.parallel.tensor_parallel_size
-    count, frozen = trained_and_frozen(model, config.finetune, tp_size)
+    count = sum(trained_sizes(config).values())
+    frozen = local_parameters(config) - count
     element, stage = ELEMENT_BYTES[precision.dtype], precision.zero_stage
     share = -(-count // dp_size) if stage else count
     weights = element * (share if stage == 3 else count)

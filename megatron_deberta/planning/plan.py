@@ -397,7 +397,7 @@ def make_plan(
 
     return RunPlan(
         machine=machine,
-        rank_parameters=local_parameters(largest.model, largest.parallel.tensor_parallel_size),
+        rank_parameters=local_parameters(largest),
         micro_batch_flops=rank_flops(largest),
         volumes=[
             link_volume(traffic, largest, machine, dp_size)
@@ -443,7 +443,7 @@ def plan_local_saves(
     copies = 2 if nodes > 1 else 1
     dp_size = world_size // tp_size
     stage = config.precision.zero_stage
-    shard = of_parameter * local_parameters(config.model, tp_size)
+    shard = of_parameter * local_parameters(config)
     sent = part * (copies - 1) * (2 if stage == 3 else 1)
     stall = shard / dp_size / COPY_BYTES_PER_SECOND
     interval = checkpoint.save_every or total_steps

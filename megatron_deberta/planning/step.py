@@ -44,10 +44,10 @@ from megatron_deberta.planning.machine import (
 from megatron_deberta.planning.memory import (
     ELEMENT_BYTES,
     has_causal,
-    local_parameters,
     local_sizes,
     masked_tokens,
     micro_batch_rows,
+    trained_sizes,
 )
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
@@ -271,11 +271,10 @@ def data_parallel_traffic(config: RunConfig, dp_size: int, micro_batches: int) -
     if dp_size == 1:
         return
     stage, element = config.precision.zero_stage, ELEMENT_BYTES[config.precision.dtype]
-    tp_size = config.parallel.tensor_parallel_size
-    sizes = dict(local_sizes(config.model, tp_size))
+    sizes, trained = local_sizes(config), trained_sizes(config)
     # DeepSpeed pads each group of parameters to a multiple of twice the ranks.
     groups = [
-        sum(size for name, size in sizes.items() if decays(name) is on) for on in (True, False)
+        sum(size for name, size in trained.items() if decays(name) is on) for on in (True, False)
     ]
     padded = sum(_round_up(size, 2 * dp_size) for size in groups)
     if stage < 3:
@@ -286,8 +285,8 @@ def data_parallel_traffic(config: RunConfig, dp_size: int, micro_batches: int) -
             yield Traffic("all-gather", "data", "weights", 1, element * padded)
         return
     each = {name: _round_up(size, dp_size) for name, size in sizes.items()}
-    total = sum(each.values())
-    yield Traffic("reduce-scatter", "data", "gradients", micro_batches, micro_batches * 4 * total)
+    total, reduced = sum(each.values()), sum(each[name] for name in trained)
+    yield Traffic("reduce-scatter", "data", "gradients", micro_batches, micro_batches * 4 * reduced)
     kept = sum(each[name] for name, size in sizes.items() if size <= PERSISTENCE_THRESHOLD)
     yield Traffic("all-gather", "data", "small weights", 1, element * kept)
     gathered = total - kept
@@ -414,7 +413,7 @@ def step_time(config: RunConfig, machine: Machine, dp_size: int) -> StepTime:
         gradients, weights = 0.0, exposed + small
     else:
         gradients = max(0.0, gradients - hidden)
-    count = local_parameters(config.model, config.parallel.tensor_parallel_size)
+    count = sum(trained_sizes(config).values())
     updated = count / dp_size if stage else count
     return StepTime(
         compute=micro_batches * one,

@@ -110,7 +110,7 @@ def class_scores(
 ) -> ClassScores | None:
     """Compute scores by class; None for tasks without classes, or with more than MAX_CLASSES.
 
-    Those of several labels per example hold their thresholds, so they have no such limit.
+    Multilabel tasks have no such limit, since the thresholds are recorded with the scores.
 
     Args:
         task: the task.

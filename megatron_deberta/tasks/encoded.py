@@ -34,10 +34,11 @@ class EncodedDataset:
         token_type_ids: uint8 ``[total]``, 1 in the second segment.
         row_offsets: int64 ``[rows + 1]``; row i is ``row_offsets[i] : row_offsets[i + 1]``.
         example_index: int64 ``[rows]``, non-decreasing.
-        labels: classification int64 ``[rows]``; regression, rerank float32 ``[rows]``; spans int64
-            ``[rows, 2]``, first and last token of the answer in the row, 0 0 without an answer in
-            this window; tokens int32 ``[total]``; choices int64 ``[examples]``; embed float32
-            ``[examples]``, similarity from 0 to 1. -100 (NaN in float32) is not scored.
+        labels: classification int64 ``[rows]``; multilabel int8 ``[rows, labels]``, 1 or 0;
+            regression, rerank float32 ``[rows]``; spans int64 ``[rows, 2]``, first and last token
+            of the answer in the row, 0 0 without an answer in this window; tokens int32
+            ``[total]``; choices int64 ``[examples]``; embed float32 ``[examples]``, similarity from
+            0 to 1. -100 (NaN in float32) is not scored.
         char_offsets: spans: int32 ``[total, 2]``, characters of the passage that a token stands
             for, -1 outside the passage; otherwise ``[0, 2]``.
         word_index: tokens: int32 ``[total]``, index of the word whose label is read at this token,
@@ -48,7 +49,12 @@ class EncodedDataset:
     token_type_ids: npt.NDArray[np.uint8]
     row_offsets: npt.NDArray[np.int64]
     example_index: npt.NDArray[np.int64]
-    labels: npt.NDArray[np.int64] | npt.NDArray[np.int32] | npt.NDArray[np.float32]
+    labels: (
+        npt.NDArray[np.int64]
+        | npt.NDArray[np.int32]
+        | npt.NDArray[np.int8]
+        | npt.NDArray[np.float32]
+    )
     char_offsets: npt.NDArray[np.int32]
     word_index: npt.NDArray[np.int32]
 

@@ -607,8 +607,7 @@ def encode(
             encoder(task, examples, tokenizer, length).save(folder)
         encoded = EncodedDataset.load(folder)
         num_labels = len(task.labels) if task.head in ("classification", "tokens") else 0
-        if task.head == "multilabel":
-            num_labels = 2
+        num_labels = 2 if task.head == "multilabel" else num_labels
         if problem := encoded.find_problem(tokenizer.vocab_size, num_labels):
             raise DataError(f"{folder}: damaged ({problem}); remove this folder")
     if task.head == "spans":

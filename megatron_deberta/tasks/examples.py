@@ -553,8 +553,11 @@ def _passages(row: Row, identifier: str) -> Example:
             row.fail("the passages have no labels; give a list of numbers, one per passage")
     for role, value in (("positives", 1.0), ("negatives", 0.0)):
         if row.holds(role):
-            passages += row.texts(role)
-            relevance += [value] * (len(passages) - len(relevance))
+            found = row.texts(role)
+            passages += found
+            relevance += [value] * len(found)
+    if len(relevance) < len(passages):
+        relevance = []  # That of the others is hidden.
     if not passages or not all(passage.strip() for passage in passages):
         row.fail(
             "a passage is empty"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
@@ -33,12 +32,9 @@ from megatron_deberta.tasks.records import (
     value_of,
     whole_number,
 )
-from megatron_deberta.tasks.task import OUTSIDE
+from megatron_deberta.tasks.task import OUTSIDE, entity_type
 
 DOCUMENT_START = "-DOCSTART-"
-
-
-_POSITION = re.compile("^[BIELMSUW][-_:]")
 
 
 def read_conll(path: Path, *, labelled: bool, merge: bool) -> Iterator[Record]:
@@ -95,8 +91,7 @@ def with_sentence(record: Record) -> Record:
     place, values = record
     added: dict[str, Any] = {"text": " ".join(values["words"])}
     if "tags" in values:
-        types = {_POSITION.sub("", tag) for tag in values["tags"] if tag != OUTSIDE}
-        added["types"] = sorted(types)
+        added["types"] = sorted({entity_type(tag) for tag in values["tags"] if tag != OUTSIDE})
     return Record(place, values | added)
 
 

@@ -353,7 +353,7 @@ def _predict_choices(
     to_scores: Callable[[Outputs], npt.NDArray[np.float64]] | None = None,
 ) -> list[Prediction]:
     if to_scores is None:
-        # Of passages the scores as they are.
+        # Scores of passages are returned unchanged.
         to_scores = np.float64 if task.head == "rerank" else softmax
     found = []
     for example, logits in zip(

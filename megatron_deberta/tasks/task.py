@@ -693,6 +693,14 @@ _BEFORE = re.compile(r"([BIELMSUWbi])[-_:](.+)", re.DOTALL)
 _AFTER = re.compile(r"(.+)[-_:]([BIELMSUW])", re.DOTALL)
 
 
+def entity_type(label: str) -> str:
+    """Return the type of an entity from the label of a word, without its position in the entity."""
+    for pattern, group in ((_BEFORE, 2), (_AFTER, 1)):
+        if match := pattern.fullmatch(label):
+            return match[group]
+    return label
+
+
 class SchemeError(ValueError):
     """Labels mix a scheme with something else."""
 

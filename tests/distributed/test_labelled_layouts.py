@@ -121,7 +121,7 @@ def test_layouts_of_weighted_classes_agree(
 def test_layouts_of_adapters_agree(
     four_ranks: RankPool, head: Head, layout: Layout, tmp_path: Path
 ) -> None:
-    """Losses, and the checkpoint: frozen weights bit by bit, without moments.
+    """Losses of training adapters agree, and checkpoints have equal frozen weights, no moments.
 
     The gradient of a bias may be 0 but for rounding, which Adam enlarges.
     """

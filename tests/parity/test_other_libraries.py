@@ -1,4 +1,4 @@
-"""Exports open in sentence-transformers, PEFT and pipelines, also for text-embeddings-inference."""
+"""Exports open in sentence-transformers, PEFT and pipelines, and suit text-embeddings-inference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 from megatron_deberta.cli.main import main
-from megatron_deberta.config.schema import Head, with_task_head
+from megatron_deberta.config.schema import Head, RunConfig, with_task_head
 from megatron_deberta.evaluate.models import open_source_model
 from megatron_deberta.evaluate.zero_shot import for_task
 from megatron_deberta.hf.export_model import export_model
@@ -118,6 +118,10 @@ def test_published_scores_are_those_of_passages_or_of_a_regression(tmp_path: Pat
                 found = for_task(source, task, None)
                 assert found.config.head == head
                 assert found.uses_sigmoid == (is_sigmoid and head == "rerank")
+    # Our own regression is trained on scores, not on their probabilities.
+    path.write_text(json.dumps({**fields, "problem_type": "regression"}))
+    own = replace(open_source_model(folder), run=RunConfig(), fields={})
+    assert not for_task(own, tasks["rerank"], None).uses_sigmoid
 
 
 NLI = ("contradiction", "neutral", "entailment")

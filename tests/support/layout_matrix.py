@@ -14,12 +14,13 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_deberta.config.schema import (
     ModelConfig,
@@ -164,30 +165,58 @@ def run_layout(
     rank: int, layout: Layout | None, steps: int, segments: bool = False
 ) -> dict[str, Any]:
     """Return losses, gradient norms and moments of one run on this rank."""
-    deepspeed_engine.PERSISTENCE_THRESHOLD = (
-        0  # Tensors of this size would not be partitioned otherwise.
+    return run_steps(
+        layout, steps, segments=segments, losses=("next_sentence_loss",) if segments else ()
     )
+
+
+def run_steps(
+    layout: Layout | None,
+    steps: int,
+    *,
+    segments: bool = False,
+    configure: Callable[[RunConfig], RunConfig] = lambda config: config,
+    change: Callable[[int, Batch], Batch] = lambda _, batch: batch,
+    watch: Callable[[nn.Module], object] = lambda _: None,
+    losses: Sequence[str] = (),
+    norms: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Train steps of two micro batches, whatever the layout, on this rank.
+
+    Args:
+        layout: None: the reference.
+        steps: number of steps.
+        segments: rows are segment pairs.
+        configure: returns the config to run from that of the layout.
+        change: returns the batch to train on at a step.
+        watch: called with the model before the engine is built.
+        losses: metrics of a step to return beside its loss.
+        norms: metrics of a step to return beside its gradient norm.
+
+    Returns:
+        Losses, gradient norms, and the moments after the first and the last step.
+    """
+    # Tensors of this size would not be partitioned otherwise.
+    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     groups = grid(layout.tp_size) if layout else single_process_groups(torch.device("cpu"))
-    # Two micro batches per step on every layout.
     micro_batch = GLOBAL_BATCH // groups.dp_size // 2
-    config = run_config(layout, segments, micro_batch)
+    config = configure(run_config(layout, segments, micro_batch))
     model = build_rank_model(config, groups)
     model.module.train()
+    watch(model.module)
     engine = build_engine(config, model.module, model.specs, groups)
     take_step = TrainStep(engine, config, groups)
-    losses, norms = [], []
-    first: dict[str, Any] = {}
+    found: dict[str, Any] = {"losses": [], "norms": []}
     for step in range(steps):
-        result = take_step(step, micro_batches(step, groups, segments, micro_batch))
-        losses.append(result.loss)
-        if segments:
-            losses.append(result.metrics["next_sentence_loss"])
-        norms.append(result.outcome.grad_norm)
+        batches = micro_batches(step, groups, segments, micro_batch)
+        result = take_step(step, [change(step, batch) for batch in batches])
+        found["losses"] += [result.loss, *(result.metrics[name] for name in losses)]
+        found["norms"] += [result.outcome.grad_norm, *(result.metrics[name] for name in norms)]
         if step == 0:  # The moments started at zero, so they contain this step's gradient only.
-            first = moments(engine, model.specs)
-    last = moments(engine, model.specs)
+            found["first"] = moments(engine, model.specs)
+    found["last"] = moments(engine, model.specs)
     engine.destroy()
-    return {"losses": losses, "norms": norms, "first": first, "last": last}
+    return found
 
 
 def assemble(parts: list[tuple[ParameterSpec, Tensor]], tp_size: int) -> Tensor:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -56,6 +57,7 @@ Task = Callable[["Work", int, "TaskFolder"], None]
 QUARANTINE = "quarantine.jsonl"
 SUFFIXES: Mapping[str, str] = {"none": "", "gz": ".gz", "zst": ".zst"}
 _HASHES, _CHECK = "sha256.json", "check"
+_HEADERS = threading.Lock()
 # In the summary: size of each other file of the result.
 _FILES = "files"
 
@@ -234,10 +236,12 @@ def check_task(work: Work, task: int, folder: TaskFolder) -> None:
 
 def load_array(path: Path) -> Array:
     """Map a saved array; one without elements cannot be mapped and is read."""
-    try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
-    except ValueError:
-        return np.load(path, allow_pickle=False)  # type: ignore[no-any-return]
+    # numpy parses headers with `ast`, which in Python 3.11 fails at times in several threads.
+    with _HEADERS:
+        try:
+            return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
+        except ValueError:
+            return np.load(path, allow_pickle=False)  # type: ignore[no-any-return]
 
 
 def make_plan(

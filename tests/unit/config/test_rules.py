@@ -92,6 +92,10 @@ TAGGER = [
             ["finetune.lora_targets=[]", "one or more"],
         ),
         (
+            [*TAGGER, "finetune.lora_rank=8", "optimizer.freeze=[embeddings]"],
+            ["finetune.lora_rank=8", "remove optimizer.freeze"],
+        ),
+        (
             [*TAGGER, "finetune.lora_rank=8", "finetune.lora_targets=[up,up]"],
             ["finetune.lora_targets=[up,up]", "once"],
         ),

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -375,6 +376,7 @@ def test_predictions_of_other_labels_are_refused(
 def test_scores_of_passages_are_read_again(tmp_path: Path) -> None:
     task, path = load_task("custom_rerank"), tmp_path / "a.jsonl"
     example = Example(id="q", text="a", choices=("b", "c"), relevance=(0.0, 1.0))
+    assert compare._labels([example]) != compare._labels([replace(example, relevance=(1.0, 0.0))])
     prediction = Prediction(id="q", index=1, value="1", probabilities=(0.25, 0.75))
     path.write_bytes(json_lines(task, [example], [prediction]))
     assert read_predictions(path, task, [example]) == [prediction]

@@ -1,4 +1,4 @@
-"""Thresholds of labels: of a checkpoint, of an export, of a task, and of an ensemble."""
+"""Thresholds of labels: read from a checkpoint, an export or a task, and found for an ensemble."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ def record(run_dir: Path, step: int, *thresholds: float) -> None:
 
 
 def test_those_of_a_checkpoint_are_of_its_own_validation(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "checkpoints").mkdir()
     for step in (4, 8):
         record(tmp_path, step, 0.1, 0.2, step / 10)
     run = RunConfig()
@@ -57,6 +58,9 @@ def test_those_of_a_checkpoint_are_of_its_own_validation(
     for checkpoint in (step_dir(tmp_path, 6), tmp_path / "copies" / "step_00000008"):
         assert checkpoint_thresholds(TASK, checkpoint).thresholds == (0.5,) * 3
         assert f"{checkpoint} has no threshold for 3 of 3 labels (A)" in caplog.text
+    assert checkpoint_thresholds(TASK, Path("best")).thresholds == (0.5,) * 3
+    monkeypatch.chdir(tmp_path / "checkpoints")
+    assert checkpoint_thresholds(TASK, Path("step_00000004")).thresholds == (0.1, 0.2, 0.4)
     other = make_task("classification", "accuracy")
     assert checkpoint_thresholds(other, step_dir(tmp_path, 8)) is other
     assert thresholds_by_name(other) == {}
@@ -110,6 +114,10 @@ def test_an_ensemble_has_thresholds_of_its_own(
     # A run is scored at its own thresholds, and those that a task states are kept.
     for value, run in ensemble.scores:
         assert value == score(run.task, examples, data, members[run.folder.name])["micro_f1"]
+    # One member has its own thresholds, whichever run stands first.
+    for order in (runs, runs[::-1]):
+        single = build_ensemble(order[0].task, order, 1)
+        assert single.task.thresholds == single.members[0].task.thresholds
     pooled = [runs[0], replace(runs[1], task=replace(runs[1].task, long_text="max"))]
     with pytest.raises(ConfigError, match="different tokenizers, lengths, long_text or examples"):
         build_ensemble(TASK, pooled, 2)

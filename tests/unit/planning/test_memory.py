@@ -42,6 +42,7 @@ from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.objectives import ModelLosses
 from megatron_deberta.objectives.rtd import ReplacedTokenModel
 from megatron_deberta.planning.memory import estimate_memory, largest_micro_batch, rows_per_sample
+from megatron_deberta.planning.step import step_traffic
 from megatron_deberta.train.setup import DTYPES
 from tests.support.labelled import labelled_run
 
@@ -255,6 +256,8 @@ def test_states_of_adapters() -> None:
     assert estimate.weights == 4 * sum(p.numel() for p in parameters)
     assert (estimate.gradients, estimate.optimizer) == (4 * trained, 12 * trained)
     assert trained < 0.4 * estimate.weights / 4
+    traffic = {each.purpose: each.num_bytes for each in step_traffic(config, 2)}
+    assert traffic["gradients"] == 4 * trained
 
 
 def test_ranks_share_what_they_split() -> None:

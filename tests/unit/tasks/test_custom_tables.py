@@ -182,6 +182,12 @@ def test_the_most_passages_of_a_query_keep_the_relevant_ones(tmp_path: Path) -> 
     (tmp_path / "train.jsonl").rename(tmp_path / "test.jsonl")
     tested = read_examples(load_task("custom_rerank", ["max_passages=4"]), tmp_path, "test")
     assert len(tested[0].choices) == 8
+    # Passages whose relevance is hidden are not relevant ones.
+    hidden = {"query": "q", "passages": ["a", "b"], "positive": "c"}
+    (tmp_path / "test.jsonl").write_text(json.dumps(hidden) + "\n")
+    (found,) = read_examples(load_task("custom_rerank"), tmp_path, "test")
+    assert found.choices == ("a", "b", "c")
+    assert found.relevance == ()
 
 
 def test_a_hypothesis_makes_choices_of_the_labels(tmp_path: Path) -> None:

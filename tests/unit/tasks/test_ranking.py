@@ -15,7 +15,12 @@ LIMIT = 1e-12
 
 
 def lists(grades: int, size: int = 24) -> tuple[list[list[float]], list[list[float]]]:
-    """Return relevance and scores with ties of queries of 2 to ``size`` passages."""
+    """Return random relevance and scores of 60 queries; some scores of a query are equal.
+
+    Args:
+        grades: relevance is an integer below it.
+        size: queries have at least 2 and fewer than ``size`` passages.
+    """
     random = np.random.default_rng(3)
     sizes = random.integers(2, size, 60).tolist()
     relevance = [random.integers(0, grades, n).tolist() for n in sizes]
