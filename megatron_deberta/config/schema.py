@@ -228,7 +228,7 @@ class ModelConfig(KnownSettings):
     """``rtd``: token embeddings of the discriminator: the generator's, without gradient, plus a
     delta (``gdes``), the generator's (``es``), or its own (``none``)."""
     labels: tuple[str, ...] = ()
-    """Names of the classes, for the heads ``classification`` and ``tokens``."""
+    """Names of the classes, for the heads ``classification``, ``multilabel`` and ``tokens``."""
     head_dropout: float = below_one(0.1, 0.998)
     """Dropout before the last projection of a task's head."""
     normalize_embeddings: bool = False

@@ -169,7 +169,7 @@ def test_merged_weights_equal_merge_and_unload(tmp_path: Path) -> None:
 
 
 def test_initial_weights() -> None:
-    """Of the same distribution: B is 0, A uniform between the same limits."""
+    """A and B start with the same distribution as in peft."""
     peft = pytest.importorskip("peft")
     layer = nn.Sequential(nn.Linear(400, 300))
     config = peft.LoraConfig(r=16, target_modules=["0"])

@@ -74,6 +74,6 @@ def test_loss_and_gradients(kind: Any, tmp_path: Path) -> None:
         assert error < LIMIT, name
         worst = max(worst, error)
     record(
-        "sentence-transformers", library.__version__, f"{LOSSES[kind]}: loss and gradients",
+        "sentence_transformers", library.__version__, f"{LOSSES[kind]}: loss and gradients",
         f"{worst:.0e}", f"{LIMIT:g}", len(QUERIES),
     )  # fmt: skip

@@ -98,7 +98,7 @@ def test_forward_and_backward(name: str) -> None:
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 @pytest.mark.parametrize("name", ["c2p", "RoBERTa"])
 def test_decoder_and_pooled_states(name: str, pooling: Any) -> None:
-    """RetroMAE; of these models the reference backend computes nothing that is not counted."""
+    """The formula for RetroMAE's decoder and pooling equals the counted operations."""
     model, length = CASES[name]
     masking = ObjectiveConfig(
         name="retromae", mask_probability=MASKED_SHARE, retromae_pooling=pooling

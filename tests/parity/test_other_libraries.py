@@ -102,18 +102,19 @@ def test_a_cross_encoder_ranks_as_we_do(
 
 
 def test_published_scores_are_those_of_passages_or_of_a_regression(tmp_path: Path) -> None:
-    """The task decides; sentence-transformers has the same class for both."""
+    """A published model with one label gets the head of the task, regression or rerank."""
     folder = exported(tmp_path / "m", "regression")
     tasks = {head: load_task(f"custom_{head}") for head in ("regression", "rerank")}
     assert open_source_model(folder).config.head == "regression"
     path = folder / "config.json"
     fields = json.loads(path.read_text())
+    assert fields.pop("problem_type") == "regression"
     for activation, is_sigmoid in (("activation.Sigmoid", True), ("linear.Identity", False)):
         added = {"sentence_transformers": {"activation_fn": f"torch.nn.modules.{activation}"}}
-        for key, more in (("problem_type", added), ("", added)):
-            path.write_text(json.dumps({**fields, **more}))
-            fields.pop(key, None)
+        for problem_type in ({"problem_type": "regression"}, {}):
+            path.write_text(json.dumps(fields | added | problem_type))
             source = open_source_model(folder)
+            assert source.config.head == ("regression" if problem_type else "rerank")
             for head, task in tasks.items():
                 found = for_task(source, task, None)
                 assert found.config.head == head

@@ -254,7 +254,7 @@ def save_adapter(folder: Path, step: int, value: float) -> None:
 
 
 def test_adapters_are_merged_before_checkpoints_are_averaged(tmp_path: Path) -> None:
-    """By alpha 16 over rank 2; the mean of products is not the product of means."""
+    """Checkpoints are averaged after alpha / rank * B A is added to each weight."""
     for step, value in ((1, 1.0), (2, 3.0)):
         save_adapter(tmp_path, step, value)
     merged = with_merged_adapters(CheckpointReader(step_dir(tmp_path, 2)))

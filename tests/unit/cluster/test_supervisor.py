@@ -65,7 +65,9 @@ def test_a_clean_run_on_two_nodes(ranks_of: Any) -> None:
     assert ranks.run() == [0, 0], ranks.logs
     assert ranks.diagnosis() is None
     assert ranks.log(3) == "rank 3 of 4 steps\n"
-    assert [record["event"] for record in JobHistory(ranks.run_dir).records()] == []
+    # On a busy machine, a rank of such short steps may in fact be slow.
+    events = {record["event"] for record in JobHistory(ranks.run_dir).records()}
+    assert events <= {"slow"}
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def record(run_dir: Path, step: int, *thresholds: float) -> None:
         stream.write(json.dumps({"step": step, "classes": classes}) + "\n")
 
 
-def test_those_of_a_checkpoint_are_of_its_own_validation(
+def test_thresholds_of_a_checkpoint_are_of_its_own_validation(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "checkpoints").mkdir()
@@ -66,7 +66,7 @@ def test_those_of_a_checkpoint_are_of_its_own_validation(
     assert thresholds_by_name(other) == {}
 
 
-def test_those_of_an_export_belong_to_labels_by_name(tmp_path: Path) -> None:
+def test_thresholds_of_an_export_belong_to_labels_by_name(tmp_path: Path) -> None:
     def found(thresholds: object) -> TaskConfig:
         return model_thresholds(TASK, source(tmp_path, {"label_thresholds": thresholds}))
 
@@ -112,6 +112,7 @@ def test_an_ensemble_has_thresholds_of_its_own(
     )
     assert ensemble.metrics["micro_f1"] > at_half
     # A run is scored at its own thresholds, and those that a task states are kept.
+    assert len(ensemble.scores) == 2
     for value, run in ensemble.scores:
         assert value == score(run.task, examples, data, members[run.folder.name])["micro_f1"]
     # One member has its own thresholds, whichever run stands first.

@@ -18,7 +18,9 @@ from megatron_deberta.evaluate.outputs import find_runs, read_outputs
 from megatron_deberta.finetune.data import constant_outputs, open_task_data
 from megatron_deberta.finetune.settings import finetune_config
 from megatron_deberta.observe.metrics import read_metrics
+from megatron_deberta.tasks import encode, load_task, read_examples
 from megatron_deberta.tasks.scoring import score
+from megatron_deberta.tokenizer import load_tokenizer
 from tests.support.tiny_task import MODEL, WORDS
 
 LENGTH = 24
@@ -123,8 +125,14 @@ def test_the_end_of_a_document_is_learned_in_windows(
 
 
 def test_the_end_of_a_document_that_is_cut_is_not_learned(tmp_path: Path) -> None:
-    """The documents of a pair are equal then, so one of them is predicted wrongly."""
+    """Cut documents of a pair are equal, so the accuracy is 0.5."""
     data = write_documents(tmp_path / "data", "classification", "truncate")
+    task = load_task(str(data / "task.yaml"))
+    cut = encode(task, read_examples(task, data, "dev"), load_tokenizer(str(MODEL)))
+    assert cut.num_rows == 12
+    assert cut.input_ids.reshape(6, 2, LENGTH)[:, 0].tolist() == (
+        cut.input_ids.reshape(6, 2, LENGTH)[:, 1].tolist()
+    )
     assert finetune(data, tmp_path / "run", "train.steps=10") == 0.5
 
 

@@ -56,7 +56,7 @@ def adapted(run: RunConfig) -> nn.Module:
     ],
 )
 def test_equal_to_merged_weights(head: Head, base: ModelConfig, targets: tuple[str, ...]) -> None:
-    """Also of the table of relative positions, which the query and key project, and gradients."""
+    """Logits and gradients equal those of a model with the adapters added to its weights."""
     run = labelled_run(head, model=base, lora_rank=3, lora_targets=targets)
     batch = next(labelled_steps(run, GROUPS))[0]
     model = adapted(run)
@@ -93,7 +93,7 @@ def test_equal_to_merged_weights(head: Head, base: ModelConfig, targets: tuple[s
 
 
 def test_the_run_starts_at_the_weights_without_adapters() -> None:
-    """B is 0, and A uniform as ``torch.nn.Linear``, as in peft."""
+    """B starts at 0 and A is uniform, so the first loss is that without adapters."""
     run = labelled_run("classification", lora_rank=4)
     batch = next(labelled_steps(run, GROUPS))[0]
     model, plain = (

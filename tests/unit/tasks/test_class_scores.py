@@ -88,6 +88,10 @@ def test_what_has_no_classes_has_no_scores() -> None:
     assert class_scores(make_task("regression", "pearson"), [], []) is None
     many = [str(number) for number in range(MAX_CLASSES + 1)]
     assert class_scores(make_task("classification", "accuracy", labels=many), [], []) is None
+    example = Example(id="0", tags=(1,) * len(many))
+    found = Prediction(id="0", value=(), probabilities=(0.0,) * len(many))
+    several = make_task("multilabel", "micro_f1", labels=many)
+    assert class_scores(several, [example], [found]) is not None
 
 
 def test_recorded_thresholds_are_those_of_the_step(tmp_path: Path) -> None:

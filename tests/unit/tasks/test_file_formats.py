@@ -254,8 +254,8 @@ def test_choices_of_one_file_are_split_by_group(task: str, count: int, groups: i
     assert sizes == {4 if task == "quail" else 2}
 
 
-def test_passages_of_an_article_answer_its_questions() -> None:
-    """Train and dev have other policies and no passage in common, also where two policies do."""
+def test_train_and_dev_share_no_policy_or_passage() -> None:
+    """No policy and no passage is in both train and dev, though two policies share paragraphs."""
     parts = [read_real("policyqa_rerank", split, "tasks/qa") for split in ("train", "dev")]
     groups, passages = (
         [{value for example in part for value in values(example)} for part in parts]

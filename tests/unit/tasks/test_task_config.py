@@ -99,7 +99,7 @@ def test_mistakes_are_named(change: dict[str, Any], message: str) -> None:
     "name", ["mnli", "rte", "qnli", "qnli_dev", "cb", "wnli", "superglue_rte", "ax", "axb", "axg"]
 )
 def test_classes_of_inference_name_entailment(name: str) -> None:
-    """So that zero-shot classification finds it in exports."""
+    """Every packaged inference task has exactly one class named entailment."""
     names = load_task(name).id2label.values()
     assert [label for label in names if label.startswith("entail")] == ["entailment"]
 

@@ -184,7 +184,7 @@ def test_losses_and_gradients_are_those_of_the_definition(
 
 
 def test_the_decoder_sees_the_row_through_the_embedding_only() -> None:
-    """Tokens that it has as [MASK] change its loss; without the encoder they could not."""
+    """Tokens of the encoder that the decoder has as [MASK] change the decoder's loss."""
     model, rows = build(CONFIG.objective), batch()
     assert rows.decoder is not None
     loss = model(rows).losses["reconstruction"].loss

@@ -119,7 +119,7 @@ def test_a_new_run_starts_with_given_weights(tmp_path: Path, named: str) -> None
 def test_a_decoder_may_be_new_and_is_left_out_where_there_is_none(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What only training needs is named in the log; everything else must be there."""
+    """Only row_decoder.* may be missing or left over when weights are loaded; the log names it."""
     # Of this logger, as the command line sets the level of the package's.
     caplog.set_level(logging.INFO, "megatron_deberta.train.start")
     path = imported(tmp_path / "release")
