@@ -190,15 +190,15 @@ class Study:
 
 
 class Processes:
-    """Starts ``megatron-deberta`` in processes of their own, and stops them at a deadline.
+    """Starts commands in processes of their own, and stops them at a deadline.
 
     Args:
-        study: the study.
         deadline: ``time.monotonic()`` after which processes are stopped at a checkpoint.
+        threads: threads per process.
     """
 
-    def __init__(self, study: Study, deadline: float) -> None:
-        self._study, self._deadline = study, deadline
+    def __init__(self, deadline: float = math.inf, threads: int = 1) -> None:
+        self._deadline, self._threads = deadline, threads
         self._running: set[subprocess.Popen[bytes]] = set()
 
     @property
@@ -216,20 +216,21 @@ class Processes:
         left = self._deadline - time.monotonic()
         return max(1.0, left) if math.isfinite(left) else None
 
-    def run(self, arguments: list[str], log: Path) -> tuple[int, float]:
-        """Run a command; return its exit code and seconds.
+    def run(
+        self, arguments: list[str], log: Path, module: str = "megatron_deberta"
+    ) -> tuple[int, float]:
+        """Run a command, a module of Python; return its exit code and seconds.
 
         Raises:
             SystemExit: it failed.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
-        threads = str(self._study.threads)
-        environment = program_environment(OMP_NUM_THREADS=threads)
+        environment = program_environment(OMP_NUM_THREADS=str(self._threads))
         begin = time.monotonic()
         with log.open("ab") as stream:
             process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_deberta", *arguments],
-                stdout=stream, stderr=stream, env=environment,
+                [sys.executable, "-m", module, *arguments],
+                stdout=stream, stderr=stream, env=environment, cwd=ROOT,
             )  # fmt: skip
             self._running.add(process)
             try:
@@ -292,7 +293,7 @@ def execute(study: Study, jobs: int, budget_seconds: float) -> dict[str, Any]:
         SystemExit: a cell failed.
     """
     record = read_json(study.output, {"cells": {}, "blimp": {}})
-    processes = Processes(study, time.monotonic() + budget_seconds)
+    processes = Processes(time.monotonic() + budget_seconds, study.threads)
     lock = threading.Lock()
 
     def work(part: str, key: str, run: Callable[[], dict[str, Any] | None]) -> None:
@@ -391,7 +392,7 @@ def measure(study: Study) -> float:
 
     The times are those of the processor, so that a busy machine matters little.
     """
-    processes, total = Processes(study, float("inf")), 0.0
+    processes, total = Processes(threads=study.threads), 0.0
     last = 21
     for task in study.tasks:
         folder = study.work / "measure" / task.name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from benchmarks.learn.ablations import VARIANTS, mean_curves
 from benchmarks.learn.forms import MODELS as FORMS
@@ -250,6 +250,32 @@ def finetune_study(record: Result) -> str:
             f"over seeds, Welch's t-test; {record['hardware']}, revision {record['revision']}.)\n"
         )
     )
+
+
+def task_kinds(question: str) -> Callable[[Result], str]:
+    """Return the table of one question of ``benchmarks.learn.task_kinds``."""
+
+    def write(record: Result) -> str:
+        rows = [
+            (
+                row["metric"].replace("_", " "), row["variant"], str(row["seeds"]),
+                f"{row['mean']:.3f}" + ("" if row["stdev"] is None else f" ± {row['stdev']:.3f}"),
+                f"{row['difference']:+.3f} ({row['low']:+.3f} to {row['high']:+.3f})"
+                if "low" in row else "",
+                f"{row['p']:.1g}" if "p" in row else "",
+            )
+            for row in record["comparison"]
+            if row["question"] == question
+        ]  # fmt: skip
+        header = ("score", "variant", "seeds", "mean", "difference to the first", "p")
+        return markdown(header, rows) + (
+            f"\n({record['layers']} layers x {record['width']}, pretrained on "
+            f"{record['pretraining_tokens'] / 1e6:.1f} million tokens; mean ± standard deviation "
+            "over seeds; difference with the 95 % interval of Welch's t-test; "
+            f"{record['hardware']}, revision {record['revision']}.)\n"
+        )
+
+    return write
 
 
 def attention_maps(record: Result) -> str:

@@ -105,6 +105,9 @@ TABLES: dict[str, Callable[[str], str]] = {
         learn.replaced_tokens, "learn_rtd", "learn_rtd_joint", "learn_rtd_no_convolution"
     ),
     "finetune-study": _of(learn.finetune_study, "finetune_study"),
+    "imbalance": _of(learn.task_kinds("imbalance"), "task_kinds"),
+    "ranking": _of(learn.task_kinds("ranking"), "task_kinds"),
+    "embeddings": _of(learn.task_kinds("embeddings"), "task_kinds"),
     "quickstart-recipes": _of(learn.quickstart_recipes, "quickstart_recipes"),
     "quickstart-steps": _of(learn.quickstart_recipes, "quickstart_steps"),
     "attention-summary": _of(attention.summary, "attention"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +81,7 @@ def test_finished_cells_are_skipped_and_late_ones_left_out(
 
 
 def test_a_failed_cell_ends_the_study(tmp_path: Path) -> None:
-    processes = study.Processes(of(tmp_path), math.inf)
+    processes = study.Processes()
     with pytest.raises(SystemExit, match="ended with exit code"):
         processes.run(["no-such-command"], tmp_path / "log")
 
