@@ -9,6 +9,7 @@ file name begins with ``muon`` is trained with :class:`Muon`.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -25,6 +26,7 @@ from megatron_deberta.config.phases import segments
 from megatron_deberta.config.schema import OptimizerConfig
 from megatron_deberta.engine import reference_engine
 from megatron_deberta.engine.optimizer import parameter_groups
+from megatron_deberta.errors import EXIT_DONE
 from megatron_deberta.files import write_atomically
 from megatron_deberta.train.state import StepResult
 from megatron_deberta.train.trainer import Callback, Trainer
@@ -153,21 +155,21 @@ def seconds_per_step(marks: list[tuple[int, float]], ends: list[int]) -> float:
 
 def main() -> int:
     """Train; with ``--measure`` also write the processor time of a step."""
-    arguments, output = sys.argv[1:], None
-    if "--measure" in arguments:
-        place = arguments.index("--measure")
-        output = Path(arguments[place + 1])
-        del arguments[place : place + 2]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("recipe", type=Path, help="run file")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the run")
+    parser.add_argument("--measure", type=Path, metavar="FILE", help="write seconds per step")
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    config = load_config(arguments[0], arguments[1:])
-    if Path(arguments[0]).name.startswith("muon"):
+    config = load_config(args.recipe, args.overrides)
+    if args.recipe.name.startswith("muon"):
         use_muon()
     timer = ProcessorTime()
     code = pretrain(config, callbacks=[timer])
-    if output is not None and code == 0:
+    if args.measure and code == EXIT_DONE:
         ends = [segment.first_step + segment.steps for segment in segments(config)]
         found = seconds_per_step(timer.marks, ends)
-        write_atomically(output, json.dumps(found).encode())
+        write_atomically(args.measure, json.dumps(found).encode())
     return code
 
 

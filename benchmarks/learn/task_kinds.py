@@ -2,9 +2,9 @@
 
 - imbalance: WNUT-17's types of entity, of which most sentences have none, with and without class
   weights and focal loss. The thresholds are those of dev; the scores are of the test set.
-- ranking: the four losses of re-ranking on PolicyQA.
-- embeddings: STS-B's embeddings from a pretrained run, and after more steps of masked training or
-  of RetroMAE, each of which starts from the run.
+- ranking: the four losses of re-ranking on a fifth of PolicyQA, with six passages per question.
+- embeddings: STS-B's embeddings from a pretrained run, and after 400 more steps of masked
+  training or of RetroMAE, each of which starts from the run.
 
 Every cell is a ``megatron-deberta finetune`` of a variant with one seed, and its score that of the
 last step, so that nothing is selected on the scored examples. The result file is written after each
@@ -16,6 +16,7 @@ cell; started again, the program continues where it ended.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import shutil
 import signal
@@ -33,10 +34,13 @@ from benchmarks.lib.provenance import ROOT, provenance
 from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import RankingLoss
 from megatron_deberta.errors import EXIT_DONE
+from megatron_deberta.files import write_atomically
 
 RESULT = ROOT / "benchmarks" / "results" / "cpu" / "task_kinds.json"
 SEEDS = 5
 MLM = "objective.name=mlm"
+SHORT = ("train.steps=400", "train.eval_every=null", "checkpoint.save_every=200")
+RANKED = ["policyqa.dev.json", "policyqa.test.json"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Question:
     Attributes:
         name: name in the result.
         task: packaged task.
+        changes: keys of the task file that differ from the packaged one.
         data: folder below the corpus.
         split: split that is scored.
         metrics: metrics that are compared.
@@ -57,6 +62,7 @@ class Question:
 
     name: str
     task: str
+    changes: Mapping[str, Any]
     data: str
     split: str
     metrics: tuple[str, ...]
@@ -67,25 +73,29 @@ class Question:
 
 QUESTIONS = (
     Question(
-        "imbalance", "wnut17_types", "tasks/ner", "test", ("macro_f1", "micro_f1"),
-        ("finetune.epochs=5", "train.global_batch_size=16", "train.micro_batch_size=16"),
+        "imbalance", "wnut17_types", {}, "tasks/ner", "test", ("macro_f1", "micro_f1"),
+        ("finetune.epochs=3", "train.global_batch_size=16", "train.micro_batch_size=16"),
         {"plain": (), "class weights": ("finetune.class_weights=balanced",),
          "focal loss": ("finetune.focal_gamma=2",)},
         {},
     ),
     Question(
-        "ranking", "policyqa_rerank", "tasks/qa", "dev", ("ndcg_at_10", "mrr_at_10"),
-        ("finetune.epochs=2", "train.global_batch_size=16", "train.micro_batch_size=16",
+        "ranking", "policyqa_rerank",
+        {"max_length": 128, "max_passages": 6, "random_passages": 3, "splits": {
+            "train": {"files": RANKED, "part": [0, 0.2]},
+            "dev": {"files": RANKED, "part": [0.9, 1]}}},
+        "tasks/qa", "dev", ("ndcg_at_10", "mrr_at_10"),
+        ("finetune.epochs=1", "train.global_batch_size=16", "train.micro_batch_size=16",
          "optimizer.learning_rate=5e-4"),
         {loss: (f"finetune.ranking_loss={loss}",) for loss in get_args(RankingLoss)},
         {},
     ),
     Question(
-        "embeddings", "stsb_embed", "tasks/glue/STS-B", "dev", ("spearman", "pearson"),
+        "embeddings", "stsb_embed", {}, "tasks/glue/STS-B", "dev", ("spearman", "pearson"),
         ("objective.positive_similarity=0.8", "objective.temperature=0.05", "finetune.epochs=4",
          "train.global_batch_size=64", "train.micro_batch_size=64"),
         {"masked training": (), "RetroMAE": (), "neither": ()},
-        {"masked training": (MLM,), "RetroMAE": ()},
+        {"masked training": (*SHORT, MLM), "RetroMAE": SHORT},
     ),
 )  # fmt: skip
 
@@ -135,6 +145,17 @@ class Study:
             for variant in question.variants
         ]
 
+    def task_file(self, question: Question) -> str:
+        """Write the task file of a question that changes the packaged one; return its path."""
+        if not question.changes:
+            return question.task
+        path = self.work / "tasks" / f"{question.task}.yaml"
+        base = f"configs/tasks/{question.task}.yaml"
+        content = {"base": base, "name": question.task, **question.changes}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(content).encode())  # JSON is YAML
+        return str(path)
+
     def commands(self, cell: Cell) -> list[list[str]]:
         """Return the arguments of the ``megatron-deberta`` commands of a cell, in their order."""
         question, folder = cell.question, self.work / cell.key
@@ -149,15 +170,16 @@ class Study:
                 f"train.seed={cell.seed}", f"train.run_dir={model}", *pretraining,
                 *self.pretraining_overrides,
             ])  # fmt: skip
+        task = self.task_file(question)
         source, run = self.corpus / question.data, folder / "finetuning"
         found.append([
-            "finetune", question.task, "--model", str(model), "--data", str(source),
+            "finetune", task, "--model", str(model), "--data", str(source),
             "--settings", "none", *COMMON, *question.settings, *question.variants[cell.variant],
             f"finetune.cache={self.work / 'encoded'}", f"train.seed={cell.seed}",
             f"train.run_dir={run}", *self.overrides,
         ])  # fmt: skip
         found.append([
-            "evaluate", "task", question.task, "--model", str(run), "--data", str(source),
+            "evaluate", "task", task, "--model", str(run), "--data", str(source),
             "--split", question.split, "--output", str(folder / "metrics.json"),
         ])  # fmt: skip
         return found

@@ -2,8 +2,9 @@
 
 ``speed`` takes a model of a published size with random weights and measures, in turns on the same
 full rows: transformers in torch, the same with ``use_fast_attention``, both with ``torch.compile``
-(compilation apart), torch's own ONNX export, and the graphs of ``convert --from hf --to onnx`` in
-three formats. First, the logits of each are compared with stock's, on a batch with padding.
+(compilation apart), torch's own ONNX export, the graphs of ``convert --from hf --to onnx`` in three
+formats, and a graph of the layers' matrix products alone, which no graph in fp32 can beat. First,
+the logits of each are compared with stock's, on a batch with padding.
 ``decisions`` trains a small classifier on SST-2, writes the graphs with ``--texts``, and compares
 decisions, accuracy and speed on the dev sentences.
 
@@ -117,6 +118,42 @@ def logits_of(model: Any) -> Callable[[Batch], Tensor]:
     return run
 
 
+def matrix_products(layers: int, hidden: int, intermediate: int) -> Callable[[Batch], Tensor]:
+    """Return a graph of the products with weights alone, without attention, on one thread.
+
+    They are the six of a layer, one after the other; of the last layer, of which a classifier reads
+    one token, only keys and values. The values have unit variance, so that none is denormal.
+    """
+    from onnx import TensorProto, helper, numpy_helper
+    from onnxruntime import InferenceSession, SessionOptions
+
+    square = [(hidden, hidden)]
+    shapes = (4 * square + [(hidden, intermediate), (intermediate, hidden)]) * (layers - 1)
+    shapes += 2 * square
+    generator = torch.Generator().manual_seed(0)
+    nodes, weights = [], []
+    for number, (rows, columns) in enumerate(shapes):
+        weight = torch.randn(rows, columns, generator=generator) / rows**0.5
+        weights.append(numpy_helper.from_array(weight.numpy(), f"w{number}"))
+        nodes.append(helper.make_node("MatMul", [f"x{number}", f"w{number}"], [f"x{number + 1}"]))
+    ends = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["tokens", hidden])
+        for name in ("x0", f"x{len(shapes)}")
+    ]
+    graph = helper.make_graph(nodes, "products", ends[:1], ends[1:], weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    options = SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    session = InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
+
+    def run(batch: Batch) -> Tensor:
+        states = torch.ones(batch["input_ids"].numel(), hidden)
+        (found,) = session.run(None, {"x0": states.numpy()})
+        return torch.from_numpy(found)
+
+    return run
+
+
 class Variants:
     """The forms of one classifier, as functions from a batch to logits.
 
@@ -146,6 +183,9 @@ class Variants:
         self.compiled = compiled
         self.skipped: dict[str, str] = {}
         self._graphs: dict[str, Callable[[Batch], Tensor]] = {}
+        self._products = matrix_products(
+            config.num_hidden_layers, config.hidden_size, config.intermediate_size
+        )
         train_sentencepiece(sentences, str(folder / "published"), vocab_size=pieces)
         self.stock.save_pretrained(folder / "published")
         export_published(folder / "published", folder / "onnx", dtypes=FORMATS, timing=False)
@@ -201,6 +241,7 @@ class Variants:
         }  # fmt: skip
         if wrong:
             raise SystemExit(f"{rows} x {length}: logits differ from stock's: {wrong}")
+        sides["products"] = self._products
         jobs = {name: lambda run=run: run(batch) for name, run in sides.items()}  # type: ignore[misc]
         times = take_turns(jobs, budget)  # type: ignore[arg-type]
         torch.compiler.reset()  # the next shape is not one more variant of the same function

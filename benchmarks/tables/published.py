@@ -11,6 +11,7 @@ _FORMS = {
     "fast": "`use_fast_attention`", "fast_compiled": "`use_fast_attention`, `torch.compile`",
     "torch_onnx": "torch's ONNX export", "onnx_fp32": "our ONNX, fp32",
     "onnx_fp16": "our ONNX, fp16", "onnx_int8": "our ONNX, int8",
+    "products": "fp32 products with weights alone",
 }  # fmt: skip
 _USES = (
     ("classifier: NLI, sentiment, guard model; one or several labels, or a score",

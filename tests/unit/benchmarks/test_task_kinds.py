@@ -46,7 +46,8 @@ def test_variants_are_valid_configs_that_differ(tmp_path: Path, question: kinds.
             sections += [config.objective, config.train.steps]
         overrides = [word for word in finetuning[1:] if "=" in word]
         data = finetuning[finetuning.index("--data") + 1]
-        config = finetune_config(question.task, model, data, overrides, settings="none")
+        assert load_task(finetuning[1]).name == evaluation[2].rpartition("/")[2].partition(".")[0]
+        config = finetune_config(finetuning[1], model, data, overrides, settings="none")
         assert config.train.seed == 3
         assert config.train.run_dir in evaluation
         assert evaluation[evaluation.index("--split") + 1] == question.split
