@@ -114,7 +114,7 @@ def test_layouts_of_weighted_classes_agree(
     [
         ("classification", Layout(2, 3, True, "none")),
         pytest.param("spans", Layout(2, 1, False, "full"), marks=pytest.mark.slow),
-        pytest.param("tokens", Layout(1, 2, False, "selective"), marks=pytest.mark.slow),
+        pytest.param("tokens", Layout(1, 2, False, "selective"), marks=pytest.mark.nightly),
     ],
     ids=lambda case: getattr(case, "name", case),
 )

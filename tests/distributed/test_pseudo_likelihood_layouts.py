@@ -45,7 +45,7 @@ def scores_of(rank: int, layout: Layout | None) -> list[float]:
     [
         Layout(1, 2, False, "selective"),
         Layout(2, 1, False, "full"),
-        pytest.param(Layout(2, 3, True, "none"), marks=pytest.mark.slow),
+        pytest.param(Layout(2, 3, True, "none"), marks=pytest.mark.nightly),
     ],
     ids=lambda layout: layout.name,
 )

@@ -40,7 +40,9 @@ def healthy(rank: int, layout: Layout, dtype: str) -> int:
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(layout, marks=pytest.mark.slow if layout.zero_stage > 1 else ())
+        pytest.param(
+            layout, marks=[(), (), pytest.mark.nightly, pytest.mark.slow][layout.zero_stage]
+        )
         for layout in LAYOUTS
     ],
     ids=lambda layout: layout.name,

@@ -118,8 +118,8 @@ def check_ranks(results: list[dict[str, Any]], kind: str, ranks: list[int]) -> N
     "layout",
     [
         LAYOUTS[0],
-        *(pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS[1:4]),
-        pytest.param(LAYOUTS[4], marks=pytest.mark.nightly),
+        *(pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS[2:4]),
+        *(pytest.param(layout, marks=pytest.mark.nightly) for layout in LAYOUTS[1::3]),
     ],
     ids=lambda layout: layout.name,
 )

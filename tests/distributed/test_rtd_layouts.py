@@ -81,7 +81,8 @@ ALTERNATING_CASES = [
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ALTERNATING_CASES[:2]),
+        pytest.param(*ALTERNATING_CASES[0], marks=pytest.mark.nightly),
+        pytest.param(*ALTERNATING_CASES[1], marks=pytest.mark.slow),
         ALTERNATING_CASES[2],
     ],
     ids=name,

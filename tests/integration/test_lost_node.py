@@ -64,7 +64,7 @@ def test_hung_disk_neither_blocks_nor_ends_a_run(
     [
         pytest.param("slow", marks=pytest.mark.nightly),
         pytest.param("full", marks=pytest.mark.slow),
-        pytest.param("read-only", marks=pytest.mark.slow),
+        pytest.param("read-only", marks=pytest.mark.nightly),
     ],
 )
 def test_failing_disk_does_not_end_a_run(

@@ -33,10 +33,16 @@ def numbers(run_dir: Path, kind: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    "engine",
-    ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ZeRO-2", "ZeRO-3"))],
+    ("mode", "engine"),
+    [
+        ("joint", "plain"),
+        ("alternating", "plain"),
+        pytest.param("alternating", "ZeRO-3", marks=pytest.mark.slow),
+        pytest.param("joint", "ZeRO-2", marks=pytest.mark.slow),
+        pytest.param("joint", "ZeRO-3", marks=pytest.mark.nightly),
+        pytest.param("alternating", "ZeRO-2", marks=pytest.mark.nightly),
+    ],
 )
-@pytest.mark.parametrize("mode", MODES)
 def test_resumed_run_is_bit_identical(
     pretrain: Run, tmp_path: Path, mode: str, engine: str
 ) -> None:

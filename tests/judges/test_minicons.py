@@ -75,7 +75,13 @@ def write_pairs(folder: Path) -> list[str]:
     return [text for pair in pairs for text in pair[:2]]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.nightly if config is PLAIN else ())
+        for name, config in CONFIGS.items()
+    ],
+)
 def test_scores_accuracies_and_perplexity(name: str, tmp_path: Path, release: str) -> None:
     config, folder, data = CONFIGS[name], tmp_path / "model", tmp_path / "pairs"
     export_model(config, reader(random_weights(config)), tiny_tokenizer(), folder)

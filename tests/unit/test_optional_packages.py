@@ -135,7 +135,7 @@ def test_without_optional_packages_everything_but_the_kernels_is_imported(tmp_pa
     assert failures(OPTIONAL, names, tmp_path) == {}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_with_the_peers_everything_is_imported(tmp_path: Path) -> None:
     """No module fails where the packages are found.
 

@@ -146,7 +146,7 @@ shift 4
     [
         (SANITIZER + '"$@" && echo "RACECHECK SUMMARY: 0 hazards"', []),
         (SANITIZER + "exit 9", ["exit code 9"]),
-        ("#!/bin/sh", ["the kernels did not run"]),
+        pytest.param("#!/bin/sh", ["the kernels did not run"], marks=pytest.mark.nightly),
     ],
     ids=["passed", "race", "nothing"],
 )

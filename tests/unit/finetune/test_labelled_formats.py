@@ -39,7 +39,7 @@ def losses(head: Head, dtype: Any, recompute: Any = "none") -> list[float]:
 @pytest.mark.parametrize(
     ("head", "dtype"),
     [
-        pytest.param(head, dtype, marks=pytest.mark.slow if (number + bits) % 2 else ())
+        pytest.param(head, dtype, marks=pytest.mark.nightly if (number + bits) % 2 else ())
         for number, head in enumerate(HEADS)
         for bits, dtype in enumerate(("bf16", "fp16"))
     ],

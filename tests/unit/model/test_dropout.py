@@ -91,7 +91,7 @@ print(code)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_compiler
 def test_compiled_dropout_is_one_kernel() -> None:
     """A view of the random words as bytes would be a call between two kernels.

@@ -39,6 +39,12 @@ from tests.support.labelled import labelled_rows, labelled_run
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 RUNS = sorted((CONFIGS / "runs").glob("*.yaml"))
+DISTINCT_RUNS = (
+    "1.5b_h100", "ablation_no_emd_h100", "ablation_roberta_h100", "base_h100", "continue_v3_base",
+    "learn_rtd_cpu", "phases", "quickstart", "retromae_cpu", "table10_deberta_mt_h100",
+    "table2_segment_pair_h100",
+)  # fmt: skip
+"""One of each kind of model, objective and packing, and those with several lengths."""
 TASKS = sorted((CONFIGS / "tasks").glob("*.yaml"))
 CPU = single_process_groups(torch.device("cpu"))
 META = replace(CPU, device=torch.device("meta"))
@@ -130,11 +136,10 @@ def pass_through(module: Any, config: RunConfig, batch: Batch) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        # The ablations on DGX-2 have the shapes of those on H100, in other micro batches.
         pytest.param(
             path,
             id=path.stem,
-            marks=pytest.mark.nightly if path.match("ablation_*_dgx2.yaml") else pytest.mark.slow,
+            marks=pytest.mark.slow if path.stem in DISTINCT_RUNS else pytest.mark.nightly,
         )
         for path in RUNS
     ],

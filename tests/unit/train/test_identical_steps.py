@@ -102,7 +102,7 @@ FEW = [("plain", "fp32", 0), ("deepspeed", "bf16", 1), ("deepspeed", "fp16", 2)]
 
 @pytest.mark.parametrize(
     ("engine_name", "dtype", "stage"),
-    [pytest.param(*case, marks=() if case in FEW else pytest.mark.slow) for case in CASES],
+    [pytest.param(*case, marks=() if case in FEW else pytest.mark.nightly) for case in CASES],
 )
 def test_steps_dispatch_the_same(
     engine_name: Any, dtype: Any, stage: Any, monkeypatch: pytest.MonkeyPatch
