@@ -62,7 +62,7 @@ INPUTS = {
     "docs/attention-maps.md": ("runs/first", "exports/base"),
     "docs/autoregressive.md": ("runs/mt", "wiki.valid.tokens"),
     "docs/retromae.md": (
-        "runs/mlm", "runs/retromae", "runs/mlm_1", "runs/retromae_1", "glue/STS-B",
+        "runs/mlm", "runs/retromae", "glue/STS-B",
         "shards/train_text_document", "shards/validation_text_document",
     ),
     "docs/published-models.md": ("exports/base",),
@@ -83,7 +83,6 @@ TRAINED = {
     "runs/rtd": ("objective.name=rtd",),
     "runs/mt": ("objective.name=mlm+ar",),
     "runs/retromae": ("objective.name=retromae",),
-    "runs/retromae_1": ("objective.name=retromae",),
     "runs/averaged": ("optimizer.ema_decay=0.999",),
 }
 """Runs with other settings."""

@@ -43,6 +43,7 @@ def test_variants_are_valid_configs_that_differ(tmp_path: Path, question: kinds.
         for words in pretraining:
             config = load_config(ROOT / words[1], words[2:])
             assert config.train.run_dir in finetuning
+            assert config.data.train == load_config(RUN / "config.yaml").data.train
             sections += [config.objective, config.train.steps]
         overrides = [word for word in finetuning[1:] if "=" in word]
         data = finetuning[finetuning.index("--data") + 1]
