@@ -23,9 +23,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +220,7 @@ class Processes:
     def run(
         self, arguments: list[str], log: Path, module: str = "megatron_deberta"
     ) -> tuple[int, float]:
-        """Run a command, a module of Python; return its exit code and seconds.
+        """Run a Python module as a command; return its exit code and seconds.
 
         Raises:
             SystemExit: it failed.
@@ -245,6 +246,25 @@ class Processes:
         if code != EXIT_DONE and not is_stopped:
             raise SystemExit(f"{log}: ended with exit code {code}")
         return code, time.monotonic() - begin
+
+
+def run_all(processes: Processes, jobs: int, calls: Iterable[Callable[[], None]]) -> None:
+    """Call functions in threads. If one fails, stop the running commands and start no more.
+
+    Args:
+        processes: starts the commands.
+        jobs: number of threads.
+        calls: the functions.
+    """
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(call) for call in calls]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            processes.stop()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
 
 
 def run_cell(study: Study, processes: Processes, cell: Cell) -> dict[str, Any] | None:
@@ -306,22 +326,15 @@ def execute(study: Study, jobs: int, budget_seconds: float) -> dict[str, Any]:
                 record[part][key] = found
             write_json(study.output, summarize(study, record))
 
-    with ThreadPoolExecutor(jobs) as pool:
-        futures = [
-            pool.submit(work, "blimp", str(step), lambda s=step: run_blimp(study, processes, s))
-            for step in study.blimp_steps()
-        ]
-        futures += [
-            pool.submit(work, "cells", cell.key, lambda c=cell: run_cell(study, processes, c))
-            for cell in study.cells()
-        ]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            processes.stop()
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+    calls: list[Callable[[], None]] = [
+        partial(work, "blimp", str(step), partial(run_blimp, study, processes, step))
+        for step in study.blimp_steps()
+    ]
+    calls += [
+        partial(work, "cells", cell.key, partial(run_cell, study, processes, cell))
+        for cell in study.cells()
+    ]
+    run_all(processes, jobs, calls)
     write_json(study.output, result := summarize(study, record))
     return result
 

@@ -71,7 +71,6 @@ class Judge:
         corpus: folder of text and labelled data.
         work: folder of shards, runs and encoded examples.
         output: result file.
-        overrides: further ``section.key=value`` of every training run.
     """
 
     recipes: Sequence[str]
@@ -80,7 +79,6 @@ class Judge:
     corpus: Path
     work: Path
     output: Path
-    overrides: tuple[str, ...] = ()
 
     def file(self, recipe: str) -> Path:
         """Return the run file of a recipe."""
@@ -91,7 +89,7 @@ class Judge:
         return self.work / recipe / str(seed)
 
     def data(self, recipe: str) -> Path:
-        """Return the folder of tokenizer and shards, which depends on the vocabulary's size."""
+        """Return the folder of the tokenizer and the shards for a recipe's vocabulary size."""
         vocab_size = load_config(self.file(recipe)).model.vocab_size
         assert isinstance(vocab_size, int)
         return self.work / "data" / str(vocab_size - SPECIAL_PIECES)
@@ -107,11 +105,11 @@ class Judge:
         return [
             str(self.file(recipe)), f"data.train={data}/train_text_document",
             f"data.validation={data}/validation_text_document", f"tokenizer.path={data}/tokenizer",
-            *self.overrides, *overrides,
+            *overrides,
         ]  # fmt: skip
 
     def finetuning(self, recipe: str, seed: int, model: Path) -> Study:
-        """Return the study whose cells fine-tune a trained model."""
+        """Return the fine-tuning study of a trained model."""
         work = self.run(recipe, seed) / "tasks"
         return Study(model, self.corpus, work, work / "unused.json", JUDGED_TASKS)
 
@@ -130,7 +128,7 @@ class Commands:
         self.processes = Processes(deadline)
 
     def __call__(self, log: Path, *arguments: str, module: str = "megatron_deberta") -> bool:
-        """Run a module of Python; return whether it finished, and was not stopped.
+        """Run a Python module as a command; return False if it was stopped.
 
         Raises:
             SystemExit: it failed.
@@ -212,7 +210,7 @@ def measure(judge: Judge, record: dict[str, Any]) -> None:
 
 
 def train(judge: Judge, command: Commands, recipe: str, seed: int, steps: int) -> Path | None:
-    """Train a recipe with one seed; return the model to judge, or None if the time was up."""
+    """Train a recipe with one seed; return the model to evaluate, None if the time was up."""
     run = judge.run(recipe, seed)
     arguments = judge.training(
         recipe, f"train.steps={steps}", f"train.seed={seed}", f"train.run_dir={run}",
@@ -233,8 +231,10 @@ def train(judge: Judge, command: Commands, recipe: str, seed: int, steps: int) -
     return average
 
 
-def evaluate(judge: Judge, command: Commands, recipe: str, seed: int, model: Path) -> Any:
-    """Return the scores of a trained model and its curve, or None if the time was up."""
+def evaluate(
+    judge: Judge, command: Commands, recipe: str, seed: int, model: Path
+) -> dict[str, Any] | None:
+    """Evaluate a trained model; return its scores and its curve, None if the time was up."""
     run = judge.run(recipe, seed)
     log = run / "judge.txt"
     config = load_config(run / "config.yaml")
@@ -298,7 +298,7 @@ def tokens_until(config: RunConfig, step: int) -> int:
 
 
 def judge_recipes(judge: Judge, command: Commands) -> dict[str, Any]:
-    """Train and judge what the result file lacks; return the result."""
+    """Train and evaluate the runs that are missing in the result file; return the result."""
     record = read_json(judge.output, {"seconds_per_step": {}, "rows": {}})
     if record.get("budget_seconds", judge.budget_seconds) != judge.budget_seconds:
         raise SystemExit(
@@ -412,14 +412,13 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=math.inf,
                         help="stop after so many hours (default: when all is done)")  # fmt: skip
     parser.add_argument("--measure", action="store_true", help="measure the steps, and end")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of training")
     args = parser.parse_args()
     # As Ctrl-C: the running command is stopped, too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.nice(19)
     judge = Judge(
         args.recipes, args.budget_seconds, 0 if args.measure else args.seeds,
-        args.corpus.resolve(), args.work.resolve(), args.output, tuple(args.set),
+        args.corpus.resolve(), args.work.resolve(), args.output,
     )  # fmt: skip
     record = judge_recipes(judge, Commands(time.monotonic() + args.hours * 3600))
     write_json(judge.output, record)

@@ -29,12 +29,12 @@ import statistics
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from benchmarks.learn.finetune_study import COMMON, Processes
+from benchmarks.learn.finetune_study import COMMON, Processes, run_all
 from benchmarks.lib.measuring import read_json, write_json
 from benchmarks.lib.provenance import ROOT, provenance
 from megatron_deberta.config import load_config
@@ -130,8 +130,6 @@ class Study:
         work: folder of the runs and encoded examples.
         output: result file.
         questions: the questions.
-        overrides: further ``section.key=value`` of every fine-tuning run.
-        pretraining_overrides: the same of every pretraining run.
     """
 
     run: Path
@@ -139,8 +137,6 @@ class Study:
     work: Path
     output: Path
     questions: tuple[Question, ...] = QUESTIONS
-    overrides: tuple[str, ...] = ()
-    pretraining_overrides: tuple[str, ...] = ()
 
     def cells(self) -> list[Cell]:
         """Return the cells of each question in turn, all its variants with the first seed first."""
@@ -152,7 +148,7 @@ class Study:
         ]
 
     def task_file(self, question: Question) -> str:
-        """Write the task file of a question that changes the packaged one; return its path."""
+        """Return the packaged task, or the path of a task file with the question's changes."""
         if not question.changes:
             return question.task
         path = self.work / "tasks" / f"{question.task}.yaml"
@@ -176,7 +172,6 @@ class Study:
                 f"data.validation=[{','.join(data.validation)}]",
                 f"checkpoint.load_from={self.run}",
                 f"train.seed={cell.seed}", f"train.run_dir={model}", *pretraining,
-                *self.pretraining_overrides,
             ])  # fmt: skip
         task = self.task_file(question)
         source, run = self.corpus / question.data, folder / "finetuning"
@@ -184,7 +179,7 @@ class Study:
             "finetune", task, "--model", str(model), "--data", str(source),
             "--settings", "none", *COMMON, *question.settings, *question.variants[cell.variant],
             f"finetune.cache={self.work / 'encoded'}", f"train.seed={cell.seed}",
-            f"train.run_dir={run}", *self.overrides,
+            f"train.run_dir={run}",
         ])  # fmt: skip
         found.append([
             "evaluate", "task", task, "--model", str(run), "--data", str(source),
@@ -241,17 +236,8 @@ def execute(study: Study, jobs: int, budget_seconds: float) -> dict[str, Any]:
                 cells[cell.key] = found
                 write_json(study.output, summarize(study, cells))
 
-    with ThreadPoolExecutor(jobs) as pool:
-        # Here, because they write the task files.
-        commands = [(cell, study.commands(cell)) for cell in study.cells()]
-        futures = [pool.submit(work, *each) for each in commands]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            processes.stop()
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+    # The commands are built here, in one thread, because this writes the task files.
+    run_all(processes, jobs, [partial(work, cell, study.commands(cell)) for cell in study.cells()])
     result = summarize(study, cells)
     write_json(study.output, result)
     return result
@@ -266,17 +252,17 @@ def summarize(study: Study, cells: dict[str, Any]) -> dict[str, Any]:
         "layers": run.model.num_layers,
         "width": run.model.hidden_size,
         "pretraining_tokens": run.train.steps * batch,
-        "settings": [*COMMON, *study.overrides],
-        "pretraining_settings": list(study.pretraining_overrides),
+        "settings": list(COMMON),
         "comparison": list(compare(cells.values())),
         "cells": cells,
     }
 
 
 def compare(cells: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield mean and spread of each variant, and its difference to the first with an interval.
+    """Yield the mean and standard deviation of each variant, and its difference from the first.
 
-    The interval is the 95 % one of Welch's t-test over seeds; None: fewer than two seeds.
+    The difference has the 95 % interval of Welch's t-test over seeds. It is absent if one of the
+    two variants has fewer than two seeds.
     """
     # SciPy takes a third of a second to import.
     from scipy import stats
@@ -284,17 +270,21 @@ def compare(cells: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     cells = list(cells)
     for question in QUESTIONS:
         for metric in question.metrics:
-            first: list[float] = []
-            for variant in question.variants:
-                scores = [
+            by_variant = {
+                variant: [
                     cell["metrics"][metric]
                     for cell in cells
                     if (cell["question"], cell["variant"]) == (question.name, variant)
                 ]
-                first = first or scores
+                for variant in question.variants
+            }
+            first = next(iter(by_variant.values()))
+            for variant, scores in by_variant.items():
+                if not scores:
+                    continue
                 row: dict[str, Any] = {
                     "question": question.name, "metric": metric, "variant": variant,
-                    "seeds": len(scores), "mean": statistics.fmean(scores) if scores else None,
+                    "seeds": len(scores), "mean": statistics.fmean(scores),
                     "stdev": statistics.stdev(scores) if len(scores) > 1 else None,
                 }  # fmt: skip
                 if scores is not first and min(len(scores), len(first)) > 1:
@@ -304,8 +294,7 @@ def compare(cells: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
                         "difference": row["mean"] - statistics.fmean(first),
                         "low": float(low), "high": float(high), "p": float(test.pvalue),
                     }  # fmt: skip
-                if scores:
-                    yield row
+                yield row
 
 
 def main() -> None:
@@ -319,18 +308,12 @@ def main() -> None:
     parser.add_argument("--question", action="append", choices=names, help="only this question")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time (default 1)")
     parser.add_argument("--budget", type=float, default=math.inf, help="hours (default: no limit)")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of every task")
-    parser.add_argument(
-        "--set-pretraining", nargs="*", default=[], metavar="KEY=VALUE", help="of pretraining"
-    )
     args = parser.parse_args()
     # As Ctrl-C: the running commands are stopped, too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     run, corpus, work = (path.resolve() for path in (args.run, args.corpus, args.work))
     questions = tuple(q for q in QUESTIONS if not args.question or q.name in args.question)
-    study = Study(
-        run, corpus, work, args.output, questions, tuple(args.set), tuple(args.set_pretraining)
-    )
+    study = Study(run, corpus, work, args.output, questions)
     result = execute(study, args.jobs, args.budget * 3600)
     for row in result["comparison"]:
         interval = (

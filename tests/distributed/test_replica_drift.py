@@ -41,7 +41,7 @@ def healthy(rank: int, layout: Layout, dtype: str) -> int:
     "layout",
     [
         pytest.param(
-            layout, marks=[(), (), pytest.mark.nightly, pytest.mark.slow][layout.zero_stage]
+            layout, marks={2: pytest.mark.nightly, 3: pytest.mark.slow}.get(layout.zero_stage, ())
         )
         for layout in LAYOUTS
     ],

@@ -1,4 +1,4 @@
-"""The judge of recipes: its recipes, times, commands, resumption and comparison, and Muon."""
+"""Tests of ``benchmarks.learn.judge`` and of its Muon optimizer."""
 
 from __future__ import annotations
 
