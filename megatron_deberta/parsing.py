@@ -16,11 +16,21 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from typing_extensions import Required, TypedDict, Unpack
 
 from megatron_deberta.errors import ConfigError, DataError, MegatronDebertaError, printable
 from megatron_deberta.files import MAX_RECORD_BYTES, read_regular
 
 T = TypeVar("T")
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of ``parse_json`` that the other functions pass on."""
+
+    remedy: Required[str]
+    error: type[MegatronDebertaError]
+    ignore_unknown: bool
+
 
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
 """Steps, samples, bytes and the like; sums of a few of them fit into 64 bits."""
@@ -82,25 +92,14 @@ def parse_json(
     raise error(f"{source}: not {what} ({problem}); {remedy}")
 
 
-def read_json(
-    path: Path,
-    schema: type[T],
-    what: str,
-    *,
-    remedy: str,
-    error: type[MegatronDebertaError] = DataError,
-    ignore_unknown: bool = False,
-) -> T:
+def read_json(path: Path, schema: type[T], what: str, **options: Unpack[Options]) -> T:
     """Read and validate a JSON file; see ``parse_json``.
 
     Raises:
         OSError: it cannot be read.
         MegatronDebertaError: of type ``error``; names the first wrong value.
     """
-    content = read_regular(path, MAX_RECORD_BYTES)
-    return parse_json(
-        content, schema, path, what, remedy=remedy, error=error, ignore_unknown=ignore_unknown
-    )
+    return parse_json(read_regular(path, MAX_RECORD_BYTES), schema, path, what, **options)
 
 
 def dump_json(value: object) -> bytes:
@@ -109,14 +108,7 @@ def dump_json(value: object) -> bytes:
 
 
 def conform(
-    value: object,
-    schema: type[T],
-    source: object,
-    what: str,
-    *,
-    remedy: str,
-    error: type[MegatronDebertaError] = DataError,
-    ignore_unknown: bool = False,
+    value: object, schema: type[T], source: object, what: str, **options: Unpack[Options]
 ) -> T:
     """Validate plain data that was parsed before, such as YAML; see ``parse_json``.
 
@@ -124,10 +116,7 @@ def conform(
         MegatronDebertaError: of type ``error``; names the first wrong value.
     """
     # Dates, which only YAML has, become text.
-    content = json.dumps(value, default=str)
-    return parse_json(
-        content, schema, source, what, remedy=remedy, error=error, ignore_unknown=ignore_unknown
-    )
+    return parse_json(json.dumps(value, default=str), schema, source, what, **options)
 
 
 def whole_number(variables: Mapping[str, str], name: str, default: int) -> int:

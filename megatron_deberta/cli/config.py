@@ -17,18 +17,18 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
-import itertools
 import json
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
+from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from megatron_deberta.cli.arguments import add_run_arguments, print_table, refuse_options
-from megatron_deberta.cluster import profile
-from megatron_deberta.config import RunConfig, load_config, schema
-from megatron_deberta.config.loader import CONFIG_ROOTS, config_to_yaml
+from megatron_deberta.cluster.profile import ClusterProfile, NodeSettings
+from megatron_deberta.config import RunConfig, load_config
+from megatron_deberta.config.loader import CONFIG_ROOTS, config_to_yaml, key_types
 from megatron_deberta.config.schema import AUTO, ModelConfig
 from megatron_deberta.errors import ConfigError
 
@@ -145,57 +145,57 @@ def parameters_text(model: ModelConfig) -> str:
 def _summary(name: str) -> str:
     """Return the first sentence of the comment with which a packaged file begins."""
     path = next(root / name for root in CONFIG_ROOTS if (root / name).is_file())
-    lines = itertools.takewhile(
+    lines = takewhile(
         lambda line: line.startswith("#"), Path(path).read_text(encoding="utf-8").splitlines()
     )
     return " ".join(line.lstrip("# ") for line in lines).split(". ")[0].rstrip(".:")
 
 
 def list_keys() -> list[Key]:
-    """Return all keys in order; their meaning is the docstring below the field."""
-    classes = {
-        node.name: node
-        for node in ast.parse(inspect.getsource(schema)).body
-        if isinstance(node, ast.ClassDef)
-    }
+    """Return all keys of a run's configuration, in order."""
     keys = []
     for section in fields(RunConfig):
         defaults = getattr(RunConfig(), section.name)
-        hints = get_type_hints(type(defaults))
-        for pair in itertools.pairwise(classes[type(defaults).__name__].body):
-            match pair:
-                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(meaning))):
-                    default = json.dumps(getattr(defaults, name))
-                    meaning = " ".join(meaning.split()).replace("``", "`")
-                    keys.append(
-                        Key(f"{section.name}.{name}", type_text(hints[name]), default, meaning)
-                    )
+        for key in _documented_fields(type(defaults), defaults):
+            keys.append(key._replace(name=f"{section.name}.{key.name}"))
     return keys
+
+
+def _documented_fields(kind: type, defaults: object) -> Iterator[Key]:
+    """Yield the fields of a dataclass; their meaning is the docstring below each."""
+    hints = get_type_hints(kind)
+    (node,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(node, ast.ClassDef)
+    for pair in pairwise(node.body):
+        match pair:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(meaning))):
+                default = json.dumps(getattr(defaults, name))
+                meaning = " ".join(meaning.split()).replace("``", "`")
+                yield Key(name, type_text(hints[name]), default, meaning)
 
 
 def profile_table() -> str:
     """Format the keys of cluster profiles as the table of ``docs/slurm.md``."""
-    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    defaults = profile.ClusterProfile(ranks_per_node=1)
-    hints = get_type_hints(profile.ClusterProfile)
-    for node in ast.parse(inspect.getsource(profile)).body:
-        if not (isinstance(node, ast.ClassDef) and node.name in ("NodeSettings", "ClusterProfile")):
-            continue
-        for pair in itertools.pairwise(node.body):
-            match pair:
-                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(meaning))):
-                    default = f"`{json.dumps(getattr(defaults, name))}`"
-                    default = "required" if name == "ranks_per_node" else default
-                    meaning = " ".join(meaning.split()).replace("``", "`")
-                    rows.append(f"| `{name}` | {type_text(hints[name])} | {default} | {meaning} |")
-    return "\n".join(rows) + "\n"
+    defaults = ClusterProfile(ranks_per_node=1)
+    ranks, *others = (
+        key for kind in (NodeSettings, ClusterProfile) for key in _documented_fields(kind, defaults)
+    )
+    return _markdown_table([ranks._replace(default="required"), *others])
+
+
+def _markdown_table(keys: Iterable[Key]) -> str:
+    rows = ["| key | type | default | meaning |\n|---|---|---|---|\n"]
+    for name, kind, default, meaning in keys:
+        shown = default if default == "required" else f"`{default}`"
+        rows.append(f"| `{name}` | {kind} | {shown} | {meaning} |\n")
+    return "".join(rows)
 
 
 def choices() -> dict[str, list[str]]:
     """Return the keys that take one of a few values, and these."""
     found = {}
     for section in fields(RunConfig):
-        for name, hint in get_type_hints(type(getattr(RunConfig(), section.name))).items():
+        for name, hint in key_types(section.name).items():
             if get_origin(hint) is Literal:
                 found[f"{section.name}.{name}"] = list(map(_yaml, get_args(hint)))
             elif hint is bool:
@@ -221,8 +221,6 @@ def _yaml(value: str | int | bool) -> str:
 def markdown(keys: Iterable[Key]) -> str:
     """Format keys as the page ``docs/keys.md``, one table per section."""
     parts = [_TITLE]
-    for section, group in itertools.groupby(keys, key=lambda key: key.name.split(".")[0]):
-        parts.append(f"\n## {section}\n\n| key | type | default | meaning |\n|---|---|---|---|\n")
-        for key in group:
-            parts.append(f"| `{key.name}` | {key.type} | `{key.default}` | {key.meaning} |\n")
+    for section, group in groupby(keys, key=lambda key: key.name.split(".")[0]):
+        parts.append(f"\n## {section}\n\n{_markdown_table(group)}")
     return "".join(parts)
