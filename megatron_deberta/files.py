@@ -281,20 +281,19 @@ def write_durably(path: Path, content: bytes) -> None:
     Raises:
         OSError: the file exists, the disk is full or the folder not writable.
     """
-    with _named_errors(path), path.open("xb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
+    _write_new(path, content, durable=True)
 
 
-@contextmanager
-def _named_errors(path: Path) -> Iterator[None]:
-    """Name the file in an error of writing, such as that of a full disk, which names none."""
+def _write_new(path: Path, content: bytes, *, durable: bool) -> None:
     try:
-        yield
+        with path.open("xb") as stream:
+            stream.write(content)
+            if durable:
+                stream.flush()
+                os.fsync(stream.fileno())
     except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
+        # An error of writing, such as that of a full disk, names no file.
+        error.filename = error.filename or str(path)
         raise
 
 
@@ -313,11 +312,7 @@ def write_atomically(final: str | Path, content: bytes, *, durable: bool = True)
     # A killed process with the same id may have left one.
     temporary.unlink(missing_ok=True)
     try:
-        if durable:
-            write_durably(temporary, content)
-        else:
-            with _named_errors(temporary), temporary.open("xb") as stream:
-                stream.write(content)
+        _write_new(temporary, content, durable=durable)
         os.replace(temporary, final)
     finally:
         temporary.unlink(missing_ok=True)

@@ -24,15 +24,16 @@ Examples:
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from megatron_deberta.cli.arguments import refuse_options
 from megatron_deberta.cli.text_job import (
     add_input_arguments,
     add_job_arguments,
-    estimated_input,
     not_published,
     open_work,
+    print_estimate,
 )
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.text.deduplicate.pipeline import deduplicate
@@ -77,9 +78,7 @@ def run(args: argparse.Namespace) -> None:
     if args.estimate:
         from megatron_deberta.planning.text_jobs import estimate_deduplicate
 
-        with estimated_input(args) as (sources, options, nodes, workers):
-            print(estimate_deduplicate(sources, options, settings, nodes, workers))
-        return
+        return print_estimate(args, partial(estimate_deduplicate, settings=settings))
     with open_work(args, "deduplicate") as (sources, options, run_options):
         if sides := find_both_sides(sources):
             raise ConfigError(

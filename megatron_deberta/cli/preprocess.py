@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import argparse
 import re
+from functools import partial
 
 from megatron_deberta.cli.arguments import number
 from megatron_deberta.cli.text_job import (
     add_input_arguments,
     add_job_arguments,
-    estimated_input,
     not_published,
     open_work,
+    print_estimate,
 )
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.text.preprocess.encoding import EncodingOptions
@@ -74,9 +75,8 @@ def run(args: argparse.Namespace) -> None:
     if args.estimate:
         from megatron_deberta.planning.text_jobs import estimate_preprocess
 
-        with estimated_input(args, is_folder=False) as (sources, read, nodes, workers):
-            print(estimate_preprocess(sources, args.tokenizer, read, nodes, workers))
-        return
+        estimate = partial(estimate_preprocess, tokenizer_path=args.tokenizer)
+        return print_estimate(args, estimate, is_folder=False)
     with open_work(args, "preprocess", is_folder=False) as (sources, read, options):
         refuse_both_sides(sources, args.output)
         manifests = preprocess(

@@ -23,9 +23,9 @@ from megatron_deberta.cli.arguments import add_shared
 from megatron_deberta.cli.deduplicate import add_work_arguments
 from megatron_deberta.cli.text_job import (
     add_input_arguments,
-    estimated_input,
     not_published,
     open_work,
+    print_estimate,
 )
 from megatron_deberta.text.split import split
 
@@ -50,9 +50,7 @@ def run(args: argparse.Namespace) -> None:
     if args.estimate:
         from megatron_deberta.planning.text_jobs import estimate_split
 
-        with estimated_input(args) as (sources, options, nodes, workers):
-            print(estimate_split(sources, options, nodes, workers))
-        return
+        return print_estimate(args, estimate_split)
     with open_work(args, "split") as (sources, options, run_options):
         summary = split(
             sources,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_deberta.cli.arguments import number, refuse_options
@@ -313,26 +313,24 @@ def open_work(
             yield sources, read, run_options
 
 
-@contextlib.contextmanager
-def estimated_input(
-    args: argparse.Namespace, *, is_folder: bool = True
-) -> Iterator[tuple[list[Source], ReadOptions, int, int]]:
-    """Open the input for ``--estimate``.
+def print_estimate(
+    args: argparse.Namespace, estimate: Callable[..., str], *, is_folder: bool = True
+) -> None:
+    """Print the time, disk space and memory of a command, for ``--estimate``.
 
     Args:
         args: arguments of the command, which writes ``args.output``.
+        estimate: formats them, of ``sources``, ``options``, ``nodes`` and ``workers`` per node.
         is_folder: the output is a folder, in which no input is searched.
-
-    Yields:
-        Input files, what is read of them, the nodes, and the worker processes per node.
 
     Raises:
         ConfigError: the input is standard input.
     """
     if STANDARD_INPUT in args.input:
         raise ConfigError("--input -: --estimate needs files")
-    with open_input(args, is_folder=is_folder) as (sources, read):
-        yield sources, read, args.nodes or 1, estimated_workers(args)
+    with open_input(args, is_folder=is_folder) as (sources, options):
+        nodes, workers = args.nodes or 1, estimated_workers(args)
+        print(estimate(sources=sources, options=options, nodes=nodes, workers=workers))
 
 
 def estimated_workers(args: argparse.Namespace) -> int:

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+from functools import partial
 from pathlib import Path
 
 from megatron_deberta.cli.text_job import (
     add_input_arguments,
     add_job_arguments,
-    estimated_input,
     open_work,
+    print_estimate,
 )
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.text.jobs.folder import JobFolder
@@ -65,9 +66,8 @@ def run(args: argparse.Namespace) -> None:
     if args.estimate:
         from megatron_deberta.planning.text_jobs import estimate_train_tokenizer
 
-        with estimated_input(args) as (sources, options, nodes, workers):
-            print(estimate_train_tokenizer(sources, options, sample_bytes, nodes, workers))
-        return
+        estimate = partial(estimate_train_tokenizer, sample_bytes=sample_bytes)
+        return print_estimate(args, estimate)
     JobFolder(output).remove_leftovers()
     check_settings(args.vocab_size, args.character_coverage)
     refuse_existing(args.output, args.force)
