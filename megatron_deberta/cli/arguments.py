@@ -330,6 +330,18 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     Console(file=sys.stdout, highlight=False).print(table)
 
 
+def columns(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
+    """Return rows of cells as lines of aligned columns; all but the first ``left`` to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if place < left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
 def shard_names(args: argparse.Namespace, *, each_once: bool = True) -> list[str]:
     """Return the prefixes of the shards named on the command line."""
     # Imported here because it imports NumPy.

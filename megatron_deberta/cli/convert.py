@@ -160,6 +160,8 @@ def run(args: argparse.Namespace) -> None:
         raise ConfigError(
             "give either --checkpoint DIR (export) or --from hf|microsoft DIR (import)"
         )
+    if args.to == "onnx" and args.dtype == "bf16":
+        raise ConfigError("--dtype bf16: onnxruntime has no bf16 on CPU; use fp16 or fp32")
     if published := _published_folder(args):
         return _export_published(args, published)
     if args.source:
@@ -209,8 +211,6 @@ def _export_published(args: argparse.Namespace, folder: Path) -> None:
     foreign = set(_EXPORT_OPTIONS) - set(_PUBLISHED_ONNX_OPTIONS)
     imports = set(_IMPORT_OPTIONS) - {"allow_pickle_weights_only", "sha256"}
     refuse_options(args, sorted(foreign | imports), "is not for --to onnx of a published model")
-    if args.dtype == "bf16":
-        raise ConfigError("--dtype bf16: onnxruntime has no bf16 on CPU; use fp16 or fp32")
     one: OnnxDtype = args.dtype or "fp32"
     dtypes = _ONNX_DTYPES if args.dtype == "all" else (one,)
     with refusals():
@@ -291,38 +291,32 @@ def _export_revisions(args: argparse.Namespace) -> None:
             f"{run} has no committed checkpoint; --every needs the run's folder"
         )
     chosen = sorted({*steps[args.every - 1 :: args.every], steps[-1]})
-    checkpoints = [step_dir(run, step) for step in chosen]
-    folders = [output / checkpoint.name for checkpoint in checkpoints]
+    folders = {step: output / step_dir(run, step).name for step in chosen}
     with _revisions_lock(output):
-        before = _read_revisions(output)
-        entries = [
-            _revision(args, checkpoint, step)
-            for checkpoint, step in zip(checkpoints, chosen, strict=True)
+        known = _read_revisions(output)
+        entries = {step: _revision(args, step_dir(run, step), step) for step in chosen}
+        pending = [
+            step
+            for step, folder in folders.items()
+            if not _is_exported(folder, known.get(folder.name), entries[step])
         ]
-        exported = [
-            _is_exported(folder, before.get(folder.name), entry)
-            for folder, entry in zip(folders, entries, strict=True)
-        ]
-        for folder, is_exported in zip(folders, exported, strict=True):
-            if not is_exported:
-                refuse_existing(folder)
-        known = {name: entry for name, entry in before.items() if (output / name).exists()}
-        for checkpoint, folder, entry, is_exported in zip(
-            checkpoints, folders, entries, exported, strict=True
-        ):
-            if is_exported:
+        for step in pending:
+            refuse_existing(folders[step])
+        known = {name: entry for name, entry in known.items() if (output / name).exists()}
+        for step, folder in folders.items():
+            if step not in pending:
                 print(f"{folder}: exported before")
                 continue
             # Before the export: what a killed command has exported is known to the next one.
-            known[folder.name] = entry
+            known[folder.name] = entries[step]
             content = json.dumps(list(known.values()), indent=2) + "\n"
             write_atomically(output / REVISIONS, content.encode())
-            one = {"checkpoint": str(checkpoint), "output": str(folder), "every": None}
+            one = {"checkpoint": str(step_dir(run, step)), "output": str(folder), "every": None}
             _export(argparse.Namespace(**vars(args) | one))
     print("Push the revisions, the last one also as main, with:")
-    for folder in folders:
+    for folder in folders.values():
         print(f"  hf upload USER/NAME {folder} . --revision {folder.name}")
-    print(f"  hf upload USER/NAME {folders[-1]} .")
+    print(f"  hf upload USER/NAME {folders[steps[-1]]} .")
 
 
 @contextmanager
@@ -509,8 +503,6 @@ def _check_target(args: argparse.Namespace) -> None:
         ConfigError: options contradict each other, or onnx is not installed.
     """
     if args.to == "onnx":
-        if args.dtype == "bf16":
-            raise ConfigError("--dtype bf16: onnxruntime has no bf16 on CPU; use fp16 or fp32")
         from megatron_deberta.hf.onnx.libraries import require_libraries
 
         require_libraries()
@@ -641,27 +633,21 @@ def _import(args: argparse.Namespace) -> None:
     if not args.generator:
         refuse_options(args, ["generator_sha256"], "is for --generator, not given")
     pair = args.generator or args.new_generator
+    output = Path(args.output)
+    options: dict[str, Any] = {
+        "tokenizer_path": args.tokenizer,
+        "allow_pickle": args.allow_pickle_weights_only,
+        "seed": args.seed or 0,
+    }
     if pair:
+        model = WeightFile(Path(directory), args.sha256)
         generator = WeightFile(Path(args.generator), args.generator_sha256)
-        imported = import_pair(
-            WeightFile(Path(directory), args.sha256),
-            None if args.new_generator else generator,
-            source,
-            Path(args.output),
-            tokenizer_path=args.tokenizer,
-            allow_pickle=args.allow_pickle_weights_only,
-            seed=args.seed or 0,
-        )
+        given = None if args.new_generator else generator
+        imported = import_pair(model, given, source, output, **options)
     else:
+        only = args.generator_only
         imported = import_model(
-            Path(directory),
-            source,
-            Path(args.output),
-            tokenizer_path=args.tokenizer,
-            allow_pickle=args.allow_pickle_weights_only,
-            sha256=args.sha256,
-            seed=args.seed or 0,
-            generator=args.generator_only,
+            Path(directory), source, output, sha256=args.sha256, generator=only, **options
         )
     print(f"{imported.checkpoint}: weights of {directory}, for checkpoint.load_from")
     for note in imported.notes:

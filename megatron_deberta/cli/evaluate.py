@@ -22,6 +22,7 @@ from megatron_deberta.cli.arguments import (
     Subcommand,
     add_shared,
     add_task_arguments,
+    columns,
     number,
     prepare_output,
 )
@@ -175,27 +176,20 @@ def describe_metrics(metrics: dict[str, float]) -> str:
 def describe_classes(scores: ClassScores) -> str:
     """Format precision, recall and F1 by class, and the confusion matrix of a few classes."""
     names = [each.name for each in scores.classes]
-    width = max([len("class"), *map(len, names)])
-    lines = [f"{'class':<{width}}  {scores.unit:>9}  predicted  precision  recall      F1"]
-    lines += [
-        f"{each.name:<{width}}  {each.labelled:>9,}  {each.predicted:>9,}  {each.precision:>9.4f}"
-        f"  {each.recall:.4f}  {each.f1:.4f}"
-        for each in scores.classes
-    ]
-    thresholds = [each.threshold for each in scores.classes if each.threshold is not None]
-    if len(thresholds) == len(names):
-        lines[0] += "  threshold"
-        lines[1:] = [
-            f"{line}  {threshold:>9.4f}"
-            for line, threshold in zip(lines[1:], thresholds, strict=True)
-        ]
+    rows = [("class", f"{scores.unit:>9}", "predicted", "precision", "recall", "F1", "threshold")]
+    for each in scores.classes:
+        counts = f"{each.labelled:,}", f"{each.predicted:,}"
+        shares = (each.precision, each.recall, each.f1, each.threshold or 0.0)
+        rows.append((each.name, *counts, *(f"{share:.4f}" for share in shares)))
+    if any(each.threshold is None for each in scores.classes):
+        rows = [row[:-1] for row in rows]
+    lines = columns(rows)
     if scores.confusion and len(names) <= _MOST_COLUMNS:
-        cells = [[f"{count:,}" for count in row] for row in scores.confusion]
-        widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
         lines += ["", "confusion matrix: rows are labels, columns are predictions"]
-        for first, row in zip(["", *names], [names, *cells], strict=True):
-            columns = zip(row, widths, strict=True)
-            lines.append(f"{first:<{width}}  " + "  ".join(f"{c:>{w}}" for c, w in columns))
+        cells = [[f"{count:,}" for count in row] for row in scores.confusion]
+        # As wide as the first column of the table above.
+        named = zip([" " * len("class"), *names], [names, *cells], strict=True)
+        lines += columns([[name, *row] for name, row in named])
     return "\n".join(lines)
 
 
@@ -282,18 +276,16 @@ def describe_perplexity(result: Perplexity) -> str:
 
 def describe(scores: MinimalPairScores) -> str:
     """Format a table: a line per paradigm, the mean of each field, and of all paradigms."""
-    width = max(len(score.paradigm) for score in scores.paradigms) + 2
-    lines = [f"{'paradigm':<{width}}  pairs  accuracy"]
+    rows = [("paradigm", "pairs", "accuracy")]
     for field, mean in scores.fields.items():
         own = [score for score in scores.paradigms if score.field == field]
-        lines += [
-            f"  {score.paradigm:<{width - 2}}  {score.num_pairs:>5}  {score.accuracy:>8.1%}"
-            for score in own
+        rows += [
+            (f"  {each.paradigm}", str(each.num_pairs), f"{each.accuracy:.1%}") for each in own
         ]
         count = sum(score.num_pairs for score in own)
-        lines.append(f"{field.replace('_', ' '):<{width}}  {count:>5}  {mean:>8.1%}")
-    lines.append(f"{'all':<{width}}  {scores.num_pairs:>5}  {scores.accuracy:>8.1%}")
-    return "\n".join(lines)
+        rows.append((field.replace("_", " "), str(count), f"{mean:.1%}"))
+    rows.append(("all", str(scores.num_pairs), f"{scores.accuracy:.1%}"))
+    return "\n".join(columns(rows))
 
 
 SUBCOMMANDS = {

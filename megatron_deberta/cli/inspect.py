@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron_deberta.cli.arguments import Subcommand, add_shared, number, shard_names
 from megatron_deberta.config import RunConfig, load_config
 from megatron_deberta.config.phases import segments
+from megatron_deberta.data import Integers
 from megatron_deberta.data.dataset.index_cache import IndexCache
 from megatron_deberta.data.dataset.rows import Row, RowBatch, RowSource
 from megatron_deberta.data.masking import MaskedRows
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from megatron_deberta.data.build import Corpora
     from megatron_deberta.data.collate import StepForms, Targets
 
-Integers = npt.NDArray[np.int64]
 Generate = Callable[[Integers, Integers, int], Integers]
 """Function of masked tokens ``[N]``, positions ``[M]`` and the sample's index: drawn ``[M]``."""
 
@@ -205,7 +204,7 @@ def _segment_samples(
                 training_rows(own, vocabulary, corpora, segment.stage),
                 form_targets(own, vocabulary, length, Purpose.TRAINING_MASK),
                 step_forms(own, segment.first_sample),
-                _Statistics(length),
+                _Statistics(*np.zeros((2, length), np.int64)),
             )
         )
     return found
@@ -330,7 +329,6 @@ class _Statistics:
     """Sums over samples.
 
     Attributes:
-        length: N.
         targets_at: [N] targets at each position.
         tokens_at: [N] rows with a token there.
         fates: what stands at the targets.
@@ -340,18 +338,13 @@ class _Statistics:
         autoregressive: number of autoregressive rows, which count nowhere else.
     """
 
-    length: int
-    targets_at: np.ndarray[tuple[int], np.dtype[np.int64]] = field(init=False)
-    tokens_at: np.ndarray[tuple[int], np.dtype[np.int64]] = field(init=False)
+    targets_at: Integers
+    tokens_at: Integers
     fates: Counter[str] = field(default_factory=Counter)
     spans: Counter[int] = field(default_factory=Counter)
     parts: int = 0
     labels: Counter[int] = field(default_factory=Counter)
     autoregressive: int = 0
-
-    def __post_init__(self) -> None:
-        self.targets_at = np.zeros(self.length, np.int64)
-        self.tokens_at = np.zeros(self.length, np.int64)
 
     def add(
         self, masked: MaskedRows, batch: RowBatch, vocabulary: Vocabulary, is_causal: bool
@@ -366,9 +359,11 @@ class _Statistics:
         self.tokens_at[: masked.tokens.size] += 1
         self.targets_at[masked.positions] += 1
         now = masked.tokens[masked.positions]
-        self.fates["[MASK]"] += int((now == vocabulary.mask_id).sum())
-        self.fates["kept"] += int((now == masked.labels).sum())
-        self.fates["random"] += int(((now != vocabulary.mask_id) & (now != masked.labels)).sum())
+        is_mask, is_kept = now == vocabulary.mask_id, now == masked.labels
+        for name, found in (
+            ("[MASK]", is_mask), ("kept", is_kept), ("random", ~(is_mask | is_kept))
+        ):  # fmt: skip
+            self.fates[name] += int(found.sum())
         breaks = np.flatnonzero(np.diff(masked.positions) > 1) + 1
         if masked.positions.size:
             self.spans.update(span.size for span in np.split(masked.positions, breaks))
@@ -391,7 +386,7 @@ class _Statistics:
             pairs = [f"  in sequence         {self.labels[0] / rows:.1%} of pairs"]
         return "\n".join(
             [
-                f"  tokens a row        {self.tokens_at.sum() / rows:.1f} of {self.length}",
+                f"  tokens a row        {self.tokens_at.sum() / rows:.1f} of {self.tokens_at.size}",
                 f"  parts a row         {self.parts / rows:.2f}",
                 *pairs,
                 f"  targets             {share:.2%} of tokens",
@@ -469,7 +464,7 @@ def _shard_summary(shards: Sequence[IndexedDataset], statistics: ShardStatistics
 def _lengths_text(
     statistics: ShardStatistics,
     sequence_length: int,
-    lengths: npt.NDArray[np.int64],
+    lengths: Integers,
     packings: dict[str, Packing],
 ) -> str:
     mean = statistics.num_tokens / statistics.num_documents
@@ -529,7 +524,7 @@ def _document_beginnings(
     return lines
 
 
-def _draw_lengths(path: Path, lengths: npt.NDArray[np.int64], sequence_length: int) -> None:
+def _draw_lengths(path: Path, lengths: Integers, sequence_length: int) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")

@@ -32,43 +32,28 @@ PROGRAM = "tools/preprocess_data.py"
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer")
 _GPT2_EOD = "<|endoftext|>"
 _OWN_COMMAND = "use megatron-deberta preprocess"
-_ONLY_LOCAL = "remove it; the tokenizer's files determine the ids"
-_NO_TRIALS = "remove it; --workers defaults to the processor cores"
-_NOT_THERE = f"it is not a flag of Megatron-LM; {_OWN_COMMAND}"
-_SENTENCES = "it belongs to --split-sentences; remove it"
-_ADD_TOKENS = "add the tokens to the tokenizer's files and remove it"
-_TIKTOKEN = "tiktoken is not supported; convert the tokenizer to tokenizer.json"
-UNSUPPORTED = {
-    "--split-sentences": "NLTK's sentences are not reproduced; use megatron-deberta preprocess "
-    "--sentences LANGUAGE",
-    **dict.fromkeys(("--keep-newlines", "--lang"), _SENTENCES),
-    **dict.fromkeys(
-        (
-            "--special-tokens", "--tokenizer-special-tokens", "--tokenizer-sentencepiece-legacy",
-            "--vocab-extra-ids",
-        ),
-        _ADD_TOKENS,
+_REMEDIES = {
+    f"NLTK's sentences are not reproduced; {_OWN_COMMAND} --sentences LANGUAGE": (
+        "--split-sentences"
     ),
-    **dict.fromkeys(
-        (
-            "--tokenizer-hf-no-use-fast", "--trust-remote-code", "--tokenizer-metadata",
-            "--vocab-size", "--padded-vocab-size",
-        ),
-        _ONLY_LOCAL,
+    "it belongs to --split-sentences; remove it": "--keep-newlines --lang",
+    "add the tokens to the tokenizer's files and remove it": (
+        "--special-tokens --tokenizer-special-tokens --tokenizer-sentencepiece-legacy "
+        "--vocab-extra-ids"
     ),
-    **dict.fromkeys(
-        ("--tiktoken-pattern", "--tiktoken-num-special-tokens", "--tiktoken-special-tokens"),
-        _TIKTOKEN,
+    "remove it; the tokenizer's files determine the ids": (
+        "--tokenizer-hf-no-use-fast --trust-remote-code --tokenizer-metadata --vocab-size "
+        "--padded-vocab-size"
     ),
-    **dict.fromkeys(
-        (
-            "--find-optimal-num-workers", "--workers-to-check", "--max-documents",
-            "--performance-dir",
-        ),
-        _NO_TRIALS,
+    "tiktoken is not supported; convert the tokenizer to tokenizer.json": (
+        "--tiktoken-pattern --tiktoken-num-special-tokens --tiktoken-special-tokens"
     ),
-    **dict.fromkeys(("--tokenizer", "--output", "--keys", "--sentences"), _NOT_THERE),
-}  # fmt: skip
+    "remove it; --workers defaults to the processor cores": (
+        "--find-optimal-num-workers --workers-to-check --max-documents --performance-dir"
+    ),
+    f"it is not a flag of Megatron-LM; {_OWN_COMMAND}": "--tokenizer --output --keys --sentences",
+}
+UNSUPPORTED = {flag: remedy for remedy, flags in _REMEDIES.items() for flag in flags.split()}
 """Flags of Megatron-LM's script that are rejected, and those of our command, with the remedy."""
 SUPPORTED_TYPES = (*SENTENCEPIECE_TYPES, "GPT2BPETokenizer", "HuggingFaceTokenizer")
 

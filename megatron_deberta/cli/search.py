@@ -143,79 +143,58 @@ def _describe(search: SearchConfig, runs: Sequence[SearchRun], pending: Sequence
 def _run_locally(
     search: SearchConfig, pending: Sequence[ConfiguredRun], metric: str, jobs: int | None
 ) -> int:
-    """Run the pending runs here; return the exit code of the search."""
+    """Run the pending runs here, and print a line per run that ends; return the exit code."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
     from megatron_deberta.finetune.local_runs import run_all, run_command, stop_signals
 
     slots = _slots(search, pending[0], jobs)
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    # Without a terminal there is no bar.
     with (
         _folder_lock(search),
         stop_signals() as stop,
-        _Report(len(pending), metric) as report,
+        Progress(*columns, console=console, disable=not console.is_terminal) as bar,
     ):
+        task = bar.add_task("", total=len(pending))
+        failed: list[str] = []
+
+        def report(outcome: Outcome) -> None:
+            text, has_failed = _describe_end(outcome, metric, is_stopping=bool(stop.numbers))
+            failed.extend([outcome.run.name] * has_failed)
+            bar.advance(task)
+            place = f"[{bar.tasks[0].completed:.0f}/{len(pending)}] {outcome.run.name}"
+            line = printable(f"{place}: {text}")
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
         all_started = run_all(
-            pending,
-            slots,
-            lambda outcome: report.add(outcome, is_stopping=bool(stop.numbers)),
-            stop,
-            lambda run: run_command(run, search.ranks),
+            pending, slots, report, stop, lambda run: run_command(run, search.ranks)
         )
     if stop.numbers:
         return stop.exit_code
-    if not report.failed:
+    if not failed:
         return EXIT_DONE
     rest = "" if all_started else "; the first ones all failed, so no more were started"
-    print(f"{report.failed} runs failed{rest}", file=sys.stderr)
+    print(f"{len(failed)} runs failed{rest}", file=sys.stderr)
     return EXIT_FAILURE
 
 
-class _Report:
-    """Prints a line per run that ends; with a progress bar on a terminal.
+def _describe_end(outcome: Outcome, metric: str, *, is_stopping: bool) -> tuple[str, bool]:
+    """Return how a run ended, and whether it failed."""
+    from megatron_deberta.finetune.local_runs import LOG_FILE
+    from megatron_deberta.finetune.search import read_result
 
-    Args:
-        total: number of runs.
-        metric: name of the score.
-    """
-
-    def __init__(self, total: int, metric: str) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-        self.failed = 0
-        self._metric, self._total, self._ended = metric, total, 0
-        self._console = Console(stderr=True)
-        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        is_shown = self._console.is_terminal
-        self._bar = Progress(*columns, console=self._console, disable=not is_shown)
-        self._task = self._bar.add_task("", total=total)
-
-    def __enter__(self) -> _Report:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def add(self, outcome: Outcome, *, is_stopping: bool) -> None:
-        """Print the end of a run."""
-        from megatron_deberta.finetune.local_runs import LOG_FILE
-        from megatron_deberta.finetune.search import read_result
-
-        result = read_result(outcome.run.folder, self._metric)
-        self._ended += 1
-        self._bar.update(self._task, completed=self._ended)
-        if result is not None and result.score is None:
-            self.failed += 1
-            text = f"no {self._metric}: infinite or not a number; lower optimizer.learning_rate"
-        elif result is not None:
-            text = f"{self._metric} {result.score:.4f}, {outcome.seconds:.0f} s"
-        elif is_stopping:
-            text = "stopped; it resumes when the search is started again"
-        else:
-            self.failed += 1
-            log = outcome.run.folder / LOG_FILE
-            text = f"failed with exit code {outcome.code}: {outcome.reason} ({log})"
-        line = printable(f"[{self._ended}/{self._total}] {outcome.run.name}: {text}")
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+    result = read_result(outcome.run.folder, metric)
+    if result is not None and result.score is None:
+        return f"no {metric}: infinite or not a number; lower optimizer.learning_rate", True
+    if result is not None:
+        return f"{metric} {result.score:.4f}, {outcome.seconds:.0f} s", False
+    if is_stopping:
+        return "stopped; it resumes when the search is started again", False
+    log = outcome.run.folder / LOG_FILE
+    return f"failed with exit code {outcome.code}: {outcome.reason} ({log})", True
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from megatron_deberta.cli.arguments import add_shared, run_folder
+from megatron_deberta.cli.arguments import add_shared, columns, run_folder
 from megatron_deberta.cluster.slurm.status import JobAttemptStatus, RunStatus, gather
 from megatron_deberta.errors import (
     EXIT_DONE,
@@ -86,12 +86,7 @@ def describe_runs(statuses: Sequence[RunStatus]) -> str:
                 str(len(status.attempts) + len(status.earlier_attempts) or "-"),
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  "
-        + "  ".join(f"{cell:>{width}}" for cell, width in zip(row[2:], widths[2:], strict=True))
-        for row in rows
-    )
+    return "\n".join(columns(rows, left=2))
 
 
 def describe(status: RunStatus) -> str:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from megatron_deberta.config.schema import RunConfig, check_ranges
+from megatron_deberta.config.schema import RunConfig, check_ranges, refuse
 from megatron_deberta.errors import ConfigError
 
 _ORDER_KEYS = ("train", "sequence_length", "packing")
@@ -116,40 +117,36 @@ def check_durations(config: RunConfig) -> None:
     Raises:
         ConfigError: names the keys.
     """
-    train, optimizer, data = config.train, config.optimizer, config.data
-    variable = [
-        name
-        for name, value in (
-            ("phases", train.phases), ("tokens", train.tokens), ("ramp_from", train.ramp_from)
-        )
-        if value
-    ]  # fmt: skip
-    if variable and config.finetune.task:
-        raise ConfigError(f"train.{variable[0]} is for pretraining; use finetune.epochs")
-    if variable and data.short_steps:
-        raise ConfigError(
-            f"data.short_steps={data.short_steps} with train.{variable[0]}; write a phase with a "
-            "shorter data.sequence_length instead"
-        )
+    refuse(config, _duration_problems(config))
+
+
+def _duration_problems(config: RunConfig) -> Iterator[str]:
+    train, optimizer = config.train, config.optimizer
+    given = (name for name in ("phases", "tokens", "ramp_from") if getattr(train, name))
+    if variable := next(given, ""):
+        if config.finetune.task:
+            yield f"train.{variable} is for pretraining; use finetune.epochs"
+        if config.data.short_steps:
+            yield (
+                f"$data.short_steps with train.{variable}; write a phase with a shorter "
+                "data.sequence_length instead"
+            )
     for name in ("warmup", "decay"):
-        tokens, share = (getattr(optimizer, f"{name}_{unit}") for unit in ("tokens", "fraction"))
-        if tokens and share:
-            raise ConfigError(
-                f"optimizer.{name}_tokens={tokens} and optimizer.{name}_fraction={share:g} "
-                "contradict each other; set one of them to null"
+        if getattr(optimizer, f"{name}_tokens") and getattr(optimizer, f"{name}_fraction"):
+            yield (
+                f"$optimizer.{name}_tokens and $optimizer.{name}_fraction contradict each other; "
+                "set one of them to null"
             )
     if train.phases and train.ramp_from:
-        raise ConfigError(
-            f"train.ramp_from={train.ramp_from} with phases; write the ramp into a phase"
-        )
+        yield "$train.ramp_from with phases; write the ramp into a phase"
     fractions = [phase.fraction for phase in train.phases if phase.fraction is not None]
     if fractions and (len(fractions) < len(train.phases) or abs(sum(fractions) - 1) > 1e-6):
-        raise ConfigError(
+        yield (
             f"train.phases: fraction is {fractions}, with {len(train.phases)} phases; give all of "
             "them a fraction, 1 in total, or none"
         )
     if train.phases and train.tokens and not fractions:
-        raise ConfigError(f"train.tokens={train.tokens} with phases; give each phase its tokens")
+        yield "$train.tokens with phases; give each phase its tokens"
 
 
 def last_step(config: RunConfig) -> int:

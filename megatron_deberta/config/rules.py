@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
 from typing import NamedTuple
@@ -27,6 +27,7 @@ from megatron_deberta.config.schema import (
     RunConfig,
     check_ranges,
     head_of,
+    refuse,
 )
 from megatron_deberta.errors import ConfigError, MegatronDebertaError, TopologyError
 
@@ -39,33 +40,6 @@ class BatchArithmetic(NamedTuple):
     accumulation_steps: int
     tokens_per_step: int
     """Tokens per optimizer step, padding included."""
-
-
-def _refuse(config: RunConfig, broken: Iterable[str]) -> None:
-    """Raise the first of the broken rules.
-
-    Args:
-        config: the run.
-        broken: messages, in which ``$section.key`` stands for ``section.key=value``.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    for message in broken:
-        text = re.sub(r"\$(\w+)\.(\w+)", lambda key: _setting(config, *key.groups()), message)
-        raise ConfigError(text)
-
-
-def _setting(config: RunConfig, section: str, key: str) -> str:
-    """Return ``section.key=value`` as on the command line."""
-    value = getattr(getattr(config, section), key)
-    if isinstance(value, float):
-        value = f"{value:g}"
-    elif isinstance(value, tuple):
-        value = f"[{','.join(map(str, value))}]"
-    elif isinstance(value, bool):
-        value = str(value).lower()
-    return f"{section}.{key}={value}"
 
 
 def validate(config: RunConfig) -> None:
@@ -82,11 +56,11 @@ def validate(config: RunConfig) -> None:
 def _validate_alone(config: RunConfig) -> None:
     """Check a config without its phases, or that of a segment."""
     check_ranges(config)
-    _refuse(config, _broken_rules(config))
+    refuse(config, _broken_rules(config))
 
 
 def _broken_rules(config: RunConfig) -> Iterator[str]:
-    """Yield the messages of broken rules, as for `_refuse`."""
+    """Yield the messages of broken rules, as for ``refuse``."""
     yield from _architecture_rules(config.model)
     yield from _data_rules(config.model, config.data)
     yield from _head_rules(config)
@@ -130,7 +104,7 @@ def validate_for_world(config: RunConfig, world_size: int) -> BatchArithmetic:
             f"with $model.head; set train.micro_batch_size={whole} (parallel.recompute=full saves "
             "memory), or objective.positive_similarity=null"
         )
-        _refuse(config, [problem])
+        refuse(config, [problem])
     return found[0]
 
 
@@ -268,7 +242,7 @@ def check_model(model: ModelConfig) -> None:
     """
     if model.vocab_size == AUTO:
         raise ConfigError("model.vocab_size=auto needs a tokenizer; set the number of rows")
-    _refuse(RunConfig(model=model), _architecture_rules(model))
+    refuse(RunConfig(model=model), _architecture_rules(model))
 
 
 def _architecture_rules(model: ModelConfig) -> Iterator[str]:

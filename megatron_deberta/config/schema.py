@@ -7,8 +7,11 @@ round trip through YAML.
 from __future__ import annotations
 
 import difflib
+import functools
 import math
+import re
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
@@ -679,6 +682,33 @@ class RunConfig:
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     log: LogConfig = field(default_factory=LogConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+
+def refuse(config: RunConfig, problems: Iterable[str]) -> None:
+    """Raise the first of some problems.
+
+    Args:
+        config: the run.
+        problems: messages, in which ``$section.key`` stands for ``section.key=value``.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for problem in problems:
+        setting = functools.partial(_setting, config)
+        raise ConfigError(re.sub(r"\$(\w+)\.(\w+)", setting, problem))
+
+
+def _setting(config: RunConfig, name: re.Match[str]) -> str:
+    """Return a key and its value as on the command line."""
+    value = getattr(getattr(config, name[1]), name[2])
+    if isinstance(value, float):
+        value = f"{value:g}"
+    elif isinstance(value, tuple):
+        value = f"[{','.join(map(str, value))}]"
+    elif isinstance(value, bool):
+        value = str(value).lower()
+    return f"{name[1]}.{name[2]}={value}"
 
 
 def check_ranges(config: RunConfig) -> None:
