@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.cli.config import list_keys
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -61,8 +60,8 @@ def test_messages_of_the_troubleshooting_page_are_those_of_the_package() -> None
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_configuration_keys_exist(page: Path) -> None:
-    keys = {f"{section}.{key}" for section, key in schema_keys()}
-    sections = "|".join({section for section, _ in schema_keys()})
+    keys = {key.name for key in list_keys()}
+    sections = "|".join({name.partition(".")[0] for name in keys})
     named = re.compile(rf"(?<![\w/.])((?:{sections})\.[a-z_]+)\b(?!\.?\()")
     for code in re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8")):
         for name in named.findall(code):
@@ -70,12 +69,3 @@ def test_configuration_keys_exist(page: Path) -> None:
             is_file = name.endswith((".py", ".yaml", ".json", ".onnx"))
             is_module = module.is_dir() or module.with_suffix(".py").exists()
             assert name in keys or is_file or is_module, f"no key {name}"
-
-
-def schema_keys() -> list[tuple[str, str]]:
-    """Return section and name of every configuration key."""
-    return [
-        (section.name, key.name)
-        for section in fields(RunConfig)
-        for key in fields(getattr(RunConfig(), section.name))
-    ]

@@ -1,7 +1,7 @@
 """The imports of the package follow the rules of ``docs/architecture.md``."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -19,10 +19,6 @@ MUTATORS = {
     "append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "clear",
     "remove", "discard", "sort", "reverse",
 }  # fmt: skip
-
-
-def files_of(folder: str) -> list[Path]:
-    return [path for path in FILES if path.relative_to(PACKAGE).parts[0] == folder]
 
 
 @cache
@@ -91,12 +87,6 @@ def test_table_lists_every_folder() -> None:
     assert not {"train", "finetune"} & table["evaluate"]
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_imports_follow_the_arrows(folder: str) -> None:
-    for path in files_of(folder):
-        check_arrows(path)
-
-
 def check_arrows(path: Path) -> None:
     relative = path.relative_to(PACKAGE)
     if len(relative.parts) == 1:
@@ -115,24 +105,12 @@ def check_arrows(path: Path) -> None:
             assert there in allowed, f"{relative} imports {module}; {here}/ may: {sorted(allowed)}"
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_model_and_operator_do_not_import_distributed(folder: str) -> None:
-    for path in files_of(folder):
-        check_distributed(path)
-
-
 def check_distributed(path: Path) -> None:
     if path.relative_to(PACKAGE).parts[0] not in {"model", "ops", "objectives"}:
         return
     tree = parse(path)
     assert not [module for module in imports(tree) if module.startswith("torch.distributed")]
     assert not [node for node in ast.walk(tree) if dotted(node).startswith("torch.distributed")]
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_no_module_level_state(folder: str) -> None:
-    for path in files_of(folder):
-        check_state(path)
 
 
 def check_state(path: Path) -> None:
@@ -155,12 +133,6 @@ def check_state(path: Path) -> None:
         assert changed not in containers, f"{path.name}:{node.lineno}: changes {changed}"
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_folders_files_and_functions_are_small(folder: str) -> None:
-    for path in files_of(folder):
-        check_sizes(path)
-
-
 def check_sizes(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert path.stem not in {"utils", "helpers", "common"}
@@ -174,3 +146,11 @@ def check_sizes(path: Path) -> None:
             first = node.body[1 if ast.get_docstring(node) and len(node.body) > 1 else 0]
             lines = node.end_lineno - first.lineno + 1
             assert lines <= 100, f"{path.name}:{node.lineno}: {node.name} has {lines} lines"
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("check", [check_arrows, check_distributed, check_state, check_sizes])
+def test_files_follow_the_rules(check: Callable[[Path], None], folder: str) -> None:
+    for path in FILES:
+        if path.relative_to(PACKAGE).parts[0] == folder:
+            check(path)

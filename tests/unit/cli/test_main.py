@@ -3,7 +3,6 @@
 import argparse
 import io
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -96,7 +95,6 @@ def test_subcommands_have_help_of_their_own(name: str, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         cli.main([name, "--help"])
     overview = capsys.readouterr().out
-    own: dict[str, set[str]] = {}
     for form in forms:
         with pytest.raises(SystemExit) as caught:
             cli.main([name, form, "--help"])
@@ -105,10 +103,6 @@ def test_subcommands_have_help_of_their_own(name: str, capsys: pytest.CaptureFix
         assert f"usage: megatron-deberta {name} {form} " in shown
         assert f"  megatron-deberta {name} {form} " in shown.partition("Examples:")[2]
         assert f"\n  {form} " in overview
-        own[form] = set(re.findall(r"^  (--[\w-]+)", shown, re.MULTILINE))
-    if name == "inspect":
-        assert own["data"] - own["shards"] == {"--first-sample", "--statistics", "--generator"}
-        assert own["shards"] - own["data"] == {"--top", "--plot"}
 
 
 def test_the_former_spelling_of_evaluate_works_with_a_warning(
@@ -124,6 +118,10 @@ def test_the_former_spelling_of_evaluate_works_with_a_warning(
 
 
 def test_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"megatron-deberta {__version__}\n"
     with pytest.raises(SystemExit) as caught:
         cli.main(["--help"])
     assert caught.value.code == 0
@@ -143,13 +141,6 @@ def test_help_and_version_cost_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["--version"])
-    assert caught.value.code == 0
-    assert capsys.readouterr().out == f"megatron-deberta {__version__}\n"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
@@ -193,67 +184,21 @@ def test_text_that_the_encoding_lacks_is_one_line(
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("arguments", "said"),
     [
-        ([], "required: COMMAND\n"),
-        (["fly"], "no command 'fly'; --help lists them"),
-        (["pretrian"], "no command 'pretrian'; did you mean pretrain?"),
-        (["--fly"], "COMMAND"),
+        ("", "required: COMMAND\n"),
+        ("fly", "no command 'fly'; --help lists them"),
+        ("pretrian", "no command 'pretrian'; did you mean pretrain?"),
+        ("--fly", "COMMAND"),
     ],
 )
-def test_wrong_usage_exits_2(
-    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage_exits_2(arguments: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.main(argv)
+        cli.main(arguments.split())
     assert caught.value.code == errors.EXIT_USAGE
     shown = capsys.readouterr().err
     assert "usage: megatron-deberta" in shown
     assert said in shown
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        ("deduplicate --inptu a --output b", "required: --input; did you mean --input?"),
-        ("launch run.yaml --nodes 16", "required: --ranks; see megatron-deberta launch"),
-        ("deduplicate --input a --outptu=b --output c", "--outptu=b; did you mean --output?"),
-        ("pretrain small.yaml --steps 100", "--steps 100; set train.steps=100; see"),
-        (
-            "launch a.yaml --ranks 2 --steps=7 train.run_dir=b",
-            "train.run_dir=b; set train.steps=7; see",
-        ),
-        ("launch a.yaml --ranks 2 --learning-rate", "; set optimizer.learning_rate=VALUE; see"),
-        ("pretrain a.yaml --dry-rnu", "--dry-rnu; did you mean --dry-run?"),
-        ("verify a --steps 7", "--steps 7; see"),
-    ],
-)
-def test_unknown_options_name_the_one_that_may_be_meant(
-    argv: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(argv.split()) == errors.EXIT_USAGE
-    assert said in capsys.readouterr().err
-
-
-def test_only_required_arguments_are_called_required(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert cli.main(["pretrain"]) == errors.EXIT_USAGE
-    assert capsys.readouterr().err == (
-        "megatron-deberta: error: the following arguments are required: RUN.yaml; see "
-        "megatron-deberta pretrain --help\n"
-    )
-    assert cli.main(["verify"]) == errors.EXIT_USAGE
-    assert "no shard given" in capsys.readouterr().err
-
-
-def test_numbers_out_of_range_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    for value, message in (
-        ("0", "argument --workers: 0 must be at least 1"),
-        ("two", "argument --workers: invalid int value: 'two'"),
-    ):
-        assert cli.main(["verify", "shard", "--workers", value]) == errors.EXIT_USAGE
-        assert message in capsys.readouterr().err
 
 
 def test_help_shows_each_default_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -386,6 +331,22 @@ def test_tools_call_the_command(script: str, program: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        # What is missing, and only that
+        ("pretrain", "error: the following arguments are required: RUN.yaml; see megatron-deberta"),
+        ("verify", "no shard given"),
+        # Unknown options name the one that may be meant
+        ("deduplicate --inptu a --output b", "required: --input; did you mean --input?"),
+        ("launch run.yaml --nodes 16", "required: --ranks; see megatron-deberta launch"),
+        ("deduplicate --input a --outptu=b --output c", "--outptu=b; did you mean --output?"),
+        ("pretrain small.yaml --steps 100", "--steps 100; set train.steps=100; see"),
+        ("launch a.yaml --ranks 2 --steps=7 log.every=1", "log.every=1; set train.steps=7; see"),
+        ("launch a.yaml --ranks 2 --learning-rate", "; set optimizer.learning_rate=VALUE; see"),
+        ("pretrain a.yaml --dry-rnu", "--dry-rnu; did you mean --dry-run?"),
+        ("verify a --steps 7", "--steps 7; see"),
+        # Numbers
+        ("verify shard --workers 0", "argument --workers: 0 must be at least 1"),
+        ("verify shard --workers two", "argument --workers: invalid int value: 'two'"),
+        # Options without effect
         ("config", "give one of RUN.yaml, to print what it resolves to, --list"),
         ("config --list trains", "--list trains: must be one of checkpoint, cluster, "),
         ("config --runs --models", "give one of RUN.yaml"),
@@ -394,25 +355,19 @@ def test_tools_call_the_command(script: str, program: str) -> None:
         ("ensemble . --split dev", "--split needs --output or --leaderboard"),
         ("finetune sst2 --model m --data d --max-restarts 3", "--max-restarts needs --ranks"),
         ("finetune sst2 --model m --data d --dry-run --ranks 2", "--ranks starts training"),
-        (
-            "finetune sst2 --model m --data d --dry-run --save-config r.yaml",
-            "--save-config writes a file, unlike --dry-run",
-        ),
+        ("finetune s --model m --data d --dry-run --save-config r", "--save-config writes a file"),
         (
             "finetune sst2 --model m --data d --save-config r.yaml --allow-config-change",
             "--allow-config-change starts training",
         ),
         (
             "deduplicate --input x --output y --exact-only --threshold 0.7",
-            "--threshold is for near duplicates, not for --exact-only",
+            "--threshold is for near",
         ),
         ("deduplicate --input x --output y --exact-only --ngram 5", "--ngram is for near"),
         ("split --input x --output y --nodes 2", "--nodes is for --estimate"),
         ("split --input x --output y --dask-jobs 1", "--dask-jobs is for --dask slurm"),
-        (
-            "split --input x --output y --executor local --array-task 0/2",
-            "--array-task is not for --executor local",
-        ),
+        ("split --input x --output y --executor mpi --array-task 0/2", "is not for --executor mpi"),
         ("inspect data x --top 3", "--top 3; see megatron-deberta inspect data --help"),
         ("inspect shards x --statistics 3", "--statistics 3; see megatron-deberta inspect shards"),
         ("inspect rows x", "invalid choice: 'rows' (choose from"),
@@ -424,7 +379,7 @@ def test_tools_call_the_command(script: str, program: str) -> None:
         ("evaluate task blimp --model m --data d", "write evaluate blimp before the options"),
     ],
 )
-def test_options_without_effect_are_refused(
+def test_wrong_arguments_are_refused(
     arguments: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:  # fmt: skip

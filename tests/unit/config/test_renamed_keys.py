@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_deberta.checkpoint.resume import changes
 from megatron_deberta.config import RunConfig, config_from_dict, config_to_dict, load_config
 from megatron_deberta.config.loader import RENAMED_KEYS
 from megatron_deberta.config.phases import segments
@@ -78,15 +77,6 @@ def test_both_names_in_one_place_are_an_error(tmp_path: Path) -> None:
         load_config(path)
     with pytest.raises(ConfigError, match=f"command line: {message}"):
         load_config(None, ["train.stop_after=4", "train.exit_step=4"])
-
-
-def test_a_checkpoint_with_old_names_shows_no_change() -> None:
-    config = load_config(None, [f"{RENAMED_KEYS[k]}={v}" for k, v in OLD_VALUES.items()])
-    saved = config_to_dict(config)
-    for old, new in RENAMED_KEYS.items():
-        section, key = old.split(".")
-        saved[section][key] = saved[section].pop(new.split(".")[1])
-    assert changes(config_from_dict(saved, "checkpoint"), config) == {}
 
 
 @pytest.mark.parametrize(("key", "values"), RENAMED_VALUES.items())

@@ -5,112 +5,100 @@ import pytest
 from megatron_deberta.config import batch_arithmetic, load_config, validate_for_world
 from megatron_deberta.errors import ConfigError, TopologyError
 
-TAGGER = [
-    "model.head=tokens", "objective.name=tokens", "model.labels=[a,b]", "finetune.task=tags",
-    "model.mask_decoder_passes=0", "model.absolute_positions=none",
-]  # fmt: skip
+TAGGER = (
+    "model.head=tokens objective.name=tokens model.labels=[a,b] finetune.task=tags "
+    "model.mask_decoder_passes=0 model.absolute_positions=none"
+)
 
 
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["model.num_heads=7"], ["model.num_heads=7", "model.hidden_size=768", "use 6"]),
-        (["parallel.tensor_parallel_size=5"], ["model.num_heads=12", "1, 2, 3, 4, 6"]),
+        ("model.num_heads=7", ["model.num_heads=7", "model.hidden_size=768", "use 6"]),
+        ("parallel.tensor_parallel_size=5", ["model.num_heads=12", "1, 2, 3, 4, 6"]),
         (
-            ["parallel.tensor_parallel_size=4", "model.ffn_hidden_size=3074"],
+            "parallel.tensor_parallel_size=4 model.ffn_hidden_size=3074",
             ["model.ffn_hidden_size=3074", "1, 2"],
         ),
-        (["parallel.sequence_parallel=true"], ["sequence_parallel", "tensor_parallel_size"]),
+        ("parallel.sequence_parallel=true", ["sequence_parallel", "tensor_parallel_size"]),
         (
-            [
-                "parallel.sequence_parallel=true",
-                "parallel.tensor_parallel_size=4",
-                "data.sequence_length=510",
-            ],
+            "parallel.sequence_parallel=true parallel.tensor_parallel_size=4 "
+            "data.sequence_length=510",
             ["data.sequence_length=510", "choose one of [1, 2, 3, 5"],
         ),
-        (["precision.zero_stage=0", "precision.dtype=bf16"], ["zero_stage=0", "bf16"]),
-        (["precision.zero_stage=0", "precision.offload_optimizer=true"], ["offload_optimizer"]),
-        (["precision.engine=plain", "precision.offload_optimizer=true"], ["offload_optimizer"]),
-        (["data.sequence_length=513"], ["data.sequence_length=513", "max_position_embeddings=512"]),
-        (["data.sequence_length=3"], ["data.sequence_length=3"]),
-        (["data.packing=segment_pair"], ["next_sentence_head=false", "segment_pair", "to true"]),
-        (["model.next_sentence_head=true"], ["next_sentence_head=true", "full_sentences"]),
+        ("precision.zero_stage=0 precision.dtype=bf16", ["zero_stage=0", "bf16"]),
+        ("precision.zero_stage=0 precision.offload_optimizer=true", ["offload_optimizer"]),
+        ("precision.engine=plain precision.offload_optimizer=true", ["offload_optimizer"]),
+        ("data.sequence_length=513", ["data.sequence_length=513", "max_position_embeddings=512"]),
+        ("data.sequence_length=3", ["data.sequence_length=3"]),
+        ("data.packing=segment_pair", ["next_sentence_head=false", "segment_pair", "to true"]),
+        ("model.next_sentence_head=true", ["next_sentence_head=true", "full_sentences"]),
         (
-            ["data.packing=sentence_pair", "model.next_sentence_head=true"],
+            "data.packing=sentence_pair model.next_sentence_head=true",
             ["model.type_vocab_size=0", "use 2"],
         ),
         (
-            [
-                "data.packing=sentence_pair",
-                "model.next_sentence_head=true",
-                "model.type_vocab_size=2",
-                "data.attend_across_documents=false",
-            ],
+            "data.packing=sentence_pair model.next_sentence_head=true model.type_vocab_size=2 "
+            "data.attend_across_documents=false",
             ["attend_across_documents=false", "sentence_pair", "to true"],
         ),
         (
-            ["data.short_steps=5", "data.short_sequence_length=512"],
+            "data.short_steps=5 data.short_sequence_length=512",
             ["data.short_sequence_length=512", "data.short_steps=5"],
         ),
-        (["model.mask_decoder_passes=0"], ["absolute_positions=decoder", "mask_decoder_passes=0"]),
-        (["model.position_buckets=1024"], ["position_buckets=1024", "max_relative_positions=512"]),
-        (["model.conv_kernel_size=4"], ["conv_kernel_size=4", "use 5"]),
-        (["objective.mask_probability=0"], ["mask_probability=0"]),
-        (["objective.mask_probability=1.5"], ["mask_probability=1.5", "0 to 1"]),
-        (["objective.random_token_probability=0.3"], ["0.8", "0.3", "1.1"]),
-        (["model.hidden_dropout=1"], ["hidden_dropout=1.0", "below 0.998"]),
-        (["model.attention_dropout=0.999"], ["attention_dropout=0.999", "below 0.998"]),
-        (["model.position_buckets=255"], ["position_buckets=255", "use 256"]),
-        (["optimizer.beta1=1"], ["beta1=1.0", "below 1"]),
-        (["model.attention_dropout=.nan"], ["attention_dropout=nan"]),
-        (["optimizer.learning_rate=.inf"], ["learning_rate=inf"]),
-        (["optimizer.learning_rate=5"], ["learning_rate=5", "2e-4"]),
-        (["train.steps=100"], ["warmup_steps=10000", "train.steps=100", "warmup_fraction=0.1"]),
-        (["optimizer.warmup_fraction=1.5"], ["warmup_fraction=1.5", "0 to 1"]),
-        (["train.exit_step=100001"], ["exit_step=100001", "train.steps=100000"]),
-        (["train.run_dir="], ["train.run_dir"]),
-        (["train.seed=-1"], ["train.seed=-1"]),
-        (["precision.initial_loss_scale_power=40"], ["initial_loss_scale_power=40"]),
-        (["guard.spike_sigmas=2"], ["guard.spike_sigmas=2", "use 6"]),
-        (["guard.spike_warmup=200"], ["guard.spike_warmup=200", "spike_window=128"]),
-        (["finetune.focal_gamma=1"], ["finetune.focal_gamma=1", "model.head=mlm", "multilabel"]),
-        (["finetune.focal_gamma=-1"], ["finetune.focal_gamma=-1", "0 or more"]),
-        ([*TAGGER, "finetune.class_weights=[1]"], ["class_weights=[1]", "2 classes a, b"]),
-        ([*TAGGER, "finetune.class_weights=[1,-2]"], ["class_weights=[1,-2]", "or balanced"]),
-        ([*TAGGER, "finetune.class_weights=even"], ["class_weights=[even]", "or balanced"]),
-        (["finetune.lora_rank=8"], ["finetune.lora_rank=8", "labelled tasks", "null"]),
-        (["finetune.lora_rank=-1"], ["finetune.lora_rank=-1", "above 0 or null"]),
-        (["finetune.lora_alpha=0"], ["finetune.lora_alpha=0", "above 0"]),
-        ([*TAGGER, "finetune.lora_rank=769"], ["lora_rank=769", "hidden_size=768", "such as 8"]),
+        ("model.mask_decoder_passes=0", ["absolute_positions=decoder", "mask_decoder_passes=0"]),
+        ("model.position_buckets=1024", ["position_buckets=1024", "max_relative_positions=512"]),
+        ("model.conv_kernel_size=4", ["conv_kernel_size=4", "use 5"]),
+        ("objective.mask_probability=0", ["mask_probability=0"]),
+        ("objective.mask_probability=1.5", ["mask_probability=1.5", "0 to 1"]),
+        ("objective.random_token_probability=0.3", ["0.8", "0.3", "1.1"]),
+        ("model.hidden_dropout=1", ["hidden_dropout=1.0", "below 0.998"]),
+        ("model.position_buckets=255", ["position_buckets=255", "use 256"]),
+        ("optimizer.beta1=1", ["beta1=1.0", "below 1"]),
+        ("model.attention_dropout=.nan", ["attention_dropout=nan"]),
+        ("optimizer.learning_rate=.inf", ["learning_rate=inf"]),
+        ("optimizer.learning_rate=5", ["learning_rate=5", "2e-4"]),
+        ("train.steps=100", ["warmup_steps=10000", "train.steps=100", "warmup_fraction=0.1"]),
+        ("train.exit_step=100001", ["exit_step=100001", "train.steps=100000"]),
+        ("train.run_dir=", ["train.run_dir"]),
+        ("train.seed=-1", ["train.seed=-1"]),
+        ("precision.initial_loss_scale_power=40", ["initial_loss_scale_power=40"]),
+        ("guard.spike_sigmas=2", ["guard.spike_sigmas=2", "use 6"]),
+        ("guard.spike_warmup=200", ["guard.spike_warmup=200", "spike_window=128"]),
+        ("finetune.focal_gamma=1", ["finetune.focal_gamma=1", "model.head=mlm", "multilabel"]),
+        (f"{TAGGER} finetune.class_weights=[1]", ["class_weights=[1]", "2 classes a, b"]),
+        (f"{TAGGER} finetune.class_weights=[1,-2]", ["class_weights=[1,-2]", "or balanced"]),
+        (f"{TAGGER} finetune.class_weights=even", ["class_weights=[even]", "or balanced"]),
+        ("finetune.lora_rank=8", ["finetune.lora_rank=8", "labelled tasks", "null"]),
+        ("finetune.lora_rank=-1", ["finetune.lora_rank=-1", "above 0 or null"]),
+        (f"{TAGGER} finetune.lora_rank=769", ["lora_rank=769", "hidden_size=768", "such as 8"]),
         (
-            [*TAGGER, "finetune.lora_rank=8", "finetune.lora_targets=[query,dense]"],
+            f"{TAGGER} finetune.lora_rank=8 finetune.lora_targets=[query,dense]",
             ["finetune.lora_targets=[query,dense]", "query, key, value, output, up, down"],
         ),
         (
-            [*TAGGER, "finetune.lora_rank=8", "finetune.lora_targets=[]"],
+            f"{TAGGER} finetune.lora_rank=8 finetune.lora_targets=[]",
             ["finetune.lora_targets=[]", "one or more"],
         ),
         (
-            [*TAGGER, "finetune.lora_rank=8", "optimizer.freeze=[embeddings]"],
+            f"{TAGGER} finetune.lora_rank=8 optimizer.freeze=[embeddings]",
             ["finetune.lora_rank=8", "remove optimizer.freeze"],
         ),
         (
-            [*TAGGER, "finetune.lora_rank=8", "finetune.lora_targets=[up,up]"],
+            f"{TAGGER} finetune.lora_rank=8 finetune.lora_targets=[up,up]",
             ["finetune.lora_targets=[up,up]", "once"],
         ),
-        (["guard.max_skips=0"], ["guard.max_skips=0", "above 0"]),
-        (["guard.max_skips=500"], ["guard.max_skips=500", "use 128 or less"]),
-        (["checkpoint.keep_every=2500"], ["keep_every=2500", "save_every=1000", "use 3000"]),
+        ("guard.max_skips=500", ["guard.max_skips=500", "use 128 or less"]),
+        ("checkpoint.keep_every=2500", ["keep_every=2500", "save_every=1000", "use 3000"]),
         (
-            ["cluster.ranks_per_node=8", "parallel.tensor_parallel_size=3"],
+            "cluster.ranks_per_node=8 parallel.tensor_parallel_size=3",
             ["tensor_parallel_size=3", "ranks_per_node=8", "1, 2, 4, 8"],
         ),
     ],
 )
-def test_broken_rules_name_key_value_and_remedy(overrides: list[str], parts: list[str]) -> None:
+def test_broken_rules_name_key_value_and_remedy(overrides: str, parts: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(None, overrides)
+        load_config(None, overrides.split())
     message = str(caught.value)
     assert "\n" not in message
     for part in parts:
