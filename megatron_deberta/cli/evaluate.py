@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_deberta.cli.arguments import (
     Subcommand,
@@ -33,10 +32,10 @@ from megatron_deberta.text.jobs.progress import ProgressDisplay
 if TYPE_CHECKING:
     # These import torch, which --help does not need.
     from megatron_deberta.evaluate.language_models import Perplexity
-    from megatron_deberta.evaluate.likelihood import Metric
     from megatron_deberta.evaluate.minimal_pairs import MinimalPairScores
     from megatron_deberta.tasks.class_scores import ClassScores
 
+T = TypeVar("T")
 GROUP_PREFIX = "accuracy_"
 """Names of the metrics of an example's ``group``."""
 _MOST_GROUPS = 12
@@ -195,23 +194,14 @@ def describe_classes(scores: ClassScores) -> str:
 
 def _run_minimal_pairs(args: argparse.Namespace) -> None:
     """Compute and print the accuracies."""
-    prepare_output("--output", args.output)
     from megatron_deberta.evaluate.language_models import evaluate_minimal_pairs
 
-    metric: Metric = args.metric
-    with refusals(), _progress("blimp") as advance:
-        scores, is_first = evaluate_minimal_pairs(
-            Path(args.model),
-            args.data,
-            limit=args.limit or 0,
-            metric=metric,
-            tokenizer=args.tokenizer,
-            overrides=args.overrides,
-            advance=advance,
-        )
-    if is_first:
+    scores = _measure(
+        args, "blimp", evaluate_minimal_pairs, limit=args.limit or 0, metric=args.metric
+    )
+    if scores is not None:
         values = {
-            "metric": metric,
+            "metric": args.metric,
             "num_pairs": scores.num_pairs,
             "accuracy": scores.accuracy,
             "fields": scores.fields,
@@ -222,21 +212,11 @@ def _run_minimal_pairs(args: argparse.Namespace) -> None:
 
 def _run_perplexity(args: argparse.Namespace) -> None:
     """Compute and print the perplexity."""
-    prepare_output("--output", args.output)
     from megatron_deberta.evaluate.language_models import evaluate_perplexity
 
-    with refusals(), _progress("perplexity") as advance:
-        result, is_first = evaluate_perplexity(
-            Path(args.model),
-            args.data,
-            form=args.form,
-            stride=args.stride or 0,
-            mask_every=args.mask_every or 0,
-            tokenizer=args.tokenizer,
-            overrides=args.overrides,
-            advance=advance,
-        )
-    if is_first:
+    options = {"stride": args.stride or 0, "mask_every": args.mask_every or 0}
+    result = _measure(args, "perplexity", evaluate_perplexity, form=args.form, **options)
+    if result is not None:
         values = {
             "perplexity_per_word": result.per_word,
             "perplexity_per_piece": result.per_piece,
@@ -246,19 +226,23 @@ def _run_perplexity(args: argparse.Namespace) -> None:
         _show(args, describe_perplexity(result), values)
 
 
-@contextmanager
-def _progress(stage: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on rank 0; yields the function that advances it."""
+def _measure(
+    args: argparse.Namespace, stage: str, measure: Callable[..., tuple[T, bool]], **options: Any
+) -> T | None:
+    """Measure a pretrained model, with a progress bar on rank 0; None on the other ranks."""
+    prepare_output("--output", args.output)
     from megatron_deberta.distributed.environment import read_environment
 
     shows = read_environment().rank == 0
-    with ProgressDisplay("evaluate") as display:
+    with refusals(), ProgressDisplay("evaluate") as display:
 
         def advance(done: int, total: int) -> None:
             if shows:
                 display.advance(stage, total, done, {})
 
-        yield advance
+        common = {"tokenizer": args.tokenizer, "overrides": args.overrides, "advance": advance}
+        result, is_first = measure(Path(args.model), args.data, **common, **options)
+    return result if is_first else None
 
 
 def describe_perplexity(result: Perplexity) -> str:
