@@ -15,7 +15,6 @@ import pytest
 from megatron_deberta import files
 from megatron_deberta.files import (
     FolderInUseError,
-    adopt_mode,
     did_you_mean,
     folder_writer,
     open_appending,
@@ -102,14 +101,6 @@ def test_folder_follows_the_umask(tmp_path: Path, umask: int) -> None:
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     assert mode_of(out) == mode_of(out / "sub") == 0o777 & ~umask
     assert mode_of(out / "sub" / "a") == 0o666 & ~umask
-
-
-def test_file_mode_is_that_of_its_folder(tmp_path: Path, umask: int) -> None:
-    (tmp_path / "sub").mkdir()
-    path = tmp_path / "sub" / "a"
-    path.touch(0o600)
-    adopt_mode(path)
-    assert mode_of(path) == 0o666 & ~umask
 
 
 def test_existing_folder_is_kept(tmp_path: Path) -> None:

@@ -27,8 +27,9 @@ CALLS = {
     "eval", "exec", "compile", "__import__", "os.system", "os.popen", "os.execl", "os.execv",
     "os.execve", "os.execvp", "os.spawnl", "os.spawnv", "pty.spawn", "commands.getoutput",
     "subprocess.getoutput", "subprocess.getstatusoutput", "torch.load", "torch.save",
-    "torch.jit.load", "torch.hub.load", "yaml.unsafe_load", "yaml.full_load", "yaml.load_all",
-    "yaml.unsafe_load_all", "yaml.full_load_all", "tempfile.mktemp", "shutil.unpack_archive",
+    "torch.jit.load", "torch.hub.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load",
+    "yaml.load_all", "yaml.unsafe_load_all", "yaml.full_load_all", "tempfile.mktemp",
+    "shutil.unpack_archive",
 }  # fmt: skip
 METHODS = {
     # DeepSpeed's checkpoints are pickles; members of archives are streamed, never extracted.
@@ -128,8 +129,6 @@ def dangerous_call(node: ast.Call, names: dict[str, str]) -> Iterator[tuple[int,
     called = dotted(node.func, names)
     keywords = {keyword.arg: keyword.value for keyword in node.keywords}
     if called in CALLS or called.rpartition(".")[2] in METHODS:
-        yield node.lineno, called
-    if called == "yaml.load":
         yield node.lineno, called
     if called == "torch.load" and not is_constant(keywords.get("weights_only"), True):
         yield node.lineno, "torch.load without weights_only=True"
