@@ -9,7 +9,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -99,10 +98,9 @@ def _keys_named(name: str) -> list[str]:
     """Return the keys of a run's configuration, as ``section.key``, that have a name."""
     # Imported here because --help does not need it.
     from megatron_deberta.config.loader import key_types
-    from megatron_deberta.config.schema import RunConfig
+    from megatron_deberta.config.schema import SECTIONS
 
-    sections = [item.name for item in fields(RunConfig)]
-    return [f"{section}.{name}" for section in sections if name in key_types(section)]
+    return [f"{section}.{name}" for section in SECTIONS if name in key_types(section)]
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):

@@ -20,16 +20,16 @@ import inspect
 import json
 import types
 from collections.abc import Iterable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from megatron_deberta.cli.arguments import add_run_arguments, print_table, refuse_options
 from megatron_deberta.cluster.profile import ClusterProfile, NodeSettings
-from megatron_deberta.config import RunConfig, load_config
+from megatron_deberta.config import load_config
 from megatron_deberta.config.loader import CONFIG_ROOTS, config_to_yaml, key_types
-from megatron_deberta.config.schema import AUTO, ModelConfig
+from megatron_deberta.config.schema import AUTO, SECTIONS, ModelConfig
 from megatron_deberta.errors import ConfigError
 
 _TITLE = """\
@@ -89,9 +89,8 @@ def run(args: argparse.Namespace) -> None:
 
 def _list_keys(args: argparse.Namespace) -> None:
     """Print the configuration keys of one section, or of all sections."""
-    sections = {section.name for section in fields(RunConfig)}
-    if args.section not in {"all", *sections}:
-        raise ConfigError(f"--list {args.section}: must be one of {', '.join(sorted(sections))}")
+    if args.section not in {"all", *SECTIONS}:
+        raise ConfigError(f"--list {args.section}: must be one of {', '.join(sorted(SECTIONS))}")
     keys = [key for key in list_keys() if args.section in ("all", key.name.split(".")[0])]
     if args.markdown:
         print(markdown(keys), end="")
@@ -153,12 +152,11 @@ def _summary(name: str) -> str:
 
 def list_keys() -> list[Key]:
     """Return all keys of a run's configuration, in order."""
-    keys = []
-    for section in fields(RunConfig):
-        defaults = getattr(RunConfig(), section.name)
-        for key in _documented_fields(type(defaults), defaults):
-            keys.append(key._replace(name=f"{section.name}.{key.name}"))
-    return keys
+    return [
+        key._replace(name=f"{section}.{key.name}")
+        for section, kind in SECTIONS.items()
+        for key in _documented_fields(kind, kind())
+    ]
 
 
 def _documented_fields(kind: type, defaults: object) -> Iterator[Key]:
@@ -194,12 +192,12 @@ def _markdown_table(keys: Iterable[Key]) -> str:
 def choices() -> dict[str, list[str]]:
     """Return the keys that take one of a few values, and these."""
     found = {}
-    for section in fields(RunConfig):
-        for name, hint in key_types(section.name).items():
+    for section in SECTIONS:
+        for name, hint in key_types(section).items():
             if get_origin(hint) is Literal:
-                found[f"{section.name}.{name}"] = list(map(_yaml, get_args(hint)))
+                found[f"{section}.{name}"] = list(map(_yaml, get_args(hint)))
             elif hint is bool:
-                found[f"{section.name}.{name}"] = ["true", "false"]
+                found[f"{section}.{name}"] = ["true", "false"]
     return found
 
 

@@ -13,7 +13,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -27,6 +27,7 @@ from megatron_deberta.config.schema import (
     AUTO,
     PHASE_KEYS,
     RENAMED_VALUES,
+    SECTIONS,
     Phase,
     RunConfig,
     head_of,
@@ -335,8 +336,7 @@ def use_new_names(section: str, values: Mapping[Any, Any], source: str) -> dict[
 @cache
 def key_types(section: str) -> Mapping[str, Any]:
     """Return the types of a section's keys; empty: there is no such section."""
-    sections = {item.name for item in fields(RunConfig)}
-    return get_type_hints(type(getattr(RunConfig(), section))) if section in sections else {}
+    return get_type_hints(SECTIONS[section]) if section in SECTIONS else {}
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:
@@ -592,18 +592,17 @@ def mentions_interpolation(value: Any) -> bool:
 
 
 def _suggest_section(wrong: object) -> str:
-    sections = [item.name for item in fields(RunConfig)]
-    close = difflib.get_close_matches(str(wrong), sections, n=1)
+    close = difflib.get_close_matches(str(wrong), SECTIONS, n=1)
     if close:
         return f"; did you mean {close[0]!r}?"
-    owner = next((f"{name}.{wrong}" for name in sections if wrong in key_types(name)), None)
-    return f"; did you mean {owner}?" if owner else f"; the sections are {', '.join(sections)}"
+    owner = next((f"{name}.{wrong}" for name in SECTIONS if wrong in key_types(name)), None)
+    return f"; did you mean {owner}?" if owner else f"; the sections are {', '.join(SECTIONS)}"
 
 
 def _suggest_key(wrong: str, section: str) -> str:
     """Suggest a key of the same name in another section, or a similar one in this section."""
     keys = key_types(section)
-    close = [f"{item.name}.{wrong}" for item in fields(RunConfig) if wrong in key_types(item.name)]
+    close = [f"{name}.{wrong}" for name in SECTIONS if wrong in key_types(name)]
     close += [f"{section}.{key}" for key in difflib.get_close_matches(wrong, keys, n=1)]
     return f"; did you mean {close[0]}?" if close else f"; {section} has {', '.join(keys)}"
 
@@ -615,6 +614,6 @@ def _expected(section: str, key: str) -> str:
         return f"write one of {', '.join(map(str, get_args(hint)))}"
     if get_origin(hint) is tuple:
         return f"write a list, as in {section}.{key}=[first,second]"
-    default = getattr(getattr(RunConfig(), section), key)
+    default = getattr(SECTIONS[section](), key)
     example = "null" if default is None else json.dumps(default)
     return f"write a value of type {hint.__name__}{' or null' * is_optional}, such as {example}"

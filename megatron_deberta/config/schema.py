@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 from megatron_deberta.errors import ConfigError
 
@@ -682,6 +682,10 @@ class RunConfig:
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     log: LogConfig = field(default_factory=LogConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+
+SECTIONS: dict[str, type[Section]] = get_type_hints(RunConfig)
+"""Class of each section of a run's config."""
 
 
 def refuse(config: RunConfig, problems: Iterable[str]) -> None:
