@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from megatron_deberta.config.schema import RunConfig, check_ranges, refuse
+from megatron_deberta.config.schema import DataConfig, RunConfig, check_ranges, refuse
 from megatron_deberta.errors import ConfigError
 
 _ORDER_KEYS = ("train", "sequence_length", "packing")
@@ -161,17 +161,21 @@ def segments(config: RunConfig) -> tuple[Segment, ...]:
     Raises:
         ConfigError: a phase is malformed, or its ramp does not fit.
     """
+    levels = [
+        (number, phase, level, steps)
+        for number, (phase, steps_of_phase, tokens) in enumerate(_phases(config))
+        for level, steps in _levels(phase, steps_of_phase, tokens, number)
+    ]
+    total = sum(steps for *_, steps in levels)
     parts: list[Segment] = []
-    for number, (phase, steps, tokens) in enumerate(_phases(config)):
-        for level, length in _levels(phase, steps, tokens, number):
-            parts.append(_next_segment(parts, number, length, level, phase))
-    total = parts[-1].end
-    return tuple(
-        replace(part, config=_ending_at(part.config, total), phase_config=_ending_at(
-            part.phase_config, total
-        ))
-        for part in parts
-    )  # fmt: skip
+    first_step = first_sample = 0
+    for number, phase, level, steps in levels:
+        stage = _stage(parts[-1] if parts else None, level.data, first_sample)
+        ended = _ending_at(level, total), _ending_at(phase, total)
+        parts.append(Segment(number, first_step, steps, first_sample, stage, *ended))
+        first_step += steps
+        first_sample += steps * level.train.global_batch_size
+    return tuple(parts)
 
 
 def segment_at(config: RunConfig, step: int) -> Segment:
@@ -290,19 +294,14 @@ def _ramp_sizes(phase: RunConfig, number: int) -> range:
     return range(first, last, increment)
 
 
-def _next_segment(
-    parts: list[Segment], number: int, steps: int, level: RunConfig, phase: RunConfig
-) -> Segment:
-    if not parts:
-        stage = FIRST_STAGE._replace(is_short=bool(level.data.short_steps))
-        return Segment(number, 0, steps, 0, stage, level, phase)
-    before = parts[-1]
-    first = before.first_sample + before.steps * before.config.train.global_batch_size
-    if level.data.short_steps:
-        return Segment(number, before.end, steps, first, Stage(0, first), level, phase)
-    same = all(getattr(before.config.data, key) == getattr(level.data, key) for key in _ORDER_KEYS)
-    stage = before.stage if same else Stage(before.stage.number + 1, first)
-    return Segment(number, before.end, steps, first, stage, level, phase)
+def _stage(before: Segment | None, data: DataConfig, first_sample: int) -> Stage:
+    """Return the sequence of rows of a segment that begins with a sample."""
+    if before is None:
+        return FIRST_STAGE._replace(is_short=bool(data.short_steps))
+    if data.short_steps:
+        return Stage(0, first_sample)
+    same = all(getattr(before.config.data, key) == getattr(data, key) for key in _ORDER_KEYS)
+    return before.stage if same else Stage(before.stage.number + 1, first_sample)
 
 
 def _ending_at(config: RunConfig, total: int) -> RunConfig:
