@@ -175,7 +175,8 @@ def describe_metrics(metrics: dict[str, float]) -> str:
 def describe_classes(scores: ClassScores) -> str:
     """Format precision, recall and F1 by class, and the confusion matrix of a few classes."""
     names = [each.name for each in scores.classes]
-    rows = [("class", f"{scores.unit:>9}", "predicted", "precision", "recall", "F1", "threshold")]
+    titles = ("class", f"{scores.unit:>9}", "predicted", "precision", "recall", "F1", "threshold")
+    rows: list[tuple[str, ...]] = [titles]
     for each in scores.classes:
         counts = f"{each.labelled:,}", f"{each.predicted:,}"
         shares = (each.precision, each.recall, each.f1, each.threshold or 0.0)

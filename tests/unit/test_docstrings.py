@@ -92,10 +92,6 @@ def named_in(docstring: str) -> set[str]:
     return {name.strip(" *") for entry in entries for name in entry.split(",")}
 
 
-def refers(docstring: str) -> bool:
-    return REFERENCE.search(docstring) is not None
-
-
 def faults(function: Function, owner: ast.ClassDef | None) -> Iterator[str]:
     """Yield what the docstring of a function lacks."""
     own = ast.get_docstring(function) or ""
@@ -103,7 +99,7 @@ def faults(function: Function, owner: ast.ClassDef | None) -> Iterator[str]:
     args = arguments(function, owner)
     if function.name == "forward" and not {arg.arg for arg in args} - named_in(of_class):
         return
-    if refers(own):
+    if REFERENCE.search(own):
         return
     missing = [arg.arg for arg in args if arg.arg not in named_in(own)]
     if len(args) >= MIN_ARGUMENTS and missing:
