@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 from megatron_deberta.cli.arguments import add_run_arguments, print_table, refuse_options
 from megatron_deberta.cluster.profile import ClusterProfile, NodeSettings
 from megatron_deberta.config import load_config
-from megatron_deberta.config.loader import CONFIG_ROOTS, config_to_yaml, key_types
+from megatron_deberta.config.loader import CONFIG_ROOTS, config_to_yaml, find_config, key_types
 from megatron_deberta.config.schema import AUTO, SECTIONS, ModelConfig
 from megatron_deberta.errors import ConfigError
 
@@ -143,10 +143,8 @@ def parameters_text(model: ModelConfig) -> str:
 
 def _summary(name: str) -> str:
     """Return the first sentence of the comment with which a packaged file begins."""
-    path = next(root / name for root in CONFIG_ROOTS if (root / name).is_file())
-    lines = takewhile(
-        lambda line: line.startswith("#"), Path(path).read_text(encoding="utf-8").splitlines()
-    )
+    text = find_config(Path(), name).read_text(encoding="utf-8")
+    lines = takewhile(lambda line: line.startswith("#"), text.splitlines())
     return " ".join(line.lstrip("# ") for line in lines).split(". ")[0].rstrip(".:")
 
 

@@ -95,7 +95,7 @@ def load_config(path: str | os.PathLike[str] | None, overrides: Sequence[str] = 
     layers = []
     if path is not None:
         _refuse_bare_name(Path(path))
-        layers = list(_file_layers(_find(Path(), os.fspath(path)), ()))
+        layers = list(_file_layers(find_config(Path(), os.fspath(path)), ()))
     return config_from_layers(layers, overrides)
 
 
@@ -181,11 +181,11 @@ def _file_layers(path: Path, ancestors: tuple[Path, ...]) -> Iterator[tuple[str,
             "name that looks like a number"
         )
     for base in bases:
-        yield from _file_layers(_find(path.parent, base), (*ancestors, resolved))
+        yield from _file_layers(find_config(path.parent, base), (*ancestors, resolved))
     yield str(path), data
 
 
-def _find(folder: Path, name: str) -> Path:
+def find_config(folder: Path, name: str) -> Path:
     """Return a file of a folder or, if it does not exist, the packaged ``configs/...`` file."""
     path = folder / name
     if not path.exists() and Path(name).parts[:1] == ("configs",):
@@ -205,14 +205,13 @@ def _refuse_bare_name(path: Path) -> None:
         raise ConfigError(f"{path}: no such file; did you mean {name}?")
 
 
-def parse_overrides(overrides: Sequence[str], source: str = OVERRIDES) -> dict[str, dict[str, Any]]:
+def parse_overrides(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Parse ``section.key=value`` into sections of keys.
 
     The text of a string stands as it is; other values are YAML.
 
     Args:
         overrides: the last one for a key wins.
-        source: where they come from, for messages.
 
     Raises:
         ConfigError: not of that form, or the value is no YAML.
@@ -223,9 +222,9 @@ def parse_overrides(overrides: Sequence[str], source: str = OVERRIDES) -> dict[s
         section, dot, key = name.strip().partition(".")
         if not equals or not dot or not section or not key:
             raise ConfigError(
-                f"{source}: {override!r} is not section.key=value, as in train.steps=1000"
+                f"{OVERRIDES}: {override!r} is not section.key=value, as in train.steps=1000"
             )
-        sections.setdefault(section, {})[key] = parse_override(f"{section}.{key}", value, source)
+        sections.setdefault(section, {})[key] = parse_override(f"{section}.{key}", value)
     return sections
 
 
