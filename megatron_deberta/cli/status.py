@@ -92,38 +92,34 @@ def describe_runs(statuses: Sequence[RunStatus]) -> str:
 def describe(status: RunStatus) -> str:
     """Format the status as text, one ``name: value`` per line."""
     percent = f" ({status.step / status.target_step:.1%})" if status.target_step else ""
-    speed = status.tokens_per_second
+    saved = "no checkpoint"
+    if status.committed_step:
+        saved = f"checkpoint at {status.committed_step:,}"
+    speed, rollbacks = status.tokens_per_second, ""
+    if status.rollbacks:
+        rollbacks = f", rollbacks: {status.rollbacks}"
     rows = [
         ("run", status.run_dir),
         ("condition", _condition(status)),
         ("queue", status.state + (f", job {', '.join(status.jobs)}" if status.jobs else "")),
         ("running", status.holder or "no"),
-        (
-            "step",
-            f"{status.step:,} of {status.target_step:,}{percent}; "
-            + (
-                f"checkpoint at {status.committed_step:,}"
-                if status.committed_step
-                else "no checkpoint"
-            ),
-        ),
+        ("step", f"{status.step:,} of {status.target_step:,}{percent}; {saved}"),
         ("loss", "-" if status.loss is None else f"{status.loss:.4f}"),
         ("tokens/s", "-" if speed is None else f"{speed:,.0f}"),
-        *([("ETA", format_duration(status.seconds_left))] if status.seconds_left else []),
+        ("ETA", status.seconds_left and format_duration(status.seconds_left)),
         ("restarts", str(max(0, len(status.attempts) - 1))),
-        *([("stop takes", f"up to {status.stop_time}")] if status.stop_time else []),
+        ("stop takes", status.stop_time and f"up to {status.stop_time}"),
+        (
+            "guard",
+            status.skipped_updates and f"skipped updates: {status.skipped_updates}{rollbacks}",
+        ),
+        *(("straggler", text) for text in status.slow_ranks),
+        *(("excluded nodes", text) for text in status.bad_nodes),
+        ("ended", status.over),
+        ("last event", status.last_event or "none"),
+        ("next", status.next_command),
     ]
-    if status.skipped_updates:
-        rollbacks = f", rollbacks: {status.rollbacks}" if status.rollbacks else ""
-        rows.append(("guard", f"skipped updates: {status.skipped_updates}{rollbacks}"))
-    rows += [("straggler", text) for text in status.slow_ranks]
-    rows += [("excluded nodes", text) for text in status.bad_nodes]
-    if status.over:
-        rows.append(("ended", status.over))
-    rows.append(("last event", status.last_event or "none"))
-    if status.next_command:
-        rows.append(("next", status.next_command))
-    lines = [f"{name + ':':<16}{value}" for name, value in rows]
+    lines = [f"{name + ':':<16}{value}" for name, value in rows if value]
     if status.earlier_attempts:
         lines.append("attempts of earlier submissions:")
         lines += map(_describe_attempt, status.earlier_attempts)
