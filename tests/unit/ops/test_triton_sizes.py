@@ -76,6 +76,8 @@ def test_rows_too_long_for_the_kernels_raise() -> None:
 class NoKernel:
     """Stand-in for a kernel that leaves the buffers unchanged."""
 
+    __name__, arg_names = "none", ()
+
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *args, **kwargs: None
 
