@@ -169,14 +169,14 @@ class LaunchPlan:
         return (self.tiles * self.batch * self.heads,)
 
     def launch(
-        self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: int
+        self, kernel: Any, *arguments: Any, grid: tuple[int, ...] | None = None, **constants: int
     ) -> None:
         """Launch a kernel.
 
         Args:
             kernel: the kernel, whose name chooses its launch settings.
-            grid: number of programs.
             *arguments: its run-time arguments.
+            grid: number of programs; None: one per tile of keys of each head and row.
             **constants: its compile-time arguments that are not in ``flags``, or differ.
         """
         warps, stages = warps_and_stages(
@@ -184,7 +184,9 @@ class LaunchPlan:
             self.call.q.dtype, self.tile, self.head_dim, self.capability,
         )  # fmt: skip
         flags = {name: flag for name, flag in self.flags.items() if name in kernel.arg_names}
-        kernel[grid](*arguments, **(flags | constants), num_warps=warps, num_stages=stages)
+        kernel[grid or self.grid](
+            *arguments, **(flags | constants), num_warps=warps, num_stages=stages
+        )
 
     def packed_tables(self) -> tuple[Tensor, ...]:
         """Return the tables times ``pack_scale``, so that scaled products fit float16."""
@@ -210,8 +212,8 @@ class LaunchPlan:
                 out = self.empty(self.batch, self.heads, 2, self.length)
                 last = 2 * self.near * self.tile - 1
                 self.launch(
-                    consecutive.end_products_kernel, self.grid,
-                    head_tensor(x), table, out, self.heads, self.length, last,
+                    consecutive.end_products_kernel, head_tensor(x), table, out, self.heads,
+                    self.length, last,
                 )  # fmt: skip
             products.append(out)
         return products
@@ -241,10 +243,9 @@ def forward(call: KernelCall) -> tuple[Tensor, Tensor]:
     output = torch.empty_like(call.q)
     lse2 = plan.empty(plan.batch, plan.heads, plan.length)
     plan.launch(
-        consecutive.forward_kernel, plan.grid,
-        *map(head_tensor, (call.q, call.k, call.v)), *plan.packed_tables(), *plan.end_products(),
-        *plan.ranges()[:2], head_tensor(output), lse2, plan.dropout, plan.heads, plan.length,
-        plan.near, call.scale * LOG2_E, 1 / plan.pack_scale,
+        consecutive.forward_kernel, *map(head_tensor, (call.q, call.k, call.v)),
+        *plan.packed_tables(), *plan.end_products(), *plan.ranges()[:2], head_tensor(output), lse2,
+        plan.dropout, plan.heads, plan.length, plan.near, call.scale * LOG2_E, 1 / plan.pack_scale,
     )  # fmt: skip
     return output, lse2
 
@@ -264,8 +265,8 @@ def backward(call: KernelCall, output: Tensor, lse2: Tensor, d_output: Tensor) -
     d_q, d_k, d_v = separate(vectors)
     delta = plan.empty(*q.shape[:3])
     plan.launch(
-        consecutive.output_products_kernel, plan.grid,
-        head_tensor(output), head_tensor(d_output), delta, plan.heads, plan.length,
+        consecutive.output_products_kernel, head_tensor(output), head_tensor(d_output), delta,
+        plan.heads, plan.length,
     )  # fmt: skip
     tile = plan.tile
     band = plan.empty(plan.batch, plan.heads, plan.tiles, plan.width, tile, tile, dtype=q.dtype)
@@ -283,26 +284,24 @@ def backward(call: KernelCall, output: Tensor, lse2: Tensor, d_output: Tensor) -
     if plan.far:
         for values, keys in parts:
             plan.launch(
-                consecutive.far_key_kernel, plan.grid,
-                *inputs, plan.query_table, *ends, query_begin, query_end, lse2, delta, d_v_far,
-                d_k_far, k_sums, plan.dropout, *shape, log2_scale, VALUES=values, KEYS=keys,
+                consecutive.far_key_kernel, *inputs, plan.query_table, *ends, query_begin,
+                query_end, lse2, delta, d_v_far, d_k_far, k_sums, plan.dropout, *shape, log2_scale,
+                VALUES=values, KEYS=keys,
             )  # fmt: skip
     for scores, values in parts:
         plan.launch(
-            consecutive.key_kernel, plan.grid,
-            *inputs, *plan.packed_tables(), query_begin, query_end, lse2, delta, head_tensor(d_v),
-            band, d_v_far, plan.dropout, *shape, plan.width, log2_scale, 1 / plan.pack_scale,
-            SCORES=scores, VALUES=values,
+            consecutive.key_kernel, *inputs, *plan.packed_tables(), query_begin, query_end, lse2,
+            delta, head_tensor(d_v), band, d_v_far, plan.dropout, *shape, plan.width, log2_scale,
+            1 / plan.pack_scale, SCORES=scores, VALUES=values,
         )  # fmt: skip
     plan.launch(
-        consecutive.key_gradient_kernel, plan.grid,
-        inputs[0], plan.query_table, query_begin, query_end, band, d_k_far, head_tensor(d_k),
-        *shape, plan.width, call.scale, CONTENT=True,
+        consecutive.key_gradient_kernel, inputs[0], plan.query_table, query_begin, query_end, band,
+        d_k_far, head_tensor(d_k), *shape, plan.width, call.scale, CONTENT=True,
     )  # fmt: skip
     plan.launch(
-        consecutive.query_gradient_kernel, plan.grid,
-        *inputs, plan.key_table, *ends, key_begin, key_end, lse2, delta, band, head_tensor(d_q),
-        q_sums, plan.dropout, *shape, plan.width, call.scale, log2_scale,
+        consecutive.query_gradient_kernel, *inputs, plan.key_table, *ends, key_begin, key_end, lse2,
+        delta, band, head_tensor(d_q), q_sums, plan.dropout, *shape, plan.width, call.scale,
+        log2_scale,
     )  # fmt: skip
     return *vectors, *table_gradients(plan, band, q_sums, k_sums)
 
@@ -334,9 +333,9 @@ def table_gradients(
     key_parts = plan.empty(*shape) if plan.key_form is not None else band
     query_parts = plan.empty(*shape) if plan.query_form is not None else band
     plan.launch(
-        tables.table_gradient_kernel, (2 * plan.near, head_chunks, splits),
-        head_tensor(call.q), head_tensor(call.k), band, *plan.ranges()[:2], key_parts, query_parts,
-        plan.batch, plan.heads, plan.length, plan.near, plan.width, splits, CHUNK=chunk,
+        tables.table_gradient_kernel, head_tensor(call.q), head_tensor(call.k), band,
+        *plan.ranges()[:2], key_parts, query_parts, plan.batch, plan.heads, plan.length, plan.near,
+        plan.width, splits, grid=(2 * plan.near, head_chunks, splits), CHUNK=chunk,
     )  # fmt: skip
     d_pos_key = _fold(plan, call.pos_key, plan.key_form, key_parts, call.q, q_sums, False)
     d_pos_query = _fold(plan, call.pos_query, plan.query_form, query_parts, call.k, k_sums, True)
@@ -360,13 +359,12 @@ def _fold(
     if plan.far:
         ends = plan.empty(plan.heads, 2, end_splits, plan.head_dim)
         plan.launch(
-            consecutive.end_gradient_kernel, (plan.heads, end_splits),
-            head_tensor(x), sums, ends, plan.batch, plan.heads, plan.length, end_splits,
+            consecutive.end_gradient_kernel, head_tensor(x), sums, ends, plan.batch, plan.heads,
+            plan.length, end_splits, grid=(plan.heads, end_splits),
         )  # fmt: skip
     gradient = torch.empty(table.shape, dtype=table.dtype, device=table.device)
     plan.launch(
-        tables.fold_kernel, (table.shape[1], plan.heads),
-        parts, ends, form.rows, gradient, plan.heads, plan.near, parts.shape[0], end_splits,
-        plan.call.scale, NEGATED=negated, CHUNK=16,
+        tables.fold_kernel, parts, ends, form.rows, gradient, plan.heads, plan.near, parts.shape[0],
+        end_splits, plan.call.scale, grid=(table.shape[1], plan.heads), NEGATED=negated, CHUNK=16,
     )  # fmt: skip
     return gradient
