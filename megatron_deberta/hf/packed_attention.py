@@ -242,10 +242,7 @@ class _PackedAttention(torch.autograd.Function):
             for a, grad, d_o in zip(call.arguments, grads, d_outs, strict=True):
                 blocks = Blocks(select_heads(a, heads), tables)
                 backward_heads(blocks, *(x[:, heads] for x in (d_o, *grad)))
-            if d_pos_key is not None and tables.c2p is not None:
-                d_pos_key[heads] = tables.c2p.folded_gradient(d_pos_key.shape[1], 1.0)
-            if d_pos_query is not None and tables.p2c is not None:
-                d_pos_query[heads] = tables.p2c.folded_gradient(d_pos_query.shape[1], call.scale)
+            tables.write_gradients(d_pos_key, d_pos_query, heads)
 
         if is_batched(call.q.device):
             d_pos_key, d_pos_query = _batched_gradients(call.arguments, d_outs, grads)
@@ -321,10 +318,10 @@ class _Call:
         return terms
 
     def for_heads(self, work: Any) -> None:
-        """Call ``work`` for slices of heads, in parallel on the CPU."""
+        """Call ``work`` for slices of heads, in parallel."""
         heads = self.q.shape[1]
         scores = heads * sum(len(group.rows) * group.length**2 for group in self.rows.groups)
-        for_heads(work, heads, scores, self.q.device.type)
+        for_heads(work, heads, scores)
 
 
 def _group_bounds(lengths: list[int]) -> list[int]:

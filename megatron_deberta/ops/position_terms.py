@@ -13,7 +13,7 @@ positions; their terms are gathered from a product with the table.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -60,27 +60,38 @@ class Table:
     slots: Tensor
     """int64 ``[columns]``, the slot of each row."""
     falling: bool
+    num_slots: int
+    factor: float
+    """The rows are those of the position table times this."""
     grad: Tensor | None = None
 
     @staticmethod
     def lay_out(
-        table: Tensor, slots: Tensor, dtype: torch.dtype, *, factor: float = 1.0, falling: bool
-    ) -> Table:
+        table: Tensor | None,
+        slots: Tensor,
+        dtype: torch.dtype,
+        *,
+        factor: float = 1.0,
+        falling: bool,
+    ) -> Table | None:
         """Copy slots to columns.
 
         Args:
-            table: ``[heads, 2 * span, head_dim]``.
+            table: ``[heads, 2 * span, head_dim]``; None: the call has no such term.
             slots: int64 ``[columns]``, monotonic.
             dtype: of the copy.
             factor: multiplies every row.
             falling: whether the slots decrease.
         """
-        return Table(table.to(dtype).index_select(1, slots).mul_(factor), slots, falling)
+        if table is None:
+            return None
+        rows = table.to(dtype).index_select(1, slots).mul_(factor)
+        return Table(rows, slots, falling, table.shape[1], factor)
 
     def narrow(self, columns: slice) -> Table:
         """Return some columns of the table; an existing gradient is shared."""
         grad = None if self.grad is None else self.grad[:, columns]
-        return Table(self.rows[:, columns], self.slots[columns], self.falling, grad)
+        return replace(self, rows=self.rows[:, columns], slots=self.slots[columns], grad=grad)
 
     def gradient(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the gradient of ``rows`` so far; ``dtype`` is that of a new one, None: theirs."""
@@ -88,21 +99,16 @@ class Table:
             self.grad = torch.zeros_like(self.rows, dtype=dtype)
         return self.grad
 
-    def folded_gradient(self, slots: int, factor: float) -> Tensor:
-        """Sum the gradients of the rows of each slot in a fixed order.
-
-        Args:
-            slots: number of slots.
-            factor: the factor the rows were laid out with.
-        """
+    def folded_gradient(self) -> Tensor:
+        """Sum the gradients of the rows of each slot in a fixed order."""
         by_column = self.gradient().transpose(0, 1)
         by_column = by_column.flip(0) if self.falling else by_column.contiguous()
         ordered = self.slots.flip(0) if self.falling else self.slots
-        bounds = torch.arange(slots + 1, device=ordered.device)
+        bounds = torch.arange(self.num_slots + 1, device=ordered.device)
         lengths = torch.searchsorted(ordered.contiguous(), bounds).diff()
         # "unsafe" only skips a check of the lengths, which would synchronise with the device.
         folded = torch.segment_reduce(by_column, "sum", lengths=lengths, unsafe=True)
-        return folded.transpose(0, 1).mul_(factor)
+        return folded.transpose(0, 1).mul_(self.factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +154,8 @@ class PositionTerms:
     ) -> None:
         """See the class."""
         self._length, self._scratch = a.k.shape[2], scratch
-        self.c2p = self.p2c = None
-        if a.pos_key is not None:
-            self.c2p = Table.lay_out(a.pos_key, c2p[0], dtype, falling=c2p[1])
-        if a.pos_query is not None:
-            self.p2c = Table.lay_out(a.pos_query, p2c[0], dtype, factor=a.scale, falling=p2c[1])
+        self.c2p = Table.lay_out(a.pos_key, c2p[0], dtype, falling=c2p[1])
+        self.p2c = Table.lay_out(a.pos_query, p2c[0], dtype, factor=a.scale, falling=p2c[1])
 
     def _strips(self, term: str, block: ScoreBlock) -> Iterator[_Strip]:
         """Yield strips of the block's queries for ``c2p``, of its keys for ``p2c``."""
@@ -205,6 +208,20 @@ class PositionTerms:
                 d_x[:, strip.vectors].baddbmm_(d_product, rows.expand(len(x), -1, -1))
                 gradient = table.gradient()[block.head, strip.columns]
                 gradient.addmm_(d_product.flatten(0, 1).t(), vectors.flatten(0, 1))
+
+    def write_gradients(
+        self, d_pos_key: Tensor | None, d_pos_query: Tensor | None, heads: slice
+    ) -> None:
+        """Write the gradients of the position tables of some heads.
+
+        Args:
+            d_pos_key: ``[heads, 2 * span, head_dim]``; None: there is no such table.
+            d_pos_query: the same.
+            heads: those of this call.
+        """
+        for table, gradient in ((self.c2p, d_pos_key), (self.p2c, d_pos_query)):
+            if table is not None and gradient is not None:
+                gradient[heads] = table.folded_gradient()
 
     def _terms(self, scores: Tensor, q: _T, k: _T) -> Iterator[tuple[str, Table, _T, Tensor]]:
         """Yield each term's name, table, vectors and the scores with these vectors as rows."""

@@ -283,7 +283,7 @@ class _Call:
             kernel(ctypes.byref(self._arguments(heads, lse, tensors)))
 
         scores = len(q) * q.shape[1] * self.rows.longest
-        for_heads(work, q.shape[1], scores, "cpu")
+        for_heads(work, q.shape[1], scores)
 
     def _arguments(self, heads: slice, lse: Tensor, tensors: dict[str, Tensor]) -> _Arguments:
         rows, options = self.rows, self.options

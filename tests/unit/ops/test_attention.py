@@ -65,7 +65,7 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if "small blocks" in request.param:
         monkeypatch.setattr(batched, "BLOCK_ELEMENTS", 15 * 37)
         monkeypatch.setattr(batched, "STRIP", 5)
-        monkeypatch.setitem(chunked._BLOCK_ELEMENTS, "cpu", 7 * 37)
+        monkeypatch.setattr(chunked, "_BLOCK_ELEMENTS", 7 * 37)
         monkeypatch.setattr(position_terms, "STRIP", 5)
         monkeypatch.setattr(position_terms, "_KEY_STRIP", 11)
 
@@ -263,7 +263,7 @@ def test_any_strides() -> None:
 def test_memory_grows_with_the_length_not_its_square(
     gathered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(chunked._BLOCK_ELEMENTS, "cpu", 1 << 12)
+    monkeypatch.setattr(chunked, "_BLOCK_ELEMENTS", 1 << 12)
     monkeypatch.setattr(position_terms, "STRIP", 16)
     monkeypatch.setattr(position_terms, "_KEY_STRIP", 64)
     largest = {}
