@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
@@ -174,18 +175,12 @@ def record_maps(
 
         return hook
 
-    hooks = [
-        cast(Layer, model.encoder.layers[number - 1]).attention.register_forward_pre_hook(
-            record(number)
-        )
-        for number in layers
-    ]
-    try:
+    with ExitStack() as hooks:
+        for number in layers:
+            attention = cast(Layer, model.encoder.layers[number - 1]).attention
+            hooks.enter_context(attention.register_forward_pre_hook(record(number)))
         causal = model.config.head == "autoregressive"
         model.encode(ModelInputs(torch.tensor([ids]), causal=causal))
-    finally:
-        for hook in hooks:
-            hook.remove()
     return [found[number] for number in layers]
 
 
