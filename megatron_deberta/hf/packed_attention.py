@@ -165,9 +165,10 @@ def packed_attention(
         starts, lengths = (torch.tensor(x, device="cpu") for x in (rows.starts[:-1], rows.lengths))
         pairs_of_keys = pairs(torch.arange(longest, device="cpu"))
         keys = None if seed is None else row_keys(seed, pairs_of_keys, q.shape[1], 0)
-        options = native.Options(positions, "microsoft", scale, dropout_p, keys)
-        native_rows = native.Rows(starts, lengths, longest)
-        return native.attend_rows(q, k, v, pos_key, pos_query, native_rows, options)[0]
+        options = native.RowOptions(
+            positions, "microsoft", scale, dropout_p, keys, starts, lengths, longest
+        )
+        return native.attend_rows(q, k, v, pos_key, pos_query, options)[0]
     if rows.num_tokens and chosen == "chunked":
         out = _PackedAttention.apply(
             q, k, v, pos_key, pos_query, positions, rows, dropout_p, seed, scale

@@ -83,21 +83,27 @@ def _equal_parts(count: int, limit: int) -> int:
 
 
 class _Strip(NamedTuple):
-    """Vectors of a block (queries or keys) and the columns of the table they are multiplied by."""
+    """Vectors of a block (queries or keys) and the columns of the table they are multiplied by.
+
+    Attributes:
+        vectors: of the block.
+        columns: of the table.
+        diagonals: length of the product's diagonals, which are read; 0: its rows are read.
+        reads: int64 ``[rows, vectors or 1, scores]``, of each score in what is read; None: all in
+            order.
+        inverse: int64 ``[rows, vectors, size of what is read]``: the score that reads each element.
+        is_read: bool like ``inverse``: whether there is such a score.
+        spread: ``[heads * rows, scores, size of what is read]``, 1 where a score reads an element,
+            else 0, where several scores may read the same.
+    """
 
     vectors: slice
     columns: slice
     diagonals: int = 0
-    """Length of the product's diagonals, which are read; 0: its rows are read."""
     reads: Tensor | None = None
-    """int64 ``[rows, vectors or 1, scores]``, of each score in what is read; None: all in order."""
     inverse: Tensor | None = None
-    """int64 ``[rows, vectors, size of what is read]``: the score that reads each element."""
     is_read: Tensor | None = None
-    """bool like ``inverse``: whether there is such a score."""
     spread: Tensor | None = None
-    """``[heads * rows, scores, size of what is read]``, 1 where a score reads an element, else 0,
-    where several scores may read the same."""
 
     def view(self, product: Tensor) -> Tensor:
         """Return the used elements of a product ``[heads * rows, vectors, columns]``."""

@@ -53,16 +53,22 @@ class Scratch:
 
 @dataclass(slots=True)
 class Table:
-    """A position table of one call, one row per column of the products, and its gradient."""
+    """A position table of one call, one row per column of the products, and its gradient.
+
+    Attributes:
+        rows: ``[heads, columns, head_dim]``.
+        slots: int64 ``[columns]``, the slot of each row.
+        falling: whether the slots decrease.
+        num_slots: slots of the position table.
+        factor: the rows are those of the position table times this.
+        grad: gradient of ``rows`` so far.
+    """
 
     rows: Tensor
-    """``[heads, columns, head_dim]``"""
     slots: Tensor
-    """int64 ``[columns]``, the slot of each row."""
     falling: bool
     num_slots: int
     factor: float
-    """The rows are those of the position table times this."""
     grad: Tensor | None = None
 
     @staticmethod
@@ -121,12 +127,18 @@ class ScoreBlock:
 
 
 class _Strip(NamedTuple):
-    """Vectors (queries or keys) and the columns of their table that they are multiplied by."""
+    """Vectors (queries or keys) and the columns of their table that they are multiplied by.
+
+    Attributes:
+        vectors: of the block.
+        columns: of the table.
+        score_columns: column of each score ``[rows, vectors, scores]``; None: they are on the
+            diagonals.
+    """
 
     vectors: slice
     columns: slice
     score_columns: Tensor | None = None
-    """Column of each score ``[rows, vectors, scores]``; None: they are on the diagonals."""
 
 
 class PositionTerms:

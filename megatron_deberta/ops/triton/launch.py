@@ -29,7 +29,13 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class KernelCall(NamedTuple):
-    """Arguments of the custom operators; the last dimension of q, k and v is contiguous."""
+    """Arguments of the custom operators; the last dimension of q, k and v is contiguous.
+
+    Attributes:
+        ranges: which keys queries see and which queries see keys; of gathered queries,
+            ``placement``.
+        paper: the position-to-content term takes delta(j - i) instead of delta(i - j).
+    """
 
     q: Tensor
     k: Tensor
@@ -37,13 +43,11 @@ class KernelCall(NamedTuple):
     pos_key: Tensor | None
     pos_query: Tensor | None
     ranges: Tensor | None
-    """Which keys queries see and which queries see keys; of gathered queries, ``placement``."""
     seed: Tensor | None
     gathered: bool
     max_distance: int
     buckets: int
     paper: bool
-    """The position-to-content term takes delta(j - i) instead of delta(i - j)."""
     dropout_p: float
     head_offset: int
     scale: float
