@@ -70,22 +70,18 @@ class Side:
     metrics: tuple[PairedMetric, ...]
 
 
-def compare_runs(
-    a: Path, b: Path, *, split: str, data: str = "", resamples: int, seed: int
-) -> list[Comparison]:
-    """Compare the runs of two folders on every task that both have.
+def sides_of_runs(a: Path, b: Path, split: str, data: str) -> Iterator[tuple[Side, Side]]:
+    """Yield both sides of every task that the runs of two folders have.
 
     Args:
         a: run, folder of runs or search.
         b: the same.
         split: labelled split.
         data: folder of the task's files; empty: that of each run.
-        resamples: number of resamples.
-        seed: of the random numbers.
 
     Raises:
         ConfigError: no task in common.
-        DataError: the sides have different examples.
+        DataError: the runs of a side have different examples.
     """
     sides = [
         {name: list(runs) for name, runs in itertools.groupby(found, lambda run: run.task.name)}
@@ -94,30 +90,22 @@ def compare_runs(
     tasks = [name for name in sides[0] if name in sides[1]]
     if not tasks:
         raise ConfigError(f"{a} has runs of {', '.join(sides[0])}, {b} of {', '.join(sides[1])}")
-    return [
-        compare(
-            *(_side_of_runs(side[name], split, data) for side in sides),
-            split=split,
-            resamples=resamples,
-            seed=seed,
-        )
-        for name in tasks
-    ]
+    for name in tasks:
+        first, second = (_side_of_runs(side[name], split, data) for side in sides)
+        yield first, second
 
 
-def compare_files(
-    a: Path, b: Path, *, task_name: str, data: str, split: str, resamples: int, seed: int
-) -> list[Comparison]:
-    """Compare prediction files; see ``compare_runs``.
+def sides_of_files(
+    a: Path, b: Path, split: str, data: str, task_name: str
+) -> Iterator[tuple[Side, Side]]:
+    """Yield both sides of prediction files.
 
     Args:
         a: file of ``predict``, or folder of such files, one per run.
         b: the same.
-        task_name: task file or name of a packaged task.
-        data: folder of the task's files.
         split: labelled split that the files predict.
-        resamples: number of resamples.
-        seed: of the random numbers.
+        data: folder of the task's files.
+        task_name: task file or name of a packaged task.
 
     Raises:
         DataError: a file is malformed, or does not predict the examples of the split.
@@ -136,7 +124,7 @@ def compare_files(
             for each in predictions
         )
         sides.append(Side(task, examples, tuple(metrics)))
-    return [compare(*sides, split=split, resamples=resamples, seed=seed)]
+    yield sides[0], sides[1]
 
 
 def holds_predictions(path: Path) -> bool:
