@@ -196,13 +196,12 @@ def choose_layers(spec: str, count: int, path: Path) -> tuple[int, ...]:
     Raises:
         ConfigError: a layer is no number, or there is no such layer.
     """
-    numbers = list(range(1, count + 1))
-    if spec == ALL:
-        return tuple(numbers)
-    from_end = dict(zip(range(-count, 0), numbers, strict=True))
-    known = {**dict(zip(numbers, numbers, strict=True)), **from_end, LAST: count}
+    numbers = tuple(range(1, count + 1))
+    known: dict[int | str, int] = {LAST: count}
+    for number in numbers:
+        known |= {number: number, number - count - 1: number}
     has = f"{path} has layers 1 to {count} (-{count} to -1 from the end)"
-    return _choose(spec, "layers", LAST, known, has)
+    return numbers if spec == ALL else _choose(spec, "layers", LAST, known, has)
 
 
 def choose_heads(spec: str, count: int, path: Path) -> tuple[Head, ...]:
@@ -217,7 +216,7 @@ def choose_heads(spec: str, count: int, path: Path) -> tuple[Head, ...]:
         ConfigError: a head is no number, or there is no such head.
     """
     every: tuple[Head, ...] = (MEAN, *range(1, count + 1))
-    known = dict(zip(every, every, strict=True))
+    known: dict[int | str, Head] = {each: each for each in every}
     has = f"{path} has heads 1 to {count}"
     return every if spec == ALL else _choose(spec, "heads", MEAN, known, has)
 

@@ -231,7 +231,8 @@ class Call:
 
     def __init__(self, a: AttentionArguments) -> None:
         self.a, self.wide = a, score_dtype(a)
-        self.heads, self.length = a.q.shape[1], a.k.shape[2]
+        (batch, self.heads, q_len, _), self.length = a.q.shape, a.k.shape[2]
+        self.block_rows, self.block_queries = block_size(self.heads, batch, q_len, self.length)
         self.at = query_positions(a)
         self.row_keys = dropout_keys(a)
         self.scratch = Scratch(a.q, a.q.dtype)
@@ -244,14 +245,12 @@ class Call:
 
     def row_slices(self) -> Iterator[slice]:
         """Yield the batch rows of consecutive blocks."""
-        batch, _, q_len, _ = self.a.q.shape
-        rows, _ = block_size(self.heads, batch, q_len, self.length)
+        batch, rows = len(self.a.q), self.block_rows
         return (slice(at, min(at + rows, batch)) for at in range(0, batch, rows))
 
     def blocks(self, rows: slice) -> Iterator[Block]:
         """Yield the blocks of some batch rows."""
-        batch, _, q_len, _ = self.a.q.shape
-        _, queries = block_size(self.heads, batch, q_len, self.length)
+        q_len, queries = self.a.q.shape[2], self.block_queries
         for at in range(0, q_len, queries):
             yield Block(self, rows, slice(at, min(at + queries, q_len)))
 
