@@ -311,8 +311,7 @@ class _Call:
     def tables(self, heads: slice, *, gradients: bool = False) -> ConsecutiveTerms:
         """Lay out the position tables for the longest rows, which come first."""
         a = select_heads(self.arguments[0], heads)
-        dtype = score_dtype(a)
-        terms = ConsecutiveTerms(a, dtype, Scratch(a.q, dtype))
+        terms = ConsecutiveTerms(a, Scratch(a.q, score_dtype(a)))
         for table in (terms.c2p, terms.p2c):
             if gradients and table is not None:
                 table.gradient()

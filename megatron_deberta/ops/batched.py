@@ -32,7 +32,7 @@ from megatron_deberta.ops.dropout_bits import (
     pairs_of,
     row_keys,
 )
-from megatron_deberta.ops.position_terms import STRIP, Scratch, Table, diagonals
+from megatron_deberta.ops.position_terms import STRIP, Scratch, Table, diagonals, linear_tables
 
 BLOCK_ELEMENTS = 1 << 25
 """Scores per block."""
@@ -236,12 +236,7 @@ class Call:
         self.at = query_positions(a)
         self.row_keys = dropout_keys(a)
         self.scratch = Scratch(a.q, a.q.dtype)
-        rising = torch.arange(1 - self.length, self.length, device=a.q.device)
-        # Distances decrease along a score row and increase along a score column.
-        sign = 1 if a.p2c_index == "microsoft" else -1
-        dtype, slots = a.q.dtype, a.positions.slots
-        self.c2p = Table.lay_out(a.pos_key, slots(-rising), dtype, falling=True)
-        self.p2c = Table.lay_out(a.pos_query, slots(sign * rising), dtype, falling=sign < 0)
+        self.c2p, self.p2c = linear_tables(a, a.q.dtype)
 
     def row_slices(self) -> Iterator[slice]:
         """Yield the batch rows of consecutive blocks."""

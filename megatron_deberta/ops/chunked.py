@@ -110,9 +110,9 @@ class Blocks:
         self.at = query_positions(a)
         self.terms: PositionTerms
         if a.q_positions is None:
-            self.terms = ConsecutiveTerms(a, self.dtype, self.scratch, tables)
+            self.terms = ConsecutiveTerms(a, self.scratch, tables)
         else:
-            self.terms = GatheredTerms(a, self.dtype, self.scratch, self.at)
+            self.terms = GatheredTerms(a, self.scratch, self.at)
         self.rows = batched.dropout_keys(a)
         self.bias: Tensor | None = None
         self.fully_masked: Tensor | None = None

@@ -141,33 +141,46 @@ class _Strip(NamedTuple):
     score_columns: Tensor | None = None
 
 
+def linear_tables(
+    a: AttentionArguments, dtype: torch.dtype, p2c_factor: float = 1.0
+) -> tuple[Table | None, Table | None]:
+    """Lay out the tables of c2p and of p2c, one row per distance, as ``diagonals`` reads them.
+
+    Args:
+        a: checked arguments.
+        dtype: of the rows.
+        p2c_factor: multiplies every row of the second table.
+    """
+    length, slots = a.k.shape[2], a.positions.slots
+    rising = torch.arange(1 - length, length, device=a.q.device)
+    # Distances decrease along a score row and increase along a score column.
+    sign = 1 if a.p2c_index == "microsoft" else -1
+    c2p = Table.lay_out(a.pos_key, slots(-rising), dtype, falling=True)
+    p2c_slots = slots(sign * rising)
+    p2c = Table.lay_out(a.pos_query, p2c_slots, dtype, factor=p2c_factor, falling=sign < 0)
+    return c2p, p2c
+
+
 class PositionTerms:
     """Both position terms of a call, computed in the strips that the subclasses choose.
 
     Args:
         a: checked arguments.
-        dtype: of the scores.
-        scratch: buffers of the call.
-        c2p: slots of the columns of that table, and whether they decrease.
-        p2c: the same of the other table.
+        scratch: buffers of the call, in the dtype of the scores.
+
+    Attributes:
+        c2p: table of the content-to-position term; None: there is no such term.
+        p2c: the same of the position-to-content term.
+        largest_product: elements of a batch row's largest product with a table.
     """
 
+    c2p: Table | None
+    p2c: Table | None
     largest_product: int
-    """Elements of a batch row's largest product with a table."""
 
-    def __init__(
-        self,
-        a: AttentionArguments,
-        dtype: torch.dtype,
-        scratch: Scratch,
-        *,
-        c2p: tuple[Tensor, bool],
-        p2c: tuple[Tensor, bool],
-    ) -> None:
+    def __init__(self, a: AttentionArguments, scratch: Scratch) -> None:
         """See the class."""
         self._length, self._scratch = a.k.shape[2], scratch
-        self.c2p = Table.lay_out(a.pos_key, c2p[0], dtype, falling=c2p[1])
-        self.p2c = Table.lay_out(a.pos_query, p2c[0], dtype, factor=a.scale, falling=p2c[1])
 
     def _strips(self, term: str, block: ScoreBlock) -> Iterator[_Strip]:
         """Yield strips of the block's queries for ``c2p``, of its keys for ``p2c``."""
@@ -248,35 +261,25 @@ class ConsecutiveTerms(PositionTerms):
 
     Args:
         a: checked arguments.
-        dtype: of the scores.
-        scratch: buffers of the call.
+        scratch: buffers of the call, in the dtype of the scores.
         shared: terms of rows that are at least as long, whose tables and gradients are used.
     """
 
     def __init__(
-        self,
-        a: AttentionArguments,
-        dtype: torch.dtype,
-        scratch: Scratch,
-        shared: ConsecutiveTerms | None = None,
+        self, a: AttentionArguments, scratch: Scratch, shared: ConsecutiveTerms | None = None
     ) -> None:
         """See the class."""
-        length, slots = a.k.shape[2], a.positions.slots
+        super().__init__(a, scratch)
+        length = self._length
         strip = min(STRIP, length)
         self.largest_product = strip * (length + strip)
-        if shared is not None:
-            self._length, self._scratch = length, scratch
-            columns = slice(shared._length - length, shared._length + length - 1)
-            self.c2p, self.p2c = (
-                None if table is None else table.narrow(columns)
-                for table in (shared.c2p, shared.p2c)
-            )
+        if shared is None:
+            self.c2p, self.p2c = linear_tables(a, scratch.dtype, a.scale)
             return
-        rising = torch.arange(1 - length, length, device=a.q.device)
-        sign = 1 if a.p2c_index == "microsoft" else -1
-        # Distances decrease along a score row and increase along a score column.
-        c2p, p2c = (slots(-rising), True), (slots(sign * rising), sign < 0)
-        super().__init__(a, dtype, scratch, c2p=c2p, p2c=p2c)
+        columns = slice(shared._length - length, shared._length + length - 1)
+        self.c2p, self.p2c = (
+            None if table is None else table.narrow(columns) for table in (shared.c2p, shared.p2c)
+        )
 
     def _strips(self, term: str, block: ScoreBlock) -> Iterator[_Strip]:
         first, last, length = block.queries.start, block.queries.stop, self._length
@@ -296,11 +299,10 @@ class ConsecutiveTerms(PositionTerms):
 class GatheredTerms(PositionTerms):
     """Position terms of gathered queries, at positions ``at``, int64 ``[batch, q_len]``."""
 
-    def __init__(
-        self, a: AttentionArguments, dtype: torch.dtype, scratch: Scratch, at: Tensor
-    ) -> None:
+    def __init__(self, a: AttentionArguments, scratch: Scratch, at: Tensor) -> None:
         """Initialize as the base class does."""
-        self._at, self._positions, length = at, a.positions, a.k.shape[2]
+        super().__init__(a, scratch)
+        self._at, self._positions, length = at, a.positions, self._length
         self._sign = 1 if a.p2c_index == "microsoft" else -1
         # By slot there are fewer columns for long rows; by distance no two keys of a query share
         # a column, so sums with CUDA's atomics are deterministic.
@@ -310,7 +312,9 @@ class GatheredTerms(PositionTerms):
             slots = torch.arange(num_slots, device=a.q.device)
         else:
             slots = self._positions.slots(torch.arange(1 - length, length, device=a.q.device))
-        super().__init__(a, dtype, scratch, c2p=(slots, False), p2c=(slots, False))
+        dtype = scratch.dtype
+        self.c2p = Table.lay_out(a.pos_key, slots, dtype, falling=False)
+        self.p2c = Table.lay_out(a.pos_query, slots, dtype, factor=a.scale, falling=False)
         self.largest_product = min(length, _KEY_STRIP) * slots.numel()
         self._cached: tuple[slice, slice] | None = None
 
