@@ -70,6 +70,12 @@ def random_inputs(
     ]
 
 
+def fixed_projection(output: Tensor) -> Tensor:
+    """Return the gradient of the output in ``run_attention``, like the output."""
+    generator = torch.Generator().manual_seed(9)
+    return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
+
+
 def run_attention(
     inputs: Inputs,
     dtype: torch.dtype,
@@ -90,10 +96,8 @@ def run_attention(
     assert output.dtype == dtype
     assert lse.dtype == torch.float32
     assert not lse.requires_grad
-    generator = torch.Generator().manual_seed(9)
-    d_output = torch.randn(output.shape, generator=generator, dtype=torch.float64)
     differentiable = [x for x in leaves if x is not None]
-    gradients = torch.autograd.grad(output, differentiable, d_output.to(output))
+    gradients = torch.autograd.grad(output, differentiable, fixed_projection(output))
     return [x.detach().cpu().double() for x in (output, lse, *gradients)]
 
 

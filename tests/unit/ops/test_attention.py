@@ -26,6 +26,7 @@ from tests.support.attention import (
     Inputs,
     assert_later_tokens_do_not_matter,
     assert_matches_reference,
+    fixed_projection,
     random_inputs,
     run_attention,
 )
@@ -185,9 +186,8 @@ def eager_half(inputs: list[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
     from_keys = (k @ pos_query.transpose(-1, -2)).gather(-1, slots.transpose(-1, -2))
     scores = scores + from_keys.transpose(-1, -2) / scale
     output = scores.softmax(-1) @ v
-    generator = torch.Generator().manual_seed(9)
-    d_output = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(dtype)
-    gradients = torch.autograd.grad(output, (q, k, v, pos_key, pos_query), d_output)
+    leaves = (q, k, v, pos_key, pos_query)
+    gradients = torch.autograd.grad(output, leaves, fixed_projection(output))
     return [x.detach().double() for x in (output, *gradients)]
 
 
@@ -236,9 +236,7 @@ def test_results_repeat_bit_for_bit_and_under_recomputation() -> None:
             return disentangled_attention(*x, positions=BUCKETS, **options)
 
         output = checkpoint(attend, *leaves, use_reentrant=False)
-        generator = torch.Generator().manual_seed(9)
-        d_output = torch.randn(output.shape, generator=generator, dtype=torch.float64).float()
-        gradients = torch.autograd.grad(output, leaves, d_output)
+        gradients = torch.autograd.grad(output, leaves, fixed_projection(output))
         assert torch.equal(output.detach().double(), first[0])
         assert all(torch.equal(a.double(), b) for a, b in zip(gradients, first[2:], strict=True))
 
@@ -290,8 +288,7 @@ def test_gradients_of_some_inputs_only(which: tuple[int, ...]) -> None:
     every = run(list(inputs), torch.float32, BUCKETS)[2:]
     leaves = [x.requires_grad_(index in which) for index, x in enumerate(inputs)]
     output = disentangled_attention(*leaves, positions=BUCKETS)
-    generator = torch.Generator().manual_seed(9)
-    d_output = torch.randn(output.shape, generator=generator, dtype=torch.float64).float()
-    gradients = torch.autograd.grad(output, [leaves[index] for index in which], d_output)
+    chosen = [leaves[index] for index in which]
+    gradients = torch.autograd.grad(output, chosen, fixed_projection(output))
     for index, gradient in zip(which, gradients, strict=True):
         assert torch.equal(gradient.double(), every[index])
