@@ -162,10 +162,10 @@ def count_efficient(case: Case, dropout: float) -> dict[str, Any]:
 @contextmanager
 def per_head() -> Iterator[None]:
     """Compute one head at a time in float32 on any device."""
-    sizes = {"meta": batched.BLOCK_ELEMENTS}
     with (
         mock.patch.object(chunked, "is_batched", return_value=False),
-        mock.patch.object(chunked, "_BLOCK_ELEMENTS", sizes),
+        mock.patch.object(chunked, "_BLOCK_ELEMENTS", batched.BLOCK_ELEMENTS),
+        mock.patch.object(chunked, "for_heads", lambda work, heads, _: work(slice(0, heads))),
     ):
         yield
 

@@ -76,7 +76,8 @@ def apply_environment() -> None:
     if os.environ.get(ONE_STAGE) != "1":
         return
     kernels = {kernel for kernel, _ in settings.LAUNCH}
-    kernels |= {"forward", "key_gradient", "query_gradient", "far_key", "products"}
+    kernels |= {"forward", "key_gradient", "query_gradient", "far_key"}
+    kernels |= {"output_products", "end_products", "end_gradient"}
     for kernel in kernels:
         for tile in (16, 32, 64):
             default = LaunchSetting(max(tile // 16, 1), 1)

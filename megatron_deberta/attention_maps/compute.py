@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,7 @@ ALL = "all"
 MAX_TOKENS = 1024
 """Of models without absolute positions, whose rows have no other limit."""
 Head: TypeAlias = int | Literal["mean"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,18 +176,12 @@ def record_maps(
 
         return hook
 
-    hooks = [
-        cast(Layer, model.encoder.layers[number - 1]).attention.register_forward_pre_hook(
-            record(number)
-        )
-        for number in layers
-    ]
-    try:
+    with ExitStack() as hooks:
+        for number in layers:
+            attention = cast(Layer, model.encoder.layers[number - 1]).attention
+            hooks.enter_context(attention.register_forward_pre_hook(record(number)))
         causal = model.config.head == "autoregressive"
         model.encode(ModelInputs(torch.tensor([ids]), causal=causal))
-    finally:
-        for hook in hooks:
-            hook.remove()
     return [found[number] for number in layers]
 
 
@@ -200,19 +196,12 @@ def choose_layers(spec: str, count: int, path: Path) -> tuple[int, ...]:
     Raises:
         ConfigError: a layer is no number, or there is no such layer.
     """
-    if spec == ALL:
-        return tuple(range(1, count + 1))
-    chosen = []
-    for word in spec.split(","):
-        number = count if word.strip() == LAST else _number(word, "layers", f"{LAST} or {ALL}")
-        number = number + count + 1 if number < 0 else number
-        if not 1 <= number <= count:
-            raise ConfigError(
-                f"--layers {word.strip()}: {path} has layers 1 to {count} (-{count} to -1 from the "
-                "end)"
-            )
-        chosen.append(number)
-    return tuple(dict.fromkeys(chosen))
+    numbers = tuple(range(1, count + 1))
+    known: dict[int | str, int] = {LAST: count}
+    for number in numbers:
+        known |= {number: number, number - count - 1: number}
+    has = f"{path} has layers 1 to {count} (-{count} to -1 from the end)"
+    return numbers if spec == ALL else _choose(spec, "layers", LAST, known, has)
 
 
 def choose_heads(spec: str, count: int, path: Path) -> tuple[Head, ...]:
@@ -226,27 +215,27 @@ def choose_heads(spec: str, count: int, path: Path) -> tuple[Head, ...]:
     Raises:
         ConfigError: a head is no number, or there is no such head.
     """
-    if spec == ALL:
-        return (MEAN, *range(1, count + 1))
-    chosen: list[Head] = []
-    for word in spec.split(","):
-        if word.strip() == MEAN:
-            chosen.append(MEAN)
-            continue
-        number = _number(word, "heads", f"{MEAN} or {ALL}")
-        if not 1 <= number <= count:
-            raise ConfigError(f"--heads {word.strip()}: {path} has heads 1 to {count}")
-        chosen.append(number)
+    every: tuple[Head, ...] = (MEAN, *range(1, count + 1))
+    known: dict[int | str, Head] = {each: each for each in every}
+    has = f"{path} has heads 1 to {count}"
+    return every if spec == ALL else _choose(spec, "heads", MEAN, known, has)
+
+
+def _choose(
+    spec: str, option: str, name: str, known: Mapping[int | str, T], has: str
+) -> tuple[T, ...]:
+    """Return what numbers and a name stand for, each once; other words are errors."""
+    chosen = []
+    for word in map(str.strip, spec.split(",")):
+        try:
+            chosen.append(known[word if word == name else int(word)])
+        except ValueError:
+            raise ConfigError(
+                f"--{option} {word!r}: must be numbers separated by commas, {name} or {ALL}"
+            ) from None
+        except KeyError:
+            raise ConfigError(f"--{option} {word}: {has}") from None
     return tuple(dict.fromkeys(chosen))
-
-
-def _number(word: str, option: str, names: str) -> int:
-    try:
-        return int(word)
-    except ValueError:
-        raise ConfigError(
-            f"--{option} {word.strip()!r}: must be numbers separated by commas, {names}"
-        ) from None
 
 
 def _of_heads(

@@ -92,26 +92,15 @@ class _Grid:
         self._width = labels + len(PARTS) * (side + _BAR_INCHES)
         self._row = side + labels + _TITLE_INCHES
         self._height = rows * self._row
-        self._side, self._labels = side, labels
+        self.side, self._labels = side, labels
         self.figure: Figure = Figure(figsize=(self._width, self._height))
 
-    def panel(self, row: int, column: int) -> Any:
-        """Add a panel."""
-        return self._add(*self._corner(row, column), self._side, self._side)
-
-    def bar(self, row: int, column: int) -> Any:
-        """Add the axes of a panel's colour bar."""
-        left, bottom = self._corner(row, column)
-        return self._add(left + self._side + 0.08, bottom, 0.1, 0.7 * self._side)
-
-    def _corner(self, row: int, column: int) -> tuple[float, float]:
-        left = self._labels + column * (self._side + _BAR_INCHES)
-        return left, self._height - (row + 1) * self._row + self._labels
-
-    def _add(self, left: float, bottom: float, width: float, height: float) -> Any:
-        inches = self._width, self._height
-        place = left / inches[0], bottom / inches[1], width / inches[0], height / inches[1]
-        return self.figure.add_axes(place)
+    def add(self, row: int, column: int, offset: float, width: float, height: float) -> Any:
+        """Add axes of a size in inches, ``offset`` inches right of a panel's left edge."""
+        left = self._labels + column * (self.side + _BAR_INCHES) + offset
+        bottom = self._height - (row + 1) * self._row + self._labels
+        whole, high = self._width, self._height
+        return self.figure.add_axes((left / whole, bottom / high, width / whole, height / high))
 
 
 def _draw_row(
@@ -121,7 +110,7 @@ def _draw_row(
     terms = [values for part, values in found.items() if part in TERMS and values is not None]
     limit = max(float(np.abs(values).max()) for values in terms) or 1.0
     for column, (part, values) in enumerate(found.items()):
-        panel = grid.panel(row, column)
+        panel = grid.add(row, column, 0.0, grid.side, grid.side)
         heading = f"{title(maps, layer, head)}\n{part}" if part == PROBABILITIES else part
         panel.set_title(heading, fontsize=9, loc="left", parse_math=False)
         if labelled or values is None:
@@ -136,7 +125,8 @@ def _draw_row(
         image = panel.imshow(values, interpolation="nearest", **shades)
         if part in (PROBABILITIES, "c2c"):
             # The terms have the same colours.
-            bar = grid.figure.colorbar(image, cax=grid.bar(row, column))
+            beside = grid.add(row, column, grid.side + 0.08, 0.1, 0.7 * grid.side)
+            bar = grid.figure.colorbar(image, cax=beside)
             bar.ax.tick_params(labelsize=6)
         panel.tick_params(labelsize=7, labelleft=column == 0)
         if labelled:

@@ -53,10 +53,10 @@ def run(args: argparse.Namespace) -> None:
     if are_files[0] and (not args.task or not args.data):
         raise ConfigError("prediction files need --task and --data, which have the labels")
     with refusals():
+        sides = compare.sides_of_runs(a, b, args.split, args.data)
         if are_files[0]:
-            found = compare.compare_files(a, b, task_name=args.task, data=args.data, **options)
-        else:
-            found = compare.compare_runs(a, b, data=args.data, **options)
+            sides = compare.sides_of_files(a, b, args.split, args.data, args.task)
+        found = [compare.compare(*pair, **options) for pair in sides]
     print(compare.format_comparison((args.a, args.b), found))
     if args.output:
         write_atomically(Path(args.output), compare.to_json(found))

@@ -176,7 +176,8 @@ def run(args: argparse.Namespace) -> None:
                 f"--long-text {args.long_text} is for classes and scores, not for the head "
                 f"{task.head} of {task.name}; remove it"
             )
-        predictor = replace(predictor, task=replace(task, long_text=_long_text(args, task)))
+        task = replace(task, long_text=_long_text(args, task))
+        predictor = replace(predictor, task=task, null_threshold=args.null_threshold or 0.0)
         if predictor.groups.rank == 0:
             _write(args, predictor, texts)
         else:
@@ -331,7 +332,6 @@ def _predict(
     Raises:
         MissingInputError: the split has no files.
     """
-    threshold = args.null_threshold or 0.0
 
     def show(done: float, size: int) -> None:
         if display is not None and size:
@@ -340,11 +340,7 @@ def _predict(
     if texts is None:
         name = args.split or _TEST
         try:
-            yield predictor.predict_split(
-                name,
-                null_threshold=threshold,
-                advance=lambda share: show(share * _STEPS, _STEPS),
-            )
+            yield predictor.predict_split(name, lambda share: show(share * _STEPS, _STEPS))
         except MissingInputError as error:
             splits = ", ".join(split for split in predictor.task.splits if split != name)
             raise MissingInputError(f"{error}; choose a split with --split: {splits}") from error
@@ -355,7 +351,7 @@ def _predict(
         show(begin + share * (texts.position - begin), texts.size)
 
     examples = text_examples(predictor.task, texts.records)
-    for block in predictor.predict_texts(examples, null_threshold=threshold, advance=advance):
+    for block in predictor.predict_texts(examples, advance):
         yield block
         begin = texts.position
 

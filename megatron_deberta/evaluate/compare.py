@@ -70,51 +70,42 @@ class Side:
     metrics: tuple[PairedMetric, ...]
 
 
-def compare_runs(
-    a: Path, b: Path, *, split: str, data: str = "", resamples: int, seed: int
-) -> list[Comparison]:
-    """Compare the runs of two folders on every task that both have.
+def sides_of_runs(a: Path, b: Path, split: str, data: str) -> Iterator[tuple[Side, Side]]:
+    """Yield both sides of every task that the runs of two folders have.
 
     Args:
         a: run, folder of runs or search.
         b: the same.
         split: labelled split.
         data: folder of the task's files; empty: that of each run.
-        resamples: number of resamples.
-        seed: of the random numbers.
 
     Raises:
         ConfigError: no task in common.
-        DataError: the sides have different examples.
+        DataError: the runs of a side have different examples.
     """
-    sides = [_by_task(find_runs(folder)) for folder in (a, b)]
+    sides = [
+        {name: list(runs) for name, runs in itertools.groupby(found, lambda run: run.task.name)}
+        for found in map(find_runs, (a, b))
+    ]
     tasks = [name for name in sides[0] if name in sides[1]]
     if not tasks:
         raise ConfigError(f"{a} has runs of {', '.join(sides[0])}, {b} of {', '.join(sides[1])}")
-    return [
-        compare(
-            *(_side_of_runs(side[name], split, data) for side in sides),
-            split=split,
-            resamples=resamples,
-            seed=seed,
-        )
-        for name in tasks
-    ]
+    for name in tasks:
+        first, second = (_side_of_runs(side[name], split, data) for side in sides)
+        yield first, second
 
 
-def compare_files(
-    a: Path, b: Path, *, task_name: str, data: str, split: str, resamples: int, seed: int
-) -> list[Comparison]:
-    """Compare prediction files; see ``compare_runs``.
+def sides_of_files(
+    a: Path, b: Path, split: str, data: str, task_name: str
+) -> Iterator[tuple[Side, Side]]:
+    """Yield both sides of prediction files.
 
     Args:
         a: file of ``predict``, or folder of such files, one per run.
         b: the same.
-        task_name: task file or name of a packaged task.
-        data: folder of the task's files.
         split: labelled split that the files predict.
-        resamples: number of resamples.
-        seed: of the random numbers.
+        data: folder of the task's files.
+        task_name: task file or name of a packaged task.
 
     Raises:
         DataError: a file is malformed, or does not predict the examples of the split.
@@ -126,12 +117,14 @@ def compare_files(
     sides = []
     for path in (a, b):
         files = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
-        metrics = [
-            _metric(task, examples, read_predictions(file, task, examples), has_best_text=False)
-            for file in files
-        ]
+        predictions = [read_predictions(file, task, examples) for file in files]
+        require_labels(task, examples)
+        metrics = (
+            paired_metric(task, task.metrics[0], examples, each, has_best_text=False)
+            for each in predictions
+        )
         sides.append(Side(task, examples, tuple(metrics)))
-    return [compare(*sides, split=split, resamples=resamples, seed=seed)]
+    yield sides[0], sides[1]
 
 
 def holds_predictions(path: Path) -> bool:
@@ -176,13 +169,6 @@ def _labels(examples: Sequence[Example]) -> list[tuple[object, ...]]:
     return [(e.id, e.label, e.tags, e.answers, e.relevance) for e in examples]
 
 
-def _by_task(runs: Sequence[FinetunedRun]) -> dict[str, list[FinetunedRun]]:
-    found: dict[str, list[FinetunedRun]] = {}
-    for run in runs:
-        found.setdefault(run.task.name, []).append(run)
-    return found
-
-
 def _side_of_runs(runs: Sequence[FinetunedRun], split: str, data: str) -> Side:
     task, examples = runs[0].task, list[Example]()
     metrics: list[PairedMetric] = []
@@ -197,20 +183,10 @@ def _side_of_runs(runs: Sequence[FinetunedRun], split: str, data: str) -> Side:
         predictions = predict(
             run.task, examples, found.encoded, outputs, null_threshold=float("inf")
         )
-        metrics.append(_metric(task, examples, predictions, has_best_text=True))
+        require_labels(task, examples)
+        name = task.metrics[0]
+        metrics.append(paired_metric(task, name, examples, predictions, has_best_text=True))
     return Side(task, examples, tuple(metrics))
-
-
-def _metric(
-    task: TaskConfig,
-    examples: Sequence[Example],
-    predictions: Sequence[Prediction],
-    *,
-    has_best_text: bool,
-) -> PairedMetric:
-    require_labels(task, examples)
-    name = task.metrics[0]
-    return paired_metric(task, name, examples, predictions, has_best_text=has_best_text)
 
 
 def read_predictions(path: Path, task: TaskConfig, examples: Sequence[Example]) -> list[Prediction]:

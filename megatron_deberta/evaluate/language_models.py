@@ -28,7 +28,6 @@ from megatron_deberta.evaluate.minimal_pairs import (
 from megatron_deberta.evaluate.models import language_model_config, open_ranks, open_source_model
 from megatron_deberta.hf.loading import NONFINITE
 from megatron_deberta.tasks.records import read_bytes
-from megatron_deberta.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +166,11 @@ def evaluate_perplexity(
         )
     text = read_words(data)
     loaded = source.load_tokenizer(config.tokenizer.path or "")
-    rows, num_unknown = _rows(text, loaded, length, stride, masked)
+    ids, _ = loaded.encode_texts(text.lines)
+    if not ids.size:
+        raise DataError("--data has no pieces of the model's tokenizer; give a text file")
+    tokens, vocabulary = ids.astype(np.int64), Vocabulary.of(loaded)
+    rows = WindowRows.of_text(tokens, vocabulary, length, stride, masked)
     tokens_per_batch = config.train.micro_batch_size * length
     parallel = config.parallel
     multiple = parallel.tensor_parallel_size if parallel.sequence_parallel else 1
@@ -182,7 +185,7 @@ def evaluate_perplexity(
             form=form,
             loss=-float(scores.sum()),
             num_pieces=len(rows.tokens),
-            num_unknown=num_unknown,
+            num_unknown=int((ids == loaded.unk_id).sum()),
             num_words=text.num_words,
             num_bytes=text.num_bytes,
             sequence_length=length,
@@ -206,18 +209,6 @@ def _form(config: RunConfig, form: Form | None, model: str) -> Form:
             f"--form masked: {model} was trained with objective.name=autoregressive; remove it"
         )
     return form
-
-
-def _rows(
-    text: WordText, tokenizer: Tokenizer, length: int, stride: int, mask_every: int
-) -> tuple[WindowRows, int]:
-    """Return the windows of a text, and its number of unknown pieces."""
-    ids, _ = tokenizer.encode_texts(text.lines)
-    if not ids.size:
-        raise DataError("--data has no pieces of the model's tokenizer; give a text file")
-    vocabulary = Vocabulary.of(tokenizer)
-    rows = WindowRows.of_text(ids.astype(np.int64), vocabulary, length, stride, mask_every)
-    return rows, int((ids == tokenizer.unk_id).sum())
 
 
 def _exp(value: float) -> float:

@@ -61,30 +61,23 @@ class WindowRows:
     masked_stops: Integers | None = None
 
     @staticmethod
-    def of_sentences(sentences: Sequence[Integers], vocabulary: Vocabulary) -> WindowRows:
-        """Return a window for each sentence, all of it scored from left to right.
-
-        Args:
-            sentences: int64 ``[tokens]`` of each sentence, without [CLS] and [SEP].
-            vocabulary: ids and word starts of the tokenizer.
-        """
-        tokens, begins, ends = _concatenated(sentences)
-        texts = np.arange(len(sentences))
-        return WindowRows(tokens, texts, len(sentences), begins, ends, begins, ends, vocabulary)
-
-    @staticmethod
-    def of_masked_sentences(
-        sentences: Sequence[Integers], vocabulary: Vocabulary, metric: Metric = "original"
+    def of_sentences(
+        sentences: Sequence[Integers], vocabulary: Vocabulary, metric: Metric | None = None
     ) -> WindowRows:
-        """Return a window for each token of each sentence: the sentence with that token masked.
+        """Return a window for each sentence, or for each of its tokens the sentence with it masked.
 
         Args:
             sentences: int64 ``[tokens]`` of each sentence, without [CLS] and [SEP].
             vocabulary: ids and word starts of the tokenizer.
-            metric: what is masked.
+            metric: what is masked; None: nothing, all of a sentence is scored from left to right.
         """
-        tokens, begins, ends = _concatenated(sentences)
-        texts = np.repeat(np.arange(len(sentences)), ends - begins)
+        sizes = np.array([len(ids) for ids in sentences], np.int64)
+        ends = sizes.cumsum()
+        begins, tokens = ends - sizes, np.concatenate([np.empty(0, np.int64), *sentences])
+        if metric is None:
+            texts = np.arange(len(sentences))
+            return WindowRows(tokens, texts, len(sentences), begins, ends, begins, ends, vocabulary)
+        texts = np.repeat(np.arange(len(sentences)), sizes)
         begins, ends, places = begins[texts], ends[texts], np.arange(len(tokens))
         masked_stops = None
         if metric == "within_word_l2r":
@@ -194,13 +187,6 @@ class WindowRows:
         if self.masked_stops is None:
             return scored, scored
         return scored, (columns >= firsts) & (columns < self.masked_stops[windows, None])
-
-
-def _concatenated(sentences: Sequence[Integers]) -> tuple[Integers, Integers, Integers]:
-    """Return the tokens of all sentences, and begin and end of each."""
-    sizes = np.array([len(ids) for ids in sentences], np.int64)
-    ends = sizes.cumsum()
-    return np.concatenate([np.empty(0, np.int64), *sentences]), ends - sizes, ends
 
 
 def score_rows(

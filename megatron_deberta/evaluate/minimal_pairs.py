@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from torch import nn
 
 from megatron_deberta.config.rules import trained_forms
@@ -114,26 +113,6 @@ def read_minimal_pairs(data: str | os.PathLike[str], limit: int = 0) -> list[Min
     return pairs
 
 
-def score_minimal_pairs(
-    pairs: Sequence[MinimalPair], is_correct: npt.NDArray[np.bool_]
-) -> MinimalPairScores:
-    """Compute the accuracy of each paradigm.
-
-    Args:
-        pairs: the pairs.
-        is_correct: bool ``[pairs]``, whether the acceptable sentence has the higher score.
-    """
-    found: dict[tuple[str, str], list[bool]] = {}
-    for pair, correct in zip(pairs, is_correct.tolist(), strict=True):
-        found.setdefault((pair.field, pair.paradigm), []).append(correct)
-    return MinimalPairScores(
-        tuple(
-            ParadigmScore(paradigm, field, len(hits), sum(hits) / len(hits))
-            for (field, paradigm), hits in sorted(found.items())
-        )
-    )
-
-
 def _mean(scores: Iterable[ParadigmScore]) -> float:
     accuracies = [score.accuracy for score in scores]
     return sum(accuracies) / len(accuracies)
@@ -205,7 +184,15 @@ class MinimalPairTask:
                 "optimizer.learning_rate"
             )
         good, bad = scores[self.sides].T
-        return score_minimal_pairs(self.pairs, good > bad)
+        found: dict[tuple[str, str], list[bool]] = {}
+        for pair, correct in zip(self.pairs, (good > bad).tolist(), strict=True):
+            found.setdefault((pair.field, pair.paradigm), []).append(correct)
+        return MinimalPairScores(
+            tuple(
+                ParadigmScore(paradigm, field, len(hits), sum(hits) / len(hits))
+                for (field, paradigm), hits in sorted(found.items())
+            )
+        )
 
     def evaluate(
         self, module: nn.Module, groups: ProcessGroups, must_stop: Callable[[], bool]
@@ -261,14 +248,11 @@ def build_minimal_pairs(
     numbers: dict[bytes, int] = {}
     sides = [numbers.setdefault(part.tobytes(), len(numbers)) for part in parts]
     sentences = [np.frombuffer(key, np.int64) for key in numbers]
-    parallel, vocabulary = config.parallel, Vocabulary.of(tokenizer)
-    if "masked" in trained_forms(config.objective):
-        rows = WindowRows.of_masked_sentences(sentences, vocabulary, metric)
-    else:
-        rows = WindowRows.of_sentences(sentences, vocabulary)
+    parallel, is_masked = config.parallel, "masked" in trained_forms(config.objective)
+    masks = metric if is_masked else None
     return MinimalPairTask(
         pairs,
-        rows,
+        WindowRows.of_sentences(sentences, Vocabulary.of(tokenizer), masks),
         np.array(sides, np.int64).reshape(-1, 2),
         config.train.micro_batch_size * config.data.sequence_length,
         parallel.tensor_parallel_size if parallel.sequence_parallel else 1,

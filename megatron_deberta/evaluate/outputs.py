@@ -502,8 +502,7 @@ def mean_outputs(head: Head, encoded: EncodedDataset, outputs: Sequence[Outputs]
         outputs: of each model; see ``tasks.scoring.predict``.
     """
     if head in ("regression", "rerank"):
-        mean: Outputs = np.stack(outputs).mean(axis=0).astype(np.float32)
-        return mean
+        return np.asarray(np.mean(outputs, axis=0), np.float32)
     if head == "embed":
         lengths = [np.linalg.norm(each, axis=1, keepdims=True) for each in outputs]
         parts = [each / np.maximum(n, 1e-12) for each, n in zip(outputs, lengths, strict=True)]
@@ -511,12 +510,10 @@ def mean_outputs(head: Head, encoded: EncodedDataset, outputs: Sequence[Outputs]
     if head == "multilabel":
         probabilities = np.mean([sigmoid(values) for values in outputs], axis=0)
         sides = np.maximum([probabilities, 1 - probabilities], _LEAST)
-        odds: Outputs = np.log(sides[0] / sides[1]).astype(np.float32)
-        return odds
+        return np.asarray(np.log(sides[0] / sides[1]), np.float32)
     members = [_probabilities(head, encoded, values) for values in outputs]
     logarithms = np.log(np.maximum(np.mean(members, axis=0), _LEAST))
-    combined: Outputs = logarithms.astype(np.float32)
-    return combined
+    return np.asarray(logarithms, np.float32)
 
 
 def _probabilities(
@@ -532,5 +529,4 @@ def _probabilities(
     sizes = np.diff(borders)
     shifted = np.exp(logits - np.repeat(np.maximum.reduceat(logits, borders[:-1]), sizes, axis=0))
     total = np.repeat(np.add.reduceat(shifted, borders[:-1]), sizes, axis=0)
-    normalised: npt.NDArray[np.float64] = shifted / total
-    return normalised
+    return np.asarray(shifted / total, np.float64)

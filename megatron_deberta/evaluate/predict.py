@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from megatron_deberta.hf.onnx.check import Logits
 
 
+Advance = Callable[[float], None]
+
 _BLOCK_TEXTS, _BLOCK_CHARACTERS = 1024, 1 << 22
 """Texts that are encoded, sorted by length and predicted together, at most."""
 
@@ -85,6 +87,7 @@ class Predictor:
         run_dir: folder of the run that trained the model, where encoded examples are kept; None:
             there is none, or nothing can be written there.
         uses_sigmoid: as in `SourceModel`.
+        null_threshold: see `tasks.scoring.predict`.
     """
 
     config: RunConfig
@@ -94,6 +97,7 @@ class Predictor:
     groups: ProcessGroups
     run_dir: Path | None = None
     uses_sigmoid: bool = False
+    null_threshold: float = 0.0
 
     def run(self, split: str) -> tuple[Split, Outputs, float]:
         """Return a split, the model's outputs for it, and the mean loss. Collective: all ranks."""
@@ -101,61 +105,40 @@ class Predictor:
         outputs, loss = self._outputs(found)
         return found, outputs, loss
 
-    def predict_split(
-        self,
-        name: str,
-        *,
-        null_threshold: float = 0.0,
-        advance: Callable[[float], None] | None = None,
-    ) -> Predicted:
+    def predict_split(self, name: str, advance: Advance | None = None) -> Predicted:
         """Predict a split of the task. Collective: all ranks.
 
         Args:
             name: of the split.
-            null_threshold: see `tasks.scoring.predict`.
             advance: called with the share of the split that is done.
 
         Raises:
             DataError: a file of the split is missing or malformed.
         """
         split = read_split(self.config, self.task, name, self.tokenizer, self.run_dir)
-        return self._predict(split, null_threshold, advance)
+        return self._predict(split, advance)
 
     def predict_texts(
-        self,
-        examples: Iterable[Example],
-        *,
-        null_threshold: float = 0.0,
-        advance: Callable[[float], None] | None = None,
+        self, examples: Iterable[Example], advance: Advance | None = None
     ) -> Iterator[Predicted]:
         """Predict examples block by block, in their order. Collective: all ranks.
 
         Args:
             examples: in any number.
-            null_threshold: see `tasks.scoring.predict`.
             advance: called with the share of the block that is done.
         """
         length = self.config.data.sequence_length
         for block in _blocks(examples):
             encoded = encode(self.task, block, self.tokenizer, length)
-            yield self._predict(Split(block, encoded), null_threshold, advance)
+            yield self._predict(Split(block, encoded), advance)
 
-    def _predict(
-        self,
-        split: Split,
-        null_threshold: float,
-        advance: Callable[[float], None] | None,
-    ) -> Predicted:
+    def _predict(self, split: Split, advance: Advance | None) -> Predicted:
         outputs, _ = self._outputs(split, advance)
         examples, encoded = split.examples, split.encoded
         predictions = predict(
-            self.task,
-            examples,
-            encoded,
-            outputs,
-            null_threshold=null_threshold,
-            uses_sigmoid=self.uses_sigmoid,
-        )
+            self.task, examples, encoded, outputs,
+            null_threshold=self.null_threshold, uses_sigmoid=self.uses_sigmoid,
+        )  # fmt: skip
         length = self.config.data.sequence_length
         omitted = omitted_tokens(self.task, examples, encoded, self.tokenizer, length)
         is_long = (omitted > 0) | np.array([each.windows > 1 for each in predictions])
@@ -163,9 +146,7 @@ class Predictor:
             predictions[index] = replace(predictions[index], truncated=True)
         return Predicted(examples, predictions, int(is_long.sum()), outputs)
 
-    def _outputs(
-        self, split: Split, advance: Callable[[float], None] | None = None
-    ) -> tuple[Outputs, float]:
+    def _outputs(self, split: Split, advance: Advance | None = None) -> tuple[Outputs, float]:
         result = run_split(
             self.module, self.config, split.encoded, self.tokenizer, self.groups, advance=advance
         )

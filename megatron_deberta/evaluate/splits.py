@@ -435,7 +435,7 @@ def run_split(
         tokenizer: the model's tokenizer.
         groups: the rank grid.
         must_stop: called before each batch, with the same result on every rank.
-        advance: called after each batch with the share of the rank's tokens that are done.
+        advance: called after each batch with the share of all tokens that are done, about.
 
     Returns:
         The outputs, fp32 of the shape of `output_shape`, equal on all ranks, and the loss; None:
@@ -447,31 +447,19 @@ def run_split(
     )
     batches = rows.batches(config.train.micro_batch_size, groups.dp_rank, groups.dp_size)
     objective = build_objective(config)
-    collect: Callable[[Any, Tensor], None] = collector.add
-    if advance is not None:
-        collect = _with_progress(collect, advance, encoded, groups.dp_size)
+    done, total = 0, max(len(encoded.input_ids), 1)
+
+    def collect(batch: Any, outputs: Tensor) -> None:
+        nonlocal done
+        collector.add(batch, outputs)
+        if advance is not None:
+            numbers = batch.row_index[batch.row_index >= 0].cpu().numpy()
+            done += int(encoded.lengths[numbers].sum()) * groups.dp_size
+            advance(min(done / total, 1.0))
+
     evaluation = evaluate(module, batches, groups, objective, must_stop, collect)
     if evaluation is None:
         return None
     # Every row was computed by one data-parallel rank; the others hold zeros.
     outputs: Outputs = sum_over_batch_ranks(collector.outputs, groups).cpu().numpy()
     return outputs, evaluation
-
-
-def _with_progress(
-    collect: Callable[[TaskBatch, Tensor], None],
-    advance: Callable[[float], None],
-    encoded: EncodedDataset,
-    dp_size: int,
-) -> Callable[[Any, Tensor], None]:
-    """Return a function that collects outputs, then reports the share of all tokens, about."""
-    done, total = 0, max(len(encoded.input_ids), 1)
-
-    def collect_and_advance(batch: TaskBatch, outputs: Tensor) -> None:
-        nonlocal done
-        collect(batch, outputs)
-        rows = batch.row_index[batch.row_index >= 0].cpu().numpy()
-        done += int(encoded.lengths[rows].sum()) * dp_size
-        advance(min(done / total, 1.0))
-
-    return collect_and_advance

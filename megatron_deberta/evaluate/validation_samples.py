@@ -6,8 +6,7 @@ before the vocabulary projection. The cost is a projection of at most ``MAX_MASK
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -75,9 +74,12 @@ class SampleRecorder:
         if not self._num_rows or len(self._heads) != 1:
             return validate
 
+        before_model = self._module.register_forward_pre_hook
+        before_head = self._heads[0].register_forward_pre_hook
+
         def validate_and_read() -> Evaluation | None:
-            self._found = []
-            with self._hooks():
+            self._found, self._batch = [], None
+            with before_model(self._keep_batch), before_head(self._read):
                 return validate()
 
         return validate_and_read
@@ -86,19 +88,6 @@ class SampleRecorder:
         """Return the rows of the last validation."""
         found, self._found = self._found, []
         return found
-
-    @contextmanager
-    def _hooks(self) -> Iterator[None]:
-        handles = [
-            self._module.register_forward_pre_hook(self._keep_batch),
-            self._heads[0].register_forward_pre_hook(self._read),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._batch = None
 
     def _keep_batch(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         batch = arguments[0]

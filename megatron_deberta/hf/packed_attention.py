@@ -165,9 +165,10 @@ def packed_attention(
         starts, lengths = (torch.tensor(x, device="cpu") for x in (rows.starts[:-1], rows.lengths))
         pairs_of_keys = pairs(torch.arange(longest, device="cpu"))
         keys = None if seed is None else row_keys(seed, pairs_of_keys, q.shape[1], 0)
-        options = native.Options(positions, "microsoft", scale, dropout_p, keys)
-        native_rows = native.Rows(starts, lengths, longest)
-        return native.attend_rows(q, k, v, pos_key, pos_query, native_rows, options)[0]
+        options = native.RowOptions(
+            positions, "microsoft", scale, dropout_p, keys, starts, lengths, longest
+        )
+        return native.attend_rows(q, k, v, pos_key, pos_query, options)[0]
     if rows.num_tokens and chosen == "chunked":
         out = _PackedAttention.apply(
             q, k, v, pos_key, pos_query, positions, rows, dropout_p, seed, scale
@@ -242,10 +243,7 @@ class _PackedAttention(torch.autograd.Function):
             for a, grad, d_o in zip(call.arguments, grads, d_outs, strict=True):
                 blocks = Blocks(select_heads(a, heads), tables)
                 backward_heads(blocks, *(x[:, heads] for x in (d_o, *grad)))
-            if d_pos_key is not None and tables.c2p is not None:
-                d_pos_key[heads] = tables.c2p.folded_gradient(d_pos_key.shape[1], 1.0)
-            if d_pos_query is not None and tables.p2c is not None:
-                d_pos_query[heads] = tables.p2c.folded_gradient(d_pos_query.shape[1], call.scale)
+            tables.write_gradients(d_pos_key, d_pos_query, heads)
 
         if is_batched(call.q.device):
             d_pos_key, d_pos_query = _batched_gradients(call.arguments, d_outs, grads)
@@ -313,18 +311,17 @@ class _Call:
     def tables(self, heads: slice, *, gradients: bool = False) -> ConsecutiveTerms:
         """Lay out the position tables for the longest rows, which come first."""
         a = select_heads(self.arguments[0], heads)
-        dtype = score_dtype(a)
-        terms = ConsecutiveTerms(a, dtype, Scratch(a.q, dtype))
+        terms = ConsecutiveTerms(a, Scratch(a.q, score_dtype(a)))
         for table in (terms.c2p, terms.p2c):
             if gradients and table is not None:
                 table.gradient()
         return terms
 
     def for_heads(self, work: Any) -> None:
-        """Call ``work`` for slices of heads, in parallel on the CPU."""
+        """Call ``work`` for slices of heads, in parallel."""
         heads = self.q.shape[1]
         scores = heads * sum(len(group.rows) * group.length**2 for group in self.rows.groups)
-        for_heads(work, heads, scores, self.q.device.type)
+        for_heads(work, heads, scores)
 
 
 def _group_bounds(lengths: list[int]) -> list[int]:

@@ -26,7 +26,11 @@ _INTEGERS = (torch.int16, torch.int32, torch.int64)
 
 
 class AttentionArguments(NamedTuple):
-    """Arguments of ``disentangled_attention``, documented there; the first five differentiable."""
+    """Arguments of ``disentangled_attention``, documented there; the first five differentiable.
+
+    Attributes:
+        seed: int64 ``[batch]``; None without dropout.
+    """
 
     q: Tensor
     k: Tensor
@@ -40,7 +44,6 @@ class AttentionArguments(NamedTuple):
     causal: bool
     dropout_p: float
     seed: Tensor | None
-    """int64 ``[batch]``; None without dropout."""
     head_offset: int
     scale: float
     p2c_index: P2CIndex
@@ -101,8 +104,27 @@ def check_arguments(a: AttentionArguments) -> None:
     Raises:
         ValueError: an argument is invalid; names it, its value and what was expected.
     """
-    _check_heads(a)
-    _check_rows(a)
+    for name, tensor in (("q", a.q), ("k", a.k)):
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name}: got shape {list(tensor.shape)}, expected [batch, heads, len, head_dim]"
+            )
+    batch, heads, q_len, head_dim = a.q.shape
+    k_len, dtype = a.k.shape[2], (a.q.dtype,)
+    table = (heads, 2 * a.positions.span, head_dim)
+    _check("q", a.q, (batch, heads, q_len, head_dim), _FLOATS, a.q)
+    _check("k", a.k, (batch, heads, k_len, head_dim), dtype, a.q)
+    _check("v", a.v, (batch, heads, k_len, head_dim), dtype, a.q)
+    if a.q_positions is None and q_len != k_len:
+        raise ValueError(
+            f"q: got {q_len} queries for {k_len} keys, expected equal lengths or q_positions"
+        )
+    _check("pos_key", a.pos_key, table, dtype, a.q)
+    _check("pos_query", a.pos_query, table, dtype, a.q)
+    _check("q_positions", a.q_positions, (batch, q_len), _INTEGERS, a.q)
+    _check("attention_mask", a.attention_mask, (batch, k_len), (torch.bool,), a.q)
+    _check("document_ids", a.document_ids, (batch, k_len), _INTEGERS, a.q)
+    _check("seed", a.seed, (batch,), (torch.int64,), a.q)
     if a.p2c_index not in ("microsoft", "paper"):
         raise ValueError(f"p2c_index: got {a.p2c_index!r}, expected 'microsoft' or 'paper'")
     if a.head_offset < 0:
@@ -144,35 +166,6 @@ def _check(
     if tensor.dtype not in dtypes:
         expected = " or ".join(map(str, dtypes))
         raise ValueError(f"{name}: got dtype {tensor.dtype}, expected {expected}")
-
-
-def _check_heads(a: AttentionArguments) -> None:
-    """Check the tensors with a head dimension."""
-    for name, tensor in (("q", a.q), ("k", a.k)):
-        if tensor.dim() != 4:
-            raise ValueError(
-                f"{name}: got shape {list(tensor.shape)}, expected [batch, heads, len, head_dim]"
-            )
-    batch, heads, q_len, head_dim = a.q.shape
-    k_len = a.k.shape[2]
-    _check("q", a.q, (batch, heads, q_len, head_dim), _FLOATS, a.q)
-    for name, tensor in (("k", a.k), ("v", a.v)):
-        _check(name, tensor, (batch, heads, k_len, head_dim), (a.q.dtype,), a.q)
-    if a.q_positions is None and q_len != k_len:
-        raise ValueError(
-            f"q: got {q_len} queries for {k_len} keys, expected equal lengths or q_positions"
-        )
-    for name, table in (("pos_key", a.pos_key), ("pos_query", a.pos_query)):
-        _check(name, table, (heads, 2 * a.positions.span, head_dim), (a.q.dtype,), a.q)
-
-
-def _check_rows(a: AttentionArguments) -> None:
-    """Check the tensors with one entry per batch row."""
-    batch, q_len, k_len = a.q.shape[0], a.q.shape[2], a.k.shape[2]
-    _check("q_positions", a.q_positions, (batch, q_len), _INTEGERS, a.q)
-    _check("attention_mask", a.attention_mask, (batch, k_len), (torch.bool,), a.q)
-    _check("document_ids", a.document_ids, (batch, k_len), _INTEGERS, a.q)
-    _check("seed", a.seed, (batch,), (torch.int64,), a.q)
 
 
 def _check_values(a: AttentionArguments) -> None:

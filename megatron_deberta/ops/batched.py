@@ -32,7 +32,7 @@ from megatron_deberta.ops.dropout_bits import (
     pairs_of,
     row_keys,
 )
-from megatron_deberta.ops.position_terms import STRIP, Scratch, Table, diagonals
+from megatron_deberta.ops.position_terms import STRIP, Scratch, Table, diagonals, linear_tables
 
 BLOCK_ELEMENTS = 1 << 25
 """Scores per block."""
@@ -83,21 +83,27 @@ def _equal_parts(count: int, limit: int) -> int:
 
 
 class _Strip(NamedTuple):
-    """Vectors of a block (queries or keys) and the columns of the table they are multiplied by."""
+    """Vectors of a block (queries or keys) and the columns of the table they are multiplied by.
+
+    Attributes:
+        vectors: of the block.
+        columns: of the table.
+        diagonals: length of the product's diagonals, which are read; 0: its rows are read.
+        reads: int64 ``[rows, vectors or 1, scores]``, of each score in what is read; None: all in
+            order.
+        inverse: int64 ``[rows, vectors, size of what is read]``: the score that reads each element.
+        is_read: bool like ``inverse``: whether there is such a score.
+        spread: ``[heads * rows, scores, size of what is read]``, 1 where a score reads an element,
+            else 0, where several scores may read the same.
+    """
 
     vectors: slice
     columns: slice
     diagonals: int = 0
-    """Length of the product's diagonals, which are read; 0: its rows are read."""
     reads: Tensor | None = None
-    """int64 ``[rows, vectors or 1, scores]``, of each score in what is read; None: all in order."""
     inverse: Tensor | None = None
-    """int64 ``[rows, vectors, size of what is read]``: the score that reads each element."""
     is_read: Tensor | None = None
-    """bool like ``inverse``: whether there is such a score."""
     spread: Tensor | None = None
-    """``[heads * rows, scores, size of what is read]``, 1 where a score reads an element, else 0,
-    where several scores may read the same."""
 
     def view(self, product: Tensor) -> Tensor:
         """Return the used elements of a product ``[heads * rows, vectors, columns]``."""
@@ -129,6 +135,20 @@ def _gather(x: Tensor, index: Tensor | None) -> Tensor:
         return x
     by_head = x.unflatten(0, (-1, len(index)))
     return cast(Tensor, by_head.gather(-1, index.expand(*by_head.shape[:-1], -1)).flatten(0, 1))
+
+
+def dropout_keys(a: AttentionArguments) -> Tensor | None:
+    """Return ``row_keys`` of the pairs of consecutive queries, or of each gathered query's pair.
+
+    Args:
+        a: arguments of the call; None is returned without dropout.
+    """
+    if a.seed is None:
+        return None
+    at = pairs(query_positions(a))
+    if a.q_positions is None:
+        at = torch.arange(pairs_of(slice(0, a.q.shape[2])).stop, device=a.q.device)
+    return row_keys(a.seed, at, a.q.shape[1], a.head_offset)
 
 
 class Block:
@@ -211,37 +231,21 @@ class Call:
 
     def __init__(self, a: AttentionArguments) -> None:
         self.a, self.wide = a, score_dtype(a)
-        self.heads, self.length = a.q.shape[1], a.k.shape[2]
+        (batch, self.heads, q_len, _), self.length = a.q.shape, a.k.shape[2]
+        self.block_rows, self.block_queries = block_size(self.heads, batch, q_len, self.length)
         self.at = query_positions(a)
-        self.row_keys: Tensor | None = None
-        if a.seed is not None:
-            # Of the pairs of consecutive queries, or of each gathered query.
-            at = pairs(self.at)
-            if a.q_positions is None:
-                at = torch.arange(pairs_of(slice(0, a.q.shape[2])).stop, device=a.q.device)
-            self.row_keys = row_keys(a.seed, at, self.heads, a.head_offset)
+        self.row_keys = dropout_keys(a)
         self.scratch = Scratch(a.q, a.q.dtype)
-        rising = torch.arange(1 - self.length, self.length, device=a.q.device)
-        # Distances decrease along a score row and increase along a score column.
-        sign = 1 if a.p2c_index == "microsoft" else -1
-        self.c2p = self._table(a.pos_key, a.positions.slots(-rising), falling=True)
-        self.p2c = self._table(a.pos_query, a.positions.slots(sign * rising), falling=sign < 0)
-
-    def _table(self, table: Tensor | None, slots: Tensor, *, falling: bool) -> Table | None:
-        if table is None:
-            return None
-        return Table.lay_out(table, slots, table.dtype, falling=falling)
+        self.c2p, self.p2c = linear_tables(a, a.q.dtype)
 
     def row_slices(self) -> Iterator[slice]:
         """Yield the batch rows of consecutive blocks."""
-        batch, _, q_len, _ = self.a.q.shape
-        rows, _ = block_size(self.heads, batch, q_len, self.length)
+        batch, rows = len(self.a.q), self.block_rows
         return (slice(at, min(at + rows, batch)) for at in range(0, batch, rows))
 
     def blocks(self, rows: slice) -> Iterator[Block]:
         """Yield the blocks of some batch rows."""
-        batch, _, q_len, _ = self.a.q.shape
-        _, queries = block_size(self.heads, batch, q_len, self.length)
+        q_len, queries = self.a.q.shape[2], self.block_queries
         for at in range(0, q_len, queries):
             yield Block(self, rows, slice(at, min(at + queries, q_len)))
 
@@ -345,12 +349,15 @@ class Call:
         if self.p2c is not None:
             yield "p2c", self.p2c, vectors[1], scores.transpose(1, 2)
 
-    def folded(self, table: Table | None, like: Tensor | None) -> Tensor | None:
-        """Return the gradient of a position table."""
-        if table is None or like is None:
-            return None
-        table.gradient(self.wide)
-        return table.folded_gradient(like.shape[1], 1.0).to(like.dtype)
+    def table_gradients(self) -> list[Tensor | None]:
+        """Return the gradients of the position tables."""
+        for table in (self.c2p, self.p2c):
+            if table is not None:
+                table.gradient(self.wide)
+        return [
+            None if table is None else table.folded_gradient().to(self.a.q.dtype)
+            for table in (self.c2p, self.p2c)
+        ]
 
 
 def heads_first(x: Tensor, rows: slice, queries: slice = slice(None)) -> Tensor:
@@ -381,9 +388,7 @@ def forward(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
     """
     call, factor = Call(a), keep_scale(a.dropout_p)
     output = torch.empty_like(a.q)
-    lse = None
-    if a.return_lse:
-        lse = torch.empty(a.q.shape[:3], dtype=torch.float32, device=a.q.device)
+    lse = a.q.new_empty(a.q.shape[:3], dtype=torch.float32) if a.return_lse else None
     for rows in call.row_slices():
         k, v = (heads_first(x, rows) for x in (a.k, a.v))
         for block in call.blocks(rows):
@@ -414,8 +419,7 @@ def backward(a: AttentionArguments, d_output: Tensor) -> tuple[Tensor | None, ..
             d_q[rows, :, block.queries] = rows_first(d_block, call.heads)
         for grad, total in zip((d_k, d_v), sums, strict=True):
             grad[rows] = rows_first(total, call.heads)
-    tables = call.folded(call.c2p, a.pos_key), call.folded(call.p2c, a.pos_query)
-    return d_q, d_k, d_v, *tables
+    return d_q, d_k, d_v, *call.table_gradients()
 
 
 def _backward_block(

@@ -34,9 +34,7 @@ from megatron_deberta.ops.dropout_bits import (
     drop_threshold,
     gathered_bytes,
     keep_scale,
-    pairs,
     pairs_of,
-    row_keys,
 )
 from megatron_deberta.ops.head_threads import for_heads
 from megatron_deberta.ops.position_terms import (
@@ -47,8 +45,8 @@ from megatron_deberta.ops.position_terms import (
     Scratch,
 )
 
-_BLOCK_ELEMENTS = {"cpu": 1 << 18}
-"""Scores per block by device type. A few buffers of this size fit a core's second-level cache."""
+_BLOCK_ELEMENTS = 1 << 18
+"""Scores per block. A few buffers of this size fit a core's second-level cache."""
 
 
 def is_batched(device: torch.device) -> bool:
@@ -78,7 +76,10 @@ class _ChunkedAttention(torch.autograd.Function):
         a = AttentionArguments(*args)
         ctx.save_for_backward(*args[:5])
         ctx.options = args[5:]
-        output, lse = _forward(a)
+        if is_batched(a.q.device):
+            output, lse = batched.forward(a)
+        else:
+            output, lse = _forward(a)
         if lse is not None:
             ctx.mark_non_differentiable(lse)
         return output, lse
@@ -87,7 +88,8 @@ class _ChunkedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_output: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         a = AttentionArguments(*ctx.saved_tensors, *ctx.options)
-        return (*_backward(a, d_output), *(None for _ in ctx.options))
+        gradients = (batched.backward if is_batched(a.q.device) else _backward)(a, d_output)
+        return (*gradients, *(None for _ in ctx.options))
 
 
 class Blocks:
@@ -108,22 +110,16 @@ class Blocks:
         self.at = query_positions(a)
         self.terms: PositionTerms
         if a.q_positions is None:
-            self.terms = ConsecutiveTerms(a, self.dtype, self.scratch, tables)
+            self.terms = ConsecutiveTerms(a, self.scratch, tables)
         else:
-            self.terms = GatheredTerms(a, self.dtype, self.scratch, self.at)
-        self.rows = None
-        if a.seed is not None:
-            # Of the pairs of consecutive queries, or of each gathered query.
-            at = pairs(self.at)
-            if a.q_positions is None:
-                at = torch.arange(pairs_of(slice(0, self.q_len)).stop, device=a.q.device)
-            self.rows = row_keys(a.seed, at, self.heads, a.head_offset)
+            self.terms = GatheredTerms(a, self.scratch, self.at)
+        self.rows = batched.dropout_keys(a)
         self.bias: Tensor | None = None
         self.fully_masked: Tensor | None = None
 
     def __iter__(self) -> Iterator[ScoreBlock]:
         """Yield blocks; consecutive heads of the same rows and queries share masks."""
-        budget = _BLOCK_ELEMENTS[self.a.q.device.type]
+        budget = _BLOCK_ELEMENTS
         queries = max(1, min(self.q_len, budget // max(1, self.k_len)))
         rows = max(1, budget // max(1, queries * self.k_len, self.terms.largest_product))
         for row in range(0, self.batch, rows):
@@ -213,26 +209,20 @@ class Blocks:
 
 
 def _forward(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
-    """Return output and log-sum-exp."""
-    if is_batched(a.q.device):
-        return batched.forward(a)
+    """Return output and log-sum-exp, on the CPU."""
     output = torch.empty_like(a.q)
-    lse = None
-    if a.return_lse:
-        lse = torch.empty(a.q.shape[:3], dtype=torch.float32, device=a.q.device)
+    lse = a.q.new_empty(a.q.shape[:3], dtype=torch.float32) if a.return_lse else None
 
     def work(heads: slice) -> None:
         blocks = Blocks(select_heads(a, heads))
         forward_heads(blocks, output[:, heads], None if lse is None else lse[:, heads])
 
-    for_heads(work, a.q.shape[1], _score_count(a), a.q.device.type)
+    for_heads(work, a.q.shape[1], _score_count(a))
     return output, lse
 
 
 def _backward(a: AttentionArguments, d_output: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of q, k, v, pos_key and pos_query."""
-    if is_batched(a.q.device):
-        return batched.backward(a, d_output)
+    """Return the gradients of q, k, v, pos_key and pos_query, on the CPU."""
     wide = score_dtype(a)
     d_q = torch.empty_like(a.q)
     d_k, d_v = torch.zeros_like(a.k, dtype=wide), torch.zeros_like(a.v, dtype=wide)
@@ -243,13 +233,9 @@ def _backward(a: AttentionArguments, d_output: Tensor) -> tuple[Tensor | None, .
     def work(heads: slice) -> None:
         blocks = Blocks(select_heads(a, heads))
         backward_heads(blocks, *(x[:, heads] for x in (d_output, d_q, d_k, d_v)))
-        c2p, p2c = blocks.terms.c2p, blocks.terms.p2c
-        if d_pos_key is not None and c2p is not None:
-            d_pos_key[heads] = c2p.folded_gradient(d_pos_key.shape[1], 1.0)
-        if d_pos_query is not None and p2c is not None:
-            d_pos_query[heads] = p2c.folded_gradient(d_pos_query.shape[1], a.scale)
+        blocks.terms.write_gradients(d_pos_key, d_pos_query, heads)
 
-    for_heads(work, a.q.shape[1], _score_count(a), a.q.device.type)
+    for_heads(work, a.q.shape[1], _score_count(a))
     return d_q, d_k.to(a.k.dtype), d_v.to(a.v.dtype), d_pos_key, d_pos_query
 
 

@@ -11,6 +11,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from typing_extensions import TypedDict, Unpack
 
 from megatron_deberta.ops import chunked, efficient, reference
 from megatron_deberta.ops.arguments import (
@@ -33,6 +34,23 @@ _BACKENDS = ("reference", "chunked", "efficient", "native", "triton")
 _log = logging.getLogger(__name__)
 
 
+class _Options(TypedDict, total=False):
+    """Keyword arguments of ``disentangled_attention`` besides ``return_lse``."""
+
+    q_positions: Tensor | None
+    distinct_positions: bool
+    attention_mask: Tensor | None
+    document_ids: Tensor | None
+    causal: bool
+    dropout_p: float
+    seed: int | Tensor | None
+    head_offset: int
+    scale: float | None
+    p2c_index: P2CIndex
+    backend: str | None
+    masks: MaskCache | None
+
+
 @overload
 def disentangled_attention(
     q: Tensor,
@@ -42,19 +60,8 @@ def disentangled_attention(
     pos_query: Tensor | None,
     positions: RelativePositions,
     *,
-    q_positions: Tensor | None = ...,
-    distinct_positions: bool = ...,
-    attention_mask: Tensor | None = ...,
-    document_ids: Tensor | None = ...,
-    causal: bool = ...,
-    dropout_p: float = ...,
-    seed: int | Tensor | None = ...,
-    head_offset: int = ...,
-    scale: float | None = ...,
-    p2c_index: P2CIndex = ...,
     return_lse: Literal[False] = ...,
-    backend: str | None = ...,
-    masks: MaskCache | None = ...,
+    **options: Unpack[_Options],
 ) -> Tensor: ...
 
 
@@ -67,19 +74,8 @@ def disentangled_attention(
     pos_query: Tensor | None,
     positions: RelativePositions,
     *,
-    q_positions: Tensor | None = ...,
-    distinct_positions: bool = ...,
-    attention_mask: Tensor | None = ...,
-    document_ids: Tensor | None = ...,
-    causal: bool = ...,
-    dropout_p: float = ...,
-    seed: int | Tensor | None = ...,
-    head_offset: int = ...,
-    scale: float | None = ...,
-    p2c_index: P2CIndex = ...,
     return_lse: Literal[True],
-    backend: str | None = ...,
-    masks: MaskCache | None = ...,
+    **options: Unpack[_Options],
 ) -> tuple[Tensor, Tensor]: ...
 
 

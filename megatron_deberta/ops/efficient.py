@@ -130,8 +130,7 @@ class _Bias(torch.autograd.Function):
         sums = [torch.zeros_like(x, dtype=call.wide) for x in (q, k)]
         call.add_gradients(d_bias.flatten(0, 1), (q, k), sums, block)
         d_q, d_k = (batched.rows_first(x, call.heads).to(q.dtype) for x in sums)
-        tables = call.folded(call.c2p, a.pos_key), call.folded(call.p2c, a.pos_query)
-        return (d_q, d_k, None, *tables, *(None for _ in ctx.options))
+        return (d_q, d_k, None, *call.table_gradients(), *(None for _ in ctx.options))
 
 
 def _whole(call: batched.Call) -> tuple[batched.Block, Tensor, Tensor]:

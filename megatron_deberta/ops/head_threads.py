@@ -20,19 +20,18 @@ _MIN_SCORES_PER_THREAD = 1 << 16
 """With fewer scores a thread costs more than it saves."""
 
 
-def for_heads(work: Callable[[slice], None], heads: int, scores: int, device: str) -> None:
-    """Call ``work`` for slices that cover all heads, on the CPU in parallel.
+def for_heads(work: Callable[[slice], None], heads: int, scores: int) -> None:
+    """Call ``work`` for slices that cover all heads, in parallel.
 
     Args:
         work: computes a slice of heads; runs without autograd.
         heads: number of heads.
         scores: number of scores of all heads, which limits the number of threads.
-        device: device type of the tensors.
 
     Raises:
         Exception: raised by ``work``.
     """
-    threads = torch.get_num_threads() if device == "cpu" else 1
+    threads = torch.get_num_threads()
     workers = min(threads, heads, max(1, scores // _MIN_SCORES_PER_THREAD))
     if workers < 2:
         work(slice(0, heads))

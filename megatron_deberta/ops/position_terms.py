@@ -13,7 +13,7 @@ positions; their terms are gathered from a product with the table.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -53,34 +53,51 @@ class Scratch:
 
 @dataclass(slots=True)
 class Table:
-    """A position table of one call, one row per column of the products, and its gradient."""
+    """A position table of one call, one row per column of the products, and its gradient.
+
+    Attributes:
+        rows: ``[heads, columns, head_dim]``.
+        slots: int64 ``[columns]``, the slot of each row.
+        falling: whether the slots decrease.
+        num_slots: slots of the position table.
+        factor: the rows are those of the position table times this.
+        grad: gradient of ``rows`` so far.
+    """
 
     rows: Tensor
-    """``[heads, columns, head_dim]``"""
     slots: Tensor
-    """int64 ``[columns]``, the slot of each row."""
     falling: bool
+    num_slots: int
+    factor: float
     grad: Tensor | None = None
 
     @staticmethod
     def lay_out(
-        table: Tensor, slots: Tensor, dtype: torch.dtype, *, factor: float = 1.0, falling: bool
-    ) -> Table:
+        table: Tensor | None,
+        slots: Tensor,
+        dtype: torch.dtype,
+        *,
+        factor: float = 1.0,
+        falling: bool,
+    ) -> Table | None:
         """Copy slots to columns.
 
         Args:
-            table: ``[heads, 2 * span, head_dim]``.
+            table: ``[heads, 2 * span, head_dim]``; None: the call has no such term.
             slots: int64 ``[columns]``, monotonic.
             dtype: of the copy.
             factor: multiplies every row.
             falling: whether the slots decrease.
         """
-        return Table(table.to(dtype).index_select(1, slots).mul_(factor), slots, falling)
+        if table is None:
+            return None
+        rows = table.to(dtype).index_select(1, slots).mul_(factor)
+        return Table(rows, slots, falling, table.shape[1], factor)
 
     def narrow(self, columns: slice) -> Table:
         """Return some columns of the table; an existing gradient is shared."""
         grad = None if self.grad is None else self.grad[:, columns]
-        return Table(self.rows[:, columns], self.slots[columns], self.falling, grad)
+        return replace(self, rows=self.rows[:, columns], slots=self.slots[columns], grad=grad)
 
     def gradient(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the gradient of ``rows`` so far; ``dtype`` is that of a new one, None: theirs."""
@@ -88,21 +105,16 @@ class Table:
             self.grad = torch.zeros_like(self.rows, dtype=dtype)
         return self.grad
 
-    def folded_gradient(self, slots: int, factor: float) -> Tensor:
-        """Sum the gradients of the rows of each slot in a fixed order.
-
-        Args:
-            slots: number of slots.
-            factor: the factor the rows were laid out with.
-        """
+    def folded_gradient(self) -> Tensor:
+        """Sum the gradients of the rows of each slot in a fixed order."""
         by_column = self.gradient().transpose(0, 1)
         by_column = by_column.flip(0) if self.falling else by_column.contiguous()
         ordered = self.slots.flip(0) if self.falling else self.slots
-        bounds = torch.arange(slots + 1, device=ordered.device)
+        bounds = torch.arange(self.num_slots + 1, device=ordered.device)
         lengths = torch.searchsorted(ordered.contiguous(), bounds).diff()
         # "unsafe" only skips a check of the lengths, which would synchronise with the device.
         folded = torch.segment_reduce(by_column, "sum", lengths=lengths, unsafe=True)
-        return folded.transpose(0, 1).mul_(factor)
+        return folded.transpose(0, 1).mul_(self.factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +127,38 @@ class ScoreBlock:
 
 
 class _Strip(NamedTuple):
-    """Vectors (queries or keys) and the columns of their table that they are multiplied by."""
+    """Vectors (queries or keys) and the columns of their table that they are multiplied by.
+
+    Attributes:
+        vectors: of the block.
+        columns: of the table.
+        score_columns: column of each score ``[rows, vectors, scores]``; None: they are on the
+            diagonals.
+    """
 
     vectors: slice
     columns: slice
     score_columns: Tensor | None = None
-    """Column of each score ``[rows, vectors, scores]``; None: they are on the diagonals."""
+
+
+def linear_tables(
+    a: AttentionArguments, dtype: torch.dtype, p2c_factor: float = 1.0
+) -> tuple[Table | None, Table | None]:
+    """Lay out the tables of c2p and of p2c, one row per distance, as ``diagonals`` reads them.
+
+    Args:
+        a: checked arguments.
+        dtype: of the rows.
+        p2c_factor: multiplies every row of the second table.
+    """
+    length, slots = a.k.shape[2], a.positions.slots
+    rising = torch.arange(1 - length, length, device=a.q.device)
+    # Distances decrease along a score row and increase along a score column.
+    sign = 1 if a.p2c_index == "microsoft" else -1
+    c2p = Table.lay_out(a.pos_key, slots(-rising), dtype, falling=True)
+    p2c_slots = slots(sign * rising)
+    p2c = Table.lay_out(a.pos_query, p2c_slots, dtype, factor=p2c_factor, falling=sign < 0)
+    return c2p, p2c
 
 
 class PositionTerms:
@@ -128,31 +166,21 @@ class PositionTerms:
 
     Args:
         a: checked arguments.
-        dtype: of the scores.
-        scratch: buffers of the call.
-        c2p: slots of the columns of that table, and whether they decrease.
-        p2c: the same of the other table.
+        scratch: buffers of the call, in the dtype of the scores.
+
+    Attributes:
+        c2p: table of the content-to-position term; None: there is no such term.
+        p2c: the same of the position-to-content term.
+        largest_product: elements of a batch row's largest product with a table.
     """
 
+    c2p: Table | None
+    p2c: Table | None
     largest_product: int
-    """Elements of a batch row's largest product with a table."""
 
-    def __init__(
-        self,
-        a: AttentionArguments,
-        dtype: torch.dtype,
-        scratch: Scratch,
-        *,
-        c2p: tuple[Tensor, bool],
-        p2c: tuple[Tensor, bool],
-    ) -> None:
+    def __init__(self, a: AttentionArguments, scratch: Scratch) -> None:
         """See the class."""
         self._length, self._scratch = a.k.shape[2], scratch
-        self.c2p = self.p2c = None
-        if a.pos_key is not None:
-            self.c2p = Table.lay_out(a.pos_key, c2p[0], dtype, falling=c2p[1])
-        if a.pos_query is not None:
-            self.p2c = Table.lay_out(a.pos_query, p2c[0], dtype, factor=a.scale, falling=p2c[1])
 
     def _strips(self, term: str, block: ScoreBlock) -> Iterator[_Strip]:
         """Yield strips of the block's queries for ``c2p``, of its keys for ``p2c``."""
@@ -206,6 +234,20 @@ class PositionTerms:
                 gradient = table.gradient()[block.head, strip.columns]
                 gradient.addmm_(d_product.flatten(0, 1).t(), vectors.flatten(0, 1))
 
+    def write_gradients(
+        self, d_pos_key: Tensor | None, d_pos_query: Tensor | None, heads: slice
+    ) -> None:
+        """Write the gradients of the position tables of some heads.
+
+        Args:
+            d_pos_key: ``[heads, 2 * span, head_dim]``; None: there is no such table.
+            d_pos_query: the same.
+            heads: those of this call.
+        """
+        for table, gradient in ((self.c2p, d_pos_key), (self.p2c, d_pos_query)):
+            if table is not None and gradient is not None:
+                gradient[heads] = table.folded_gradient()
+
     def _terms(self, scores: Tensor, q: _T, k: _T) -> Iterator[tuple[str, Table, _T, Tensor]]:
         """Yield each term's name, table, vectors and the scores with these vectors as rows."""
         if self.c2p is not None:
@@ -219,35 +261,25 @@ class ConsecutiveTerms(PositionTerms):
 
     Args:
         a: checked arguments.
-        dtype: of the scores.
-        scratch: buffers of the call.
+        scratch: buffers of the call, in the dtype of the scores.
         shared: terms of rows that are at least as long, whose tables and gradients are used.
     """
 
     def __init__(
-        self,
-        a: AttentionArguments,
-        dtype: torch.dtype,
-        scratch: Scratch,
-        shared: ConsecutiveTerms | None = None,
+        self, a: AttentionArguments, scratch: Scratch, shared: ConsecutiveTerms | None = None
     ) -> None:
         """See the class."""
-        length, slots = a.k.shape[2], a.positions.slots
+        super().__init__(a, scratch)
+        length = self._length
         strip = min(STRIP, length)
         self.largest_product = strip * (length + strip)
-        if shared is not None:
-            self._length, self._scratch = length, scratch
-            columns = slice(shared._length - length, shared._length + length - 1)
-            self.c2p, self.p2c = (
-                None if table is None else table.narrow(columns)
-                for table in (shared.c2p, shared.p2c)
-            )
+        if shared is None:
+            self.c2p, self.p2c = linear_tables(a, scratch.dtype, a.scale)
             return
-        rising = torch.arange(1 - length, length, device=a.q.device)
-        sign = 1 if a.p2c_index == "microsoft" else -1
-        # Distances decrease along a score row and increase along a score column.
-        c2p, p2c = (slots(-rising), True), (slots(sign * rising), sign < 0)
-        super().__init__(a, dtype, scratch, c2p=c2p, p2c=p2c)
+        columns = slice(shared._length - length, shared._length + length - 1)
+        self.c2p, self.p2c = (
+            None if table is None else table.narrow(columns) for table in (shared.c2p, shared.p2c)
+        )
 
     def _strips(self, term: str, block: ScoreBlock) -> Iterator[_Strip]:
         first, last, length = block.queries.start, block.queries.stop, self._length
@@ -267,11 +299,10 @@ class ConsecutiveTerms(PositionTerms):
 class GatheredTerms(PositionTerms):
     """Position terms of gathered queries, at positions ``at``, int64 ``[batch, q_len]``."""
 
-    def __init__(
-        self, a: AttentionArguments, dtype: torch.dtype, scratch: Scratch, at: Tensor
-    ) -> None:
+    def __init__(self, a: AttentionArguments, scratch: Scratch, at: Tensor) -> None:
         """Initialize as the base class does."""
-        self._at, self._positions, length = at, a.positions, a.k.shape[2]
+        super().__init__(a, scratch)
+        self._at, self._positions, length = at, a.positions, self._length
         self._sign = 1 if a.p2c_index == "microsoft" else -1
         # By slot there are fewer columns for long rows; by distance no two keys of a query share
         # a column, so sums with CUDA's atomics are deterministic.
@@ -281,7 +312,9 @@ class GatheredTerms(PositionTerms):
             slots = torch.arange(num_slots, device=a.q.device)
         else:
             slots = self._positions.slots(torch.arange(1 - length, length, device=a.q.device))
-        super().__init__(a, dtype, scratch, c2p=(slots, False), p2c=(slots, False))
+        dtype = scratch.dtype
+        self.c2p = Table.lay_out(a.pos_key, slots, dtype, falling=False)
+        self.p2c = Table.lay_out(a.pos_query, slots, dtype, factor=a.scale, falling=False)
         self.largest_product = min(length, _KEY_STRIP) * slots.numel()
         self._cached: tuple[slice, slice] | None = None
 

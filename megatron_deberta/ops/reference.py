@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from megatron_deberta.ops.arguments import (
     check_arguments,
     default_scale,
     query_positions,
+    score_dtype,
     visible_keys,
 )
 from megatron_deberta.ops.dropout_bits import attention_keep_mask, keep_scale
@@ -33,8 +35,8 @@ def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
     Source: He et al. 2021, arXiv:2006.03654, Algorithm 1; the release's
     ``disentangled_attention_bias``.
     """
-    wide = torch.float64 if a.q.dtype == torch.float64 else torch.float32
-    scores = _scores(a, wide)
+    wide = score_dtype(a)
+    scores = functools.reduce(torch.add, (term for _, term in score_terms(a, wide))) * a.scale
     at = query_positions(a)
     visible = visible_keys(a, at, slice(None))[:, None]
     probabilities = visible_softmax(scores, visible)
@@ -65,14 +67,6 @@ def visible_softmax(scores: Tensor, visible: Tensor) -> Tensor:
     """
     # A finite fill value keeps softmax and its gradient finite where no key is visible.
     return scores.masked_fill(~visible, torch.finfo(scores.dtype).min).softmax(-1) * visible
-
-
-def _scores(a: AttentionArguments, wide: torch.dtype) -> Tensor:
-    terms = score_terms(a, wide)
-    _, scores = next(terms)
-    for _, term in terms:
-        scores = scores + term
-    return scores * a.scale
 
 
 def score_terms(a: AttentionArguments, wide: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -69,11 +69,11 @@ def write_page(folders: Sequence[Path]) -> tuple[str, list[str]]:
 
 
 def _draw_groups(runs: Sequence[RunFolder]) -> dict[str, list[DrawnChart]]:
-    """Draw the charts below each heading; headings without charts are left out."""
+    """Draw the charts below each heading; empty ones and headings without any are left out."""
     groups: dict[str, list[DrawnChart]] = {}
     number = 0
     for heading, build in CHART_GROUPS.items():
-        for chart in build(runs):
+        for chart in (chart for chart in build(runs) if not chart.is_empty):
             groups.setdefault(heading, []).append(draw(chart, number))
             number += 1
     return groups

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron_deberta.report.charts import Chart, Point, Series, Style
@@ -42,7 +42,7 @@ def training_charts(runs: Sequence[RunFolder]) -> list[Chart]:
     if scales - {1.0}:
         scale = _per_run(runs, "train", "loss_scale")
         charts.append(Chart("Loss scale", "loss scale (fp16)", scale))
-    return _present(charts)
+    return charts
 
 
 def speed_charts(runs: Sequence[RunFolder]) -> list[Chart]:
@@ -61,12 +61,12 @@ def speed_charts(runs: Sequence[RunFolder]) -> list[Chart]:
         Chart("Peak memory of rank 0", "GiB", memory),
         Chart("Checkpoints", "seconds per checkpoint", saves),
     ]
-    return _present(charts)
+    return charts
 
 
 def time_charts(runs: Sequence[RunFolder]) -> list[Chart]:
     """Return the steps of each run against the time of day, with its restarts and faults."""
-    return _present([_progress(run, runs) for run in runs])
+    return [_progress(run, runs) for run in runs]
 
 
 def score_charts(runs: Sequence[RunFolder]) -> list[Chart]:
@@ -89,17 +89,13 @@ def score_charts(runs: Sequence[RunFolder]) -> list[Chart]:
                 note="Mean over seeds of the best score on the dev split.",
             )
         )
-    return _present(charts)
+    return charts
 
 
 def first_time(run: RunFolder) -> float | None:
     """Return when a run first started, in seconds since the epoch; None: unknown."""
     times = [record["time"] for record in (*run.timeline, *run.history)]
     return min(times or run.checkpoints.values(), default=None)
-
-
-def _present(charts: Iterable[Chart]) -> list[Chart]:
-    return [chart for chart in charts if not chart.is_empty]
 
 
 def _per_run(runs: Sequence[RunFolder], kind: str, key: str, style: Style = "line") -> list[Series]:

@@ -92,9 +92,8 @@ class _Reader:
             else:
                 damaged.append(number)
         if damaged:
-            shown = ", ".join(map(str, damaged[:_MOST_NAMED])) + ", ..." * (
-                len(damaged) > _MOST_NAMED
-            )
+            more = ", ..." if len(damaged) > _MOST_NAMED else ""
+            shown = ", ".join(map(str, damaged[:_MOST_NAMED])) + more
             what = "line is" if len(damaged) == 1 else "lines are"
             self.problems.append(f"{name}: {len(damaged)} damaged {what} left out (line {shown})")
         if rest:

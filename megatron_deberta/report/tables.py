@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from megatron_deberta.data.shards.format import blend_weight
 from megatron_deberta.data.shards.manifest import ShardManifest, read_manifest
-from megatron_deberta.errors import MegatronDebertaError
+from megatron_deberta.errors import DataError, MegatronDebertaError
 from megatron_deberta.observe.console import format_duration
+from megatron_deberta.parsing import Count, Number, conform
 from megatron_deberta.report.run_charts import (
     SECTIONS,
     first_time,
@@ -57,39 +60,27 @@ def overview(runs: Sequence[RunFolder]) -> Table:
 
 
 def _figures(run: RunFolder) -> dict[str, str]:
-    train, validation = run.of_kind("train"), points(run.of_kind("validation"), "loss")
-    losses = points(train, "loss")
+    train, validation = run.of_kind("train"), run.of_kind("validation")
     target = run.config.get("train.steps")
     owner = loss_owner(run)
     step = max((record["step"] for record in run.metrics), default=0)
     found = {"step": f"{step:,}" + (f" of {target:,}" if isinstance(target, int) else "")}
-    if losses:
+    if losses := points(train, "loss"):
         found[f"training loss{owner}"] = f"{losses[-1][1]:.4f}"
-    if validation:
-        best = min(validation, key=lambda point: point[1])
-        found[f"validation loss{owner}"] = f"{validation[-1][1]:.4f}"
+    if losses := points(validation, "loss"):
+        best = min(losses, key=lambda point: point[1])
+        found[f"validation loss{owner}"] = f"{losses[-1][1]:.4f}"
         found[f"best validation loss{owner}"] = f"{best[1]:.4f} at step {best[0]:,}"
-    baseline = points(run.of_kind("validation"), "unigram_loss")
-    if baseline:
+    if baseline := points(validation, "unigram_loss"):
         found["unigram baseline"] = f"{baseline[-1][1]:.4f}"
-    accuracies = points(run.of_kind("minimal_pairs"), "accuracy")
-    if accuracies:
+    if accuracies := points(run.of_kind("minimal_pairs"), "accuracy"):
         found["BLiMP"] = f"{accuracies[-1][1]:.1%}"
-    found |= _speed(run, train)
-    return found | _restarts(run)
-
-
-def _speed(run: RunFolder, train: Sequence[Record]) -> dict[str, str]:
-    found = {}
-    rates = [rate for _, rate in points(train, "tokens_per_second")]
-    shares = [share for _, share in points(train, "utilization")]
-    memory = [size for _, size in points(run.timeline, "memory_bytes")]
-    if rates:
-        found["tokens/s, median"] = f"{median(rates):,.0f}"
-    if shares:
-        found["MFU, median"] = f"{median(shares):.1%}"
-    if memory:
-        found["peak memory of rank 0"] = f"{max(memory) / 2**30:.2f} GiB"
+    if rates := points(train, "tokens_per_second"):
+        found["tokens/s, median"] = f"{median(rate for _, rate in rates):,.0f}"
+    if shares := points(train, "utilization"):
+        found["MFU, median"] = f"{median(share for _, share in shares):.1%}"
+    if memory := points(run.timeline, "memory_bytes"):
+        found["peak memory of rank 0"] = f"{max(size for _, size in memory) / 2**30:.2f} GiB"
     seconds = [part_seconds(record) for record in run.timeline]
     totals = {part: sum(each[part] for each in seconds) for part in SECTIONS}
     if whole := sum(totals.values()):
@@ -98,7 +89,7 @@ def _speed(run: RunFolder, train: Sequence[Record]) -> dict[str, str]:
         found["time by part"] = ", ".join(
             f"{SECTIONS[part]} {totals[part] / whole:.0%}" for part in largest if totals[part]
         )
-    return found
+    return found | _restarts(run)
 
 
 def _restarts(run: RunFolder) -> dict[str, str]:
@@ -382,30 +373,24 @@ def sample_tables(run: RunFolder) -> tuple[list[SampleTable], int]:
     return [_sample_table(found) for found in list(groups.values())[:MAX_SAMPLES]], damaged
 
 
+class _MaskRecord(TypedDict):
+    position: Count
+    token: str
+    predictions: Annotated[list[tuple[str, Number]], Field(min_length=1)]
+
+
+class _SampleRecord(TypedDict):
+    sample: Number
+    pieces: list[str]
+    masks: list[_MaskRecord]
+
+
 def _is_sample(sample: object) -> bool:
-    if not isinstance(sample, dict) or not is_number(sample.get("sample")):
+    try:
+        found = conform(sample, _SampleRecord, "", "a sample", remedy="", ignore_unknown=True)
+    except DataError:
         return False
-    pieces, masks = sample.get("pieces"), sample.get("masks")
-    if not isinstance(pieces, list) or not all(isinstance(piece, str) for piece in pieces):
-        return False
-    return isinstance(masks, list) and all(_is_mask(mask, len(pieces)) for mask in masks)
-
-
-def _is_mask(mask: object, length: int) -> bool:
-    if not isinstance(mask, dict):
-        return False
-    position, predictions = mask.get("position"), mask.get("predictions")
-    if not isinstance(position, int) or not 0 <= position < length:
-        return False
-    if not isinstance(mask.get("token"), str) or not isinstance(predictions, list):
-        return False
-    return bool(predictions) and all(map(_is_prediction, predictions))
-
-
-def _is_prediction(value: object) -> bool:
-    if not isinstance(value, list) or len(value) != 2:
-        return False
-    return isinstance(value[0], str) and is_number(value[1])
+    return all(mask["position"] < len(found["pieces"]) for mask in found["masks"])
 
 
 def _sample_table(by_step: dict[int, Record]) -> SampleTable:

@@ -60,10 +60,12 @@ def training_facts(
         why_not = f"the run has no validation at step {step:,}{last}"
         if any(r["kind"] == "validation" and r["step"] == step and "loss" in r for r in records):
             why_not = f"the loss of the validation at step {step:,} is infinite or not a number"
-    elif _validated_on_other_data(trained, records):
+    elif _validated_on_other_data(trained, len(validated[1])):
         why_not = f"the validation at step {step:,} was on other data than the checkpoint records"
     else:
-        evaluation = _evaluation(trained, config, task, *validated, dtype)
+        found, baselines = validated
+        latest = {name: value for record in baselines for name, value in record.items()}
+        evaluation = _evaluation(trained, config, task, found, latest, dtype)
     not_evaluated = _NOT_EVALUATED
     if task is None:
         not_evaluated = f"labelled tasks, {_NOT_EVALUATED}"
@@ -260,32 +262,28 @@ def _is_validation(record: Record) -> bool:
     return record["kind"] == "validation" and is_number(record.get("loss"))
 
 
-def _validation(records: Sequence[Record], step: int) -> tuple[Record, Record] | None:
+def _validation(records: Sequence[Record], step: int) -> tuple[Record, list[Record]] | None:
     """Return the last validation at a step, and the baselines that were recorded before it."""
-    baselines: dict[str, Any] = {}
+    baselines: list[Record] = []
     found = None
     for record in records:
         if _is_validation(record) and record["step"] == step:
-            found = record, dict(baselines)
+            found = record, list(baselines)
         elif record["kind"] == "baseline" or UNIGRAM_METRIC in record:
-            baselines |= record
+            baselines.append(record)
     return found
 
 
-def _validated_on_other_data(trained: TrainedModel, records: Sequence[Record]) -> bool:
+def _validated_on_other_data(trained: TrainedModel, num_baselines: int) -> bool:
     """Return whether the exported step was validated by a later start, with other validation data.
 
-    That start has recorded a further baseline before it.
+    Args:
+        trained: the checkpoint.
+        num_baselines: baselines recorded before the validation; such a start has recorded another.
     """
     folder, step = _run_folder(trained), trained.reader.metadata.step
-    baselines = 0
-    before = [0]
-    for record in records:
-        if record["step"] == step and _is_validation(record):
-            before.append(baselines)
-        baselines += record["kind"] == "baseline" or UNIGRAM_METRIC in record
     config = folder / "config.yaml" if folder else None
-    if before[-1] < 2 or config is None or not config.is_file():
+    if num_baselines < 2 or config is None or not config.is_file():
         return False
     now, then = (
         segment_at(run, max(step - 1, 0)).phase_config for run in (load_config(config), trained.run)
@@ -314,7 +312,15 @@ def _evaluation(
     if dtype != "fp32":
         how += f" (the exported weights are rounded to {dtype}, the measured ones were not)"
     if task is not None:
-        figures = _task_figures(run, task, found, baselines)
+        unit = build_objective(run).loss_unit
+        figures = (
+            Figure("", f"loss, {unit}", float(found["loss"])),
+            *(
+                figure
+                for name in task.metrics
+                for figure in _known(found, name, name.replace("_", " "), baselines.get(name))
+            ),
+        )
         has_baseline = any(figure.baseline is not None for figure in figures)
         constants = {"regression": "always the mean score", "rerank": "mean of random orders"}
         constant = constants.get(task.head, "always the most frequent label")
@@ -349,7 +355,17 @@ def _text_figures(
 ) -> tuple[tuple[Figure, ...], str]:
     """Return the figures of a pretrained model, and what their baseline is."""
     if config.head == "discriminator":
-        return _discriminator_figures(found), "no token is replaced"
+        share = found.get("replaced_fraction")
+        none_replaced = None if share is None else 1 - share
+        figures = [
+            *_known(found, "discriminator_loss", "loss, nats per token", metric=""),
+            *_known(found, "replaced_fraction", "share of replaced tokens", metric=""),
+            *_known(found, "discriminator_accuracy", "accuracy", none_replaced, metric="accuracy"),
+            *_known(found, "discriminator_precision", "precision", metric="precision"),
+            *_known(found, "discriminator_recall", "recall", 0.0, metric="recall"),
+            *_known(found, "discriminator_f1", "F1 of replaced tokens", 0.0, metric="f1"),
+        ]
+        return tuple(figures), "no token is replaced"
     # The second form of a model that has both.
     form = "autoregressive_" if config.head != run.model.head and run.model.head != "rtd" else ""
     unigram = None if form else baselines.get(UNIGRAM_METRIC)
@@ -383,29 +399,3 @@ def _known(
     if not is_number(found.get(key)):
         return []
     return [Figure(key if metric is None else metric, name, float(found[key]), baseline)]
-
-
-def _discriminator_figures(found: Record) -> tuple[Figure, ...]:
-    share = found.get("replaced_fraction")
-    none_replaced = None if share is None else 1 - share
-    return (
-        *_known(found, "discriminator_loss", "loss, nats per token", metric=""),
-        *_known(found, "replaced_fraction", "share of replaced tokens", metric=""),
-        *_known(found, "discriminator_accuracy", "accuracy", none_replaced, metric="accuracy"),
-        *_known(found, "discriminator_precision", "precision", metric="precision"),
-        *_known(found, "discriminator_recall", "recall", 0.0, metric="recall"),
-        *_known(found, "discriminator_f1", "F1 of replaced tokens", 0.0, metric="f1"),
-    )
-
-
-def _task_figures(
-    run: RunConfig, task: TaskConfig, found: Record, baselines: Record
-) -> tuple[Figure, ...]:
-    unit = build_objective(run).loss_unit
-    loss = Figure("", f"loss, {unit}", float(found["loss"]))
-    named = [
-        figure
-        for name in task.metrics
-        for figure in _known(found, name, name.replace("_", " "), baselines.get(name))
-    ]
-    return (loss, *named)

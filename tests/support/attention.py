@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_deberta.ops import RelativePositions, disentangled_attention
+from tests.support.tolerances import OPERATOR
 
 Inputs = list[Tensor | None]
 """q, k, v, pos_key, pos_query"""
@@ -40,17 +41,24 @@ def random_inputs(
     positions: RelativePositions,
     *,
     tables: str = "both",
-    gathered: int | None = None,
-    seed: int = 0,
+    gathered: Tensor | int | None = None,
 ) -> Inputs:
-    """Return float64 inputs that are exact in float16; ``shape`` is batch, heads, length, size."""
-    generator = torch.Generator().manual_seed(seed)
+    """Return float64 inputs that are exact in float16.
+
+    Args:
+        shape: batch, heads, length, size.
+        positions: map from distances to slots.
+        tables: the position terms.
+        gathered: positions of the queries, or their number; None: a query at each position.
+    """
+    generator = torch.Generator().manual_seed(0)
     batch, heads, length, size = shape
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).half().double()
 
-    queries = length if gathered is None else gathered
+    queries = gathered.shape[1] if isinstance(gathered, Tensor) else gathered
+    queries = length if queries is None else queries
     q, k, v = (normal(batch, heads, count, size) for count in (queries, length, length))
     pos_key, pos_query = (normal(heads, 2 * positions.span, size) for _ in range(2))
     return [
@@ -60,6 +68,12 @@ def random_inputs(
         pos_key if tables in ("both", "c2p") else None,
         pos_query if tables in ("both", "p2c") else None,
     ]
+
+
+def fixed_projection(output: Tensor) -> Tensor:
+    """Return the gradient of the output in ``run_attention``, like the output."""
+    generator = torch.Generator().manual_seed(9)
+    return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
 
 
 def run_attention(
@@ -82,10 +96,8 @@ def run_attention(
     assert output.dtype == dtype
     assert lse.dtype == torch.float32
     assert not lse.requires_grad
-    generator = torch.Generator().manual_seed(9)
-    d_output = torch.randn(output.shape, generator=generator, dtype=torch.float64)
     differentiable = [x for x in leaves if x is not None]
-    gradients = torch.autograd.grad(output, differentiable, d_output.to(output))
+    gradients = torch.autograd.grad(output, differentiable, fixed_projection(output))
     return [x.detach().cpu().double() for x in (output, lse, *gradients)]
 
 
@@ -98,6 +110,38 @@ def relative_error(actual: Tensor, expected: Tensor, least: float = 0.1) -> floa
     assert torch.equal(torch.isinf(actual), torch.isinf(expected))
     actual, expected = (x.nan_to_num(posinf=0.0, neginf=0.0) for x in (actual, expected))
     return float((actual - expected).norm() / expected.norm().clamp(min=least))
+
+
+def assert_matches_reference(
+    shape: tuple[int, int, int, int],
+    positions: RelativePositions,
+    *dtypes: torch.dtype,
+    backend: str,
+    tables: str = "both",
+    device: str = "cpu",
+    least: float = 0.1,
+    **options: Any,
+) -> None:
+    """Compare a backend with the float64 reference: outputs, log-sum-exp and gradients.
+
+    Args:
+        shape: batch, heads, length, size.
+        positions: map from distances to slots.
+        *dtypes: of the inputs.
+        backend: name of the backend.
+        tables: the position terms.
+        device: where it runs.
+        least: as in ``relative_error``.
+        **options: of the operator.
+    """
+    inputs = random_inputs(shape, positions, tables=tables, gathered=options.get("q_positions"))
+    expected = run_attention(inputs, torch.float64, positions, backend="reference", **options)
+    for dtype in dtypes:
+        actual = run_attention(inputs, dtype, positions, device=device, backend=backend, **options)
+        for index, (a, e) in enumerate(zip(actual, expected, strict=True)):
+            # The log-sum-exp is float32 even of float64 inputs.
+            limit = OPERATOR[torch.float32 if (index, dtype) == (1, torch.float64) else dtype]
+            assert relative_error(a, e, least) < limit, f"{dtype}, result {index}"
 
 
 def assert_later_tokens_do_not_matter(

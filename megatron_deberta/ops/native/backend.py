@@ -52,10 +52,15 @@ def why_not_native(q: Tensor) -> str | None:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Where the rows of a call are among its tokens, and what their queries see.
+class RowOptions:
+    """What is not differentiable: where the rows are among the tokens, what their queries see.
 
     Attributes:
+        relative: map from distances to slots.
+        p2c_index: see ``disentangled_attention``.
+        scale: factor on scores.
+        dropout_p: dropout probability.
+        row_keys: int32 ``[rows, heads, queries]``, of each query's pair; None: no dropout.
         starts: int64 ``[rows]``, first token.
         lengths: int64 ``[rows]``.
         longest: tokens of the longest row.
@@ -66,6 +71,11 @@ class Rows:
             query.
     """
 
+    relative: RelativePositions
+    p2c_index: str
+    scale: float
+    dropout_p: float
+    row_keys: Tensor | None
     starts: Tensor
     lengths: Tensor
     longest: int
@@ -79,25 +89,6 @@ class Rows:
         return self.longest if self.positions is None else self.positions.shape[1]
 
 
-@dataclass(frozen=True)
-class Options:
-    """What is not differentiable.
-
-    Attributes:
-        positions: map from distances to slots.
-        p2c_index: see ``disentangled_attention``.
-        scale: factor on scores.
-        dropout_p: dropout probability.
-        row_keys: int32 ``[rows, heads, queries]``, of each query's pair; None: no dropout.
-    """
-
-    positions: RelativePositions
-    p2c_index: str
-    scale: float
-    dropout_p: float
-    row_keys: Tensor | None
-
-
 def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
     """Compute attention.
 
@@ -108,14 +99,9 @@ def attend(a: AttentionArguments) -> tuple[Tensor, Tensor | None]:
         Output like ``q``, and if requested the log-sum-exp of the scores, float32
         ``[batch, heads, q_len]``.
     """
-    batch, heads, queries, _ = a.q.shape
-    keys = None
-    if a.seed is not None:
-        keys = row_keys(a.seed, pairs(query_positions(a)), heads, a.head_offset)
-    options = Options(a.positions, a.p2c_index, a.scale, a.dropout_p, keys)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (a.q, a.k, a.v))
-    output, lse = attend_rows(q, k, v, a.pos_key, a.pos_query, _rows(a), options)
-    by_head = output.unflatten(0, (batch, queries)).transpose(1, 2)
+    output, lse = attend_rows(q, k, v, a.pos_key, a.pos_query, _row_options(a))
+    by_head = output.unflatten(0, (len(a.q), a.q.shape[2])).transpose(1, 2)
     return by_head, lse if a.return_lse else None
 
 
@@ -125,8 +111,7 @@ def attend_rows(
     v: Tensor,
     pos_key: Tensor | None,
     pos_query: Tensor | None,
-    rows: Rows,
-    options: Options,
+    options: RowOptions,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention inside rows of tokens.
 
@@ -136,14 +121,13 @@ def attend_rows(
         v: like ``k``.
         pos_key: ``[heads, 2 * span, head_dim]`` or None.
         pos_query: likewise.
-        rows: the rows.
-        options: the rest.
+        options: the rows and the rest.
 
     Returns:
         Output like ``q``, zero for tokens of no row, and the log-sum-exp of the scores, float32
         ``[rows, heads, queries]``, not differentiable.
     """
-    output, lse = _NativeAttention.apply(q, k, v, pos_key, pos_query, rows, options)
+    output, lse = _NativeAttention.apply(q, k, v, pos_key, pos_query, options)
     return output, lse
 
 
@@ -152,14 +136,14 @@ class _NativeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        tensors, (rows, options) = args[:5], args[5:]
-        call = _Call(tensors, rows, options)
+        *tensors, options = args
+        call = _Call(tensors, options)
         q = call.tokens[0]
         output = call.new_like_queries(*q.shape)
-        lse = q.new_empty(len(rows.starts), q.shape[1], rows.num_queries)
+        lse = q.new_empty(len(options.starts), q.shape[1], options.num_queries)
         call.run("attention_forward", lse, out=output)
         ctx.save_for_backward(*tensors, lse)
-        ctx.options = (rows, options)
+        ctx.options = options
         ctx.mark_non_differentiable(lse)
         return output.to(args[0].dtype), lse
 
@@ -167,7 +151,7 @@ class _NativeAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_output: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, lse = ctx.saved_tensors
-        call = _Call(tensors, *ctx.options)
+        call = _Call(tensors, ctx.options)
         d_q, d_k, d_v = call.vector_gradients()
         d_tables = call.table_gradients()
         grads = {f"d_{name}": x for name, x in d_tables.items()}
@@ -176,7 +160,7 @@ class _NativeAttention(torch.autograd.Function):
         )
         results = (d_q, d_k, d_v, d_tables.get("c2p"), d_tables.get("p2c"))
         dtype = tensors[0].dtype
-        return (*(None if x is None else x.to(dtype) for x in results), None, None)
+        return (*(None if x is None else x.to(dtype) for x in results), None)
 
 
 class _Tokens(ctypes.Structure):
@@ -215,23 +199,22 @@ class _Call:
 
     Args:
         tensors: the differentiable arguments of ``attend_rows``.
-        rows: the rows.
-        options: the rest.
+        options: the rows and the rest.
     """
 
-    def __init__(self, tensors: Sequence[Tensor | None], rows: Rows, options: Options) -> None:
-        self.rows, self.options = rows, options
+    def __init__(self, tensors: Sequence[Tensor | None], options: RowOptions) -> None:
+        self.options = options
         self.tokens = [_dense(x) for x in tensors[:3] if x is not None]
-        num_queries = len(rows.starts) * rows.num_queries
-        if rows.positions is None:
-            num_queries = int(rows.lengths.sum())
-        self.skips_queries = num_queries < len(self.tokens[0]) or rows.longest == 0
+        num_queries, longest = len(options.starts) * options.num_queries, options.longest
+        if options.positions is None:
+            num_queries = int(options.lengths.sum())
+        self.skips_queries = num_queries < len(self.tokens[0]) or longest == 0
         names = zip(("c2p", "p2c"), tensors[3:5], strict=True)
         self._tables = {name: _dense(table) for name, table in names if table is not None}
-        rising = torch.arange(1 - rows.longest, rows.longest, device="cpu")
+        rising = torch.arange(1 - longest, longest, device="cpu")
         # Distances decrease along a score row and increase along a score column.
         signs = {"c2p": -1, "p2c": 1 if options.p2c_index == "microsoft" else -1}
-        self._slots = {name: options.positions.slots(signs[name] * rising) for name in self._tables}
+        self._slots = {name: options.relative.slots(signs[name] * rising) for name in self._tables}
 
     def table_gradients(self) -> dict[str, Tensor]:
         """Return zeros for the gradients of the position tables, in one buffer for both."""
@@ -248,7 +231,7 @@ class _Call:
         The backward pass of a projection of all three then needs no copy.
         """
         q, k, _ = self.tokens
-        if self.rows.positions is not None:
+        if self.options.positions is not None:
             d_k, d_v = k.new_zeros(len(k), 2, *k.shape[1:]).unbind(1)
             return self.new_like_queries(*q.shape), d_k, d_v
         d_q, d_k, d_v = self.new_like_queries(len(q), 3, *q.shape[1:]).unbind(1)
@@ -282,23 +265,23 @@ class _Call:
         def work(heads: slice) -> None:
             kernel(ctypes.byref(self._arguments(heads, lse, tensors)))
 
-        scores = len(q) * q.shape[1] * self.rows.longest
-        for_heads(work, q.shape[1], scores, "cpu")
+        scores = len(q) * q.shape[1] * self.options.longest
+        for_heads(work, q.shape[1], scores)
 
     def _arguments(self, heads: slice, lse: Tensor, tensors: dict[str, Tensor]) -> _Arguments:
-        rows, options = self.rows, self.options
+        options = self.options
         arguments = _Arguments(
-            rows=len(rows.starts),
+            rows=len(options.starts),
             heads=heads.stop - heads.start,
             head_dim=self.tokens[0].shape[2],
-            length=rows.longest,
+            length=options.longest,
             all_heads=self.tokens[0].shape[1],
-            starts=rows.starts.data_ptr(),
-            lengths=rows.lengths.data_ptr(),
-            queries=rows.num_queries,
-            positions=_pointer(rows.positions),
-            first_key=_pointer(rows.first_key),
-            last_key=_pointer(rows.last_key),
+            starts=options.starts.data_ptr(),
+            lengths=options.lengths.data_ptr(),
+            queries=options.num_queries,
+            positions=_pointer(options.positions),
+            first_key=_pointer(options.first_key),
+            last_key=_pointer(options.last_key),
             row_keys=_pointer(options.row_keys, heads.start),
             threshold=drop_threshold(options.dropout_p),
             scale=options.scale,
@@ -327,8 +310,8 @@ def _dense(x: Tensor) -> Tensor:
     return wide if wide.stride(-1) == 1 else wide.contiguous()
 
 
-def _rows(a: AttentionArguments) -> Rows:
-    """Return the rows of a batch; what all queries see is kept in ``a.masks``."""
+def _row_options(a: AttentionArguments) -> RowOptions:
+    """Return the rows of a batch and the rest; what all queries see is kept in ``a.masks``."""
     batch, _, length, _ = a.k.shape
     names = ("native first key", "native last key")
     cache = {} if a.masks is None else a.masks
@@ -342,7 +325,13 @@ def _rows(a: AttentionArguments) -> Rows:
     first, last = [x.int().contiguous() for x in ranges] or (None, None)
     starts = torch.arange(batch, device="cpu") * length
     lengths = torch.full((batch,), length, device="cpu")
-    return Rows(starts, lengths, length, first, last, positions)
+    keys = None
+    if a.seed is not None:
+        keys = row_keys(a.seed, pairs(query_positions(a)), a.q.shape[1], a.head_offset)
+    return RowOptions(
+        a.positions, a.p2c_index, a.scale, a.dropout_p, keys,
+        starts, lengths, length, first, last, positions,
+    )  # fmt: skip
 
 
 def can_drop(x: Tensor) -> bool:

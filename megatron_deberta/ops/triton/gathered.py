@@ -414,10 +414,10 @@ def forward(call: KernelCall) -> tuple[Tensor, Tensor]:
     output = torch.empty_like(call.q)
     lse2 = plan.empty(*call.q.shape[:3])
     if plan.queries:
-        gathered_forward_kernel[plan.query_grid](
-            *map(gathered_tensor, (call.q, call.k, call.v)), *plan.tables, *plan.placement,
-            gathered_tensor(output), lse2, plan.dropout, *plan.shape, call.scale * LOG2_E,
-            **plan.flags("gathered_forward", "C2P", "P2C", "DROP"),
+        plan.launch(
+            gathered_forward_kernel, *map(gathered_tensor, (call.q, call.k, call.v)), *plan.tables,
+            *plan.placement, gathered_tensor(output), lse2, plan.dropout, *plan.shape,
+            call.scale * LOG2_E, grid=plan.query_grid,
         )  # fmt: skip
     return output, lse2
 
@@ -433,9 +433,9 @@ def backward(call: KernelCall, output: Tensor, lse2: Tensor, d_output: Tensor) -
         d_q, d_k, d_v = map(torch.zeros_like, (q, k, v))
         return d_q, d_k, d_v, d_pos_key, d_pos_query
     delta = plan.empty(*q.shape[:3])
-    consecutive.output_products_kernel[plan.query_grid](
-        head_tensor(output), head_tensor(d_output), delta, plan.heads, plan.queries,
-        **plan.flags("products"),
+    plan.launch(
+        consecutive.output_products_kernel, head_tensor(output), head_tensor(d_output), delta,
+        plan.heads, plan.queries, grid=plan.query_grid,
     )  # fmt: skip
     d_q, d_pos_key = _query_side(plan, lse2, delta, d_output)
     d_k, d_v, d_pos_query = _key_side(plan, lse2, delta, d_output)
@@ -451,10 +451,10 @@ def _query_side(
     by_row = plan.empty(0)
     if plan.key_form is not None:
         by_row = plan.empty(*q.shape[:3], plan.key_table.shape[1]).zero_()
-    gathered_query_kernel[plan.query_grid](
-        *map(gathered_tensor, (q, call.k, call.v, d_output)), *plan.tables, *plan.placement, lse2,
-        delta, d_q, by_row, plan.dropout, *plan.shape, call.scale * LOG2_E,
-        **plan.flags("gathered_query", "C2P", "P2C", "DROP"),
+    plan.launch(
+        gathered_query_kernel, *map(gathered_tensor, (q, call.k, call.v, d_output)), *plan.tables,
+        *plan.placement, lse2, delta, d_q, by_row, plan.dropout, *plan.shape, call.scale * LOG2_E,
+        grid=plan.query_grid,
     )  # fmt: skip
     d_pos_key = None
     if plan.key_form is not None:
@@ -481,18 +481,18 @@ def _key_side(
     if plan.query_form is not None:
         shape = (plan.batch, plan.heads, plan.tiles, plan.width, plan.tile, plan.tile)
         band = plan.empty(*shape, dtype=q.dtype).zero_()
-    gathered_key_kernel[plan.grid](
-        *map(gathered_tensor, (q, k, call.v, d_output)), *plan.tables, *plan.placement, lse2, delta,
-        gathered_tensor(d_v), d_k_part, band, k_sums, plan.dropout, *plan.shape, plan.width,
-        call.scale * LOG2_E, **plan.flags("gathered_key", "C2P", "P2C", "DROP"),
+    plan.launch(
+        gathered_key_kernel, *map(gathered_tensor, (q, k, call.v, d_output)), *plan.tables,
+        *plan.placement, lse2, delta, gathered_tensor(d_v), d_k_part, band, k_sums, plan.dropout,
+        *plan.shape, plan.width, call.scale * LOG2_E,
     )  # fmt: skip
     if plan.query_form is None:
         return d_k.copy_(d_k_part * call.scale), d_v, None
     # The band is by position, as if every position had a query. The kernel does not read Q.
-    flags = {**plan.flags("key_gradient", "P2C", "RANGES", "EVEN"), "FAR": True}
-    consecutive.key_gradient_kernel[plan.grid](
-        head_tensor(k), plan.query_table, k, k, band, d_k_part, head_tensor(d_k), plan.heads,
-        plan.length, plan.near, plan.width, call.scale, CONTENT=False, **flags,
+    plan.launch(
+        consecutive.key_gradient_kernel, head_tensor(k), plan.query_table, k, k, band, d_k_part,
+        head_tensor(d_k), plan.heads, plan.length, plan.near, plan.width, call.scale, CONTENT=False,
+        FAR=True,
     )  # fmt: skip
     by_position = LaunchPlan(call._replace(q=k, pos_key=None))
     return d_k, d_v, table_gradients(by_position, band, k_sums, k_sums)[1]

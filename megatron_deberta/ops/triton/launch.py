@@ -29,7 +29,13 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class KernelCall(NamedTuple):
-    """Arguments of the custom operators; the last dimension of q, k and v is contiguous."""
+    """Arguments of the custom operators; the last dimension of q, k and v is contiguous.
+
+    Attributes:
+        ranges: which keys queries see and which queries see keys; of gathered queries,
+            ``placement``.
+        paper: the position-to-content term takes delta(j - i) instead of delta(i - j).
+    """
 
     q: Tensor
     k: Tensor
@@ -37,13 +43,11 @@ class KernelCall(NamedTuple):
     pos_key: Tensor | None
     pos_query: Tensor | None
     ranges: Tensor | None
-    """Which keys queries see and which queries see keys; of gathered queries, ``placement``."""
     seed: Tensor | None
     gathered: bool
     max_distance: int
     buckets: int
     paper: bool
-    """The position-to-content term takes delta(j - i) instead of delta(i - j)."""
     dropout_p: float
     head_offset: int
     scale: float
@@ -142,11 +146,22 @@ class LaunchPlan:
         if not call.scale > 0:
             # The kernels take the maximum of a query's scores before they multiply by the scale.
             raise ValueError(f"scale: got {call.scale}, expected above 0")
-        self.half = q.dtype != torch.float32
+        half = q.dtype != torch.float32
         # The largest power of two within the scale. Multiplying by it changes no rounding, except
         # of float16 table entries below 2**-14 / this, whose terms are negligible.
-        exponent = min(math.frexp(call.scale)[1] - 1, 0) if self.half else 0
+        exponent = min(math.frexp(call.scale)[1] - 1, 0) if half else 0
         self.pack_scale = 2.0**exponent
+        self.flags = {
+            "BLOCK": self.tile,
+            "HEAD_DIM": self.head_dim,
+            "C2P": self.key_form is not None,
+            "P2C": self.query_form is not None,
+            "HALF": half,
+            "FAR": self.far,
+            "RANGES": call.ranges is not None and not call.gathered,
+            "EVEN": self.length % self.tile == 0,
+            "DROP": call.seed is not None,
+        }
 
     def linear_form(self, sign: int) -> tables.LinearTable:
         """Return the linear form of a table; ``sign`` is -1 for negated distances."""
@@ -157,28 +172,25 @@ class LaunchPlan:
         """One program per tile of keys of each head and row."""
         return (self.tiles * self.batch * self.heads,)
 
-    def flags(self, kernel: str, *names: str) -> dict[str, Any]:
-        """Return compile-time arguments and launch settings of a kernel.
+    def launch(
+        self, kernel: Any, *arguments: Any, grid: tuple[int, ...] | None = None, **constants: int
+    ) -> None:
+        """Launch a kernel.
 
         Args:
-            kernel: name in ``settings``.
-            *names: the flags that it takes.
+            kernel: the kernel, whose name chooses its launch settings.
+            *arguments: its run-time arguments.
+            grid: number of programs; None: one per tile of keys of each head and row.
+            **constants: its compile-time arguments that are not in ``flags``, or differ.
         """
         warps, stages = warps_and_stages(
-            kernel, self.call.q.dtype, self.tile, self.head_dim, self.capability
+            kernel.__name__.removesuffix("_kernel"),
+            self.call.q.dtype, self.tile, self.head_dim, self.capability,
+        )  # fmt: skip
+        flags = {name: flag for name, flag in self.flags.items() if name in kernel.arg_names}
+        kernel[grid or self.grid](
+            *arguments, **(flags | constants), num_warps=warps, num_stages=stages
         )
-        flags = {
-            "C2P": self.key_form is not None,
-            "P2C": self.query_form is not None,
-            "HALF": self.half,
-            "FAR": self.far,
-            "RANGES": self.call.ranges is not None and not self.call.gathered,
-            "EVEN": self.length % self.tile == 0,
-            "DROP": self.call.seed is not None,
-        }
-        launch = {"num_warps": warps, "num_stages": stages}
-        shape = {"BLOCK": self.tile, "HEAD_DIM": self.head_dim}
-        return {**shape, **{name: flags[name] for name in names}, **launch}
 
     def packed_tables(self) -> tuple[Tensor, ...]:
         """Return the tables times ``pack_scale``, so that scaled products fit float16."""
@@ -202,9 +214,10 @@ class LaunchPlan:
             out = x
             if self.far and form is not None:
                 out = self.empty(self.batch, self.heads, 2, self.length)
-                consecutive.end_products_kernel[self.grid](
-                    head_tensor(x), table, out, self.heads, self.length,
-                    2 * self.near * self.tile - 1, **self.flags("products"),
+                last = 2 * self.near * self.tile - 1
+                self.launch(
+                    consecutive.end_products_kernel, head_tensor(x), table, out, self.heads,
+                    self.length, last,
                 )  # fmt: skip
             products.append(out)
         return products
@@ -233,11 +246,10 @@ def forward(call: KernelCall) -> tuple[Tensor, Tensor]:
     plan = LaunchPlan(call)
     output = torch.empty_like(call.q)
     lse2 = plan.empty(plan.batch, plan.heads, plan.length)
-    consecutive.forward_kernel[plan.grid](
-        *map(head_tensor, (call.q, call.k, call.v)), *plan.packed_tables(), *plan.end_products(),
-        *plan.ranges()[:2], head_tensor(output), lse2, plan.dropout, plan.heads, plan.length,
-        plan.near, call.scale * LOG2_E, 1 / plan.pack_scale,
-        **plan.flags("forward", "C2P", "P2C", "HALF", "FAR", "RANGES", "EVEN", "DROP"),
+    plan.launch(
+        consecutive.forward_kernel, *map(head_tensor, (call.q, call.k, call.v)),
+        *plan.packed_tables(), *plan.end_products(), *plan.ranges()[:2], head_tensor(output), lse2,
+        plan.dropout, plan.heads, plan.length, plan.near, call.scale * LOG2_E, 1 / plan.pack_scale,
     )  # fmt: skip
     return output, lse2
 
@@ -256,9 +268,9 @@ def backward(call: KernelCall, output: Tensor, lse2: Tensor, d_output: Tensor) -
     vectors = empty_gradients(q, k, v)
     d_q, d_k, d_v = separate(vectors)
     delta = plan.empty(*q.shape[:3])
-    consecutive.output_products_kernel[plan.grid](
-        head_tensor(output), head_tensor(d_output), delta, plan.heads, plan.length,
-        **plan.flags("products"),
+    plan.launch(
+        consecutive.output_products_kernel, head_tensor(output), head_tensor(d_output), delta,
+        plan.heads, plan.length,
     )  # fmt: skip
     tile = plan.tile
     band = plan.empty(plan.batch, plan.heads, plan.tiles, plan.width, tile, tile, dtype=q.dtype)
@@ -270,33 +282,30 @@ def backward(call: KernelCall, output: Tensor, lse2: Tensor, d_output: Tensor) -
     inputs = [head_tensor(x) for x in (q, k, v, d_output)]
     shape = (plan.heads, plan.length, plan.near)
     log2_scale = call.scale * LOG2_E
-    masks = ("FAR", "RANGES", "EVEN")
     wide = plan.head_dim >= WIDE_HEAD
     parts = ((True, False), (False, True)) if wide else ((True, True),)
 
     if plan.far:
         for values, keys in parts:
-            consecutive.far_key_kernel[plan.grid](
-                *inputs, plan.query_table, *ends, query_begin, query_end, lse2, delta, d_v_far,
-                d_k_far, k_sums, plan.dropout, *shape, log2_scale, VALUES=values, KEYS=keys,
-                **plan.flags("far_key", "C2P", "P2C", "RANGES", "EVEN", "DROP"),
+            plan.launch(
+                consecutive.far_key_kernel, *inputs, plan.query_table, *ends, query_begin,
+                query_end, lse2, delta, d_v_far, d_k_far, k_sums, plan.dropout, *shape, log2_scale,
+                VALUES=values, KEYS=keys,
             )  # fmt: skip
     for scores, values in parts:
-        consecutive.key_kernel[plan.grid](
-            *inputs, *plan.packed_tables(), query_begin, query_end, lse2, delta, head_tensor(d_v),
-            band, d_v_far, plan.dropout, *shape, plan.width, log2_scale, 1 / plan.pack_scale,
-            SCORES=scores, VALUES=values,
-            **plan.flags("key", "C2P", "P2C", "HALF", *masks, "DROP"),
+        plan.launch(
+            consecutive.key_kernel, *inputs, *plan.packed_tables(), query_begin, query_end, lse2,
+            delta, head_tensor(d_v), band, d_v_far, plan.dropout, *shape, plan.width, log2_scale,
+            1 / plan.pack_scale, SCORES=scores, VALUES=values,
         )  # fmt: skip
-    consecutive.key_gradient_kernel[plan.grid](
-        inputs[0], plan.query_table, query_begin, query_end, band, d_k_far, head_tensor(d_k),
-        *shape, plan.width, call.scale, CONTENT=True,
-        **plan.flags("key_gradient", "P2C", *masks),
+    plan.launch(
+        consecutive.key_gradient_kernel, inputs[0], plan.query_table, query_begin, query_end, band,
+        d_k_far, head_tensor(d_k), *shape, plan.width, call.scale, CONTENT=True,
     )  # fmt: skip
-    consecutive.query_gradient_kernel[plan.grid](
-        *inputs, plan.key_table, *ends, key_begin, key_end, lse2, delta, band, head_tensor(d_q),
-        q_sums, plan.dropout, *shape, plan.width, call.scale, log2_scale,
-        **plan.flags("query_gradient", "C2P", "P2C", *masks, "DROP"),
+    plan.launch(
+        consecutive.query_gradient_kernel, *inputs, plan.key_table, *ends, key_begin, key_end, lse2,
+        delta, band, head_tensor(d_q), q_sums, plan.dropout, *shape, plan.width, call.scale,
+        log2_scale,
     )  # fmt: skip
     return *vectors, *table_gradients(plan, band, q_sums, k_sums)
 
@@ -327,10 +336,10 @@ def table_gradients(
     shape = (splits, 2, plan.heads, 2 * plan.near, plan.tile, plan.head_dim)
     key_parts = plan.empty(*shape) if plan.key_form is not None else band
     query_parts = plan.empty(*shape) if plan.query_form is not None else band
-    tables.table_gradient_kernel[(2 * plan.near, head_chunks, splits)](
-        head_tensor(call.q), head_tensor(call.k), band, *plan.ranges()[:2], key_parts, query_parts,
-        plan.batch, plan.heads, plan.length, plan.near, plan.width, splits, CHUNK=chunk,
-        **plan.flags("table_gradient", "C2P", "P2C", "RANGES", "EVEN"),
+    plan.launch(
+        tables.table_gradient_kernel, head_tensor(call.q), head_tensor(call.k), band,
+        *plan.ranges()[:2], key_parts, query_parts, plan.batch, plan.heads, plan.length, plan.near,
+        plan.width, splits, grid=(2 * plan.near, head_chunks, splits), CHUNK=chunk,
     )  # fmt: skip
     d_pos_key = _fold(plan, call.pos_key, plan.key_form, key_parts, call.q, q_sums, False)
     d_pos_query = _fold(plan, call.pos_query, plan.query_form, query_parts, call.k, k_sums, True)
@@ -353,13 +362,13 @@ def _fold(
     ends = parts
     if plan.far:
         ends = plan.empty(plan.heads, 2, end_splits, plan.head_dim)
-        consecutive.end_gradient_kernel[(plan.heads, end_splits)](
-            head_tensor(x), sums, ends, plan.batch, plan.heads, plan.length, end_splits,
-            **plan.flags("products"),
+        plan.launch(
+            consecutive.end_gradient_kernel, head_tensor(x), sums, ends, plan.batch, plan.heads,
+            plan.length, end_splits, grid=(plan.heads, end_splits),
         )  # fmt: skip
     gradient = torch.empty(table.shape, dtype=table.dtype, device=table.device)
-    tables.fold_kernel[(table.shape[1], plan.heads)](
-        parts, ends, form.rows, gradient, plan.heads, plan.near, parts.shape[0], end_splits,
-        plan.call.scale, NEGATED=negated, CHUNK=16, **plan.flags("fold", "FAR"),
+    plan.launch(
+        tables.fold_kernel, parts, ends, form.rows, gradient, plan.heads, plan.near, parts.shape[0],
+        end_splits, plan.call.scale, grid=(table.shape[1], plan.heads), NEGATED=negated, CHUNK=16,
     )  # fmt: skip
     return gradient

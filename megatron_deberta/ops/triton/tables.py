@@ -36,12 +36,15 @@ from megatron_deberta.ops.triton.tiles import (
 
 @dataclass(frozen=True, slots=True)
 class LinearTable:
-    """Mapping between the slots of a position table and the rows of its linear form."""
+    """Mapping between the slots of a position table and the rows of its linear form.
+
+    Attributes:
+        slots: int64 ``[2 * near * tile]``, the slot of each row.
+        rows: int32 ``[2 * span, 2]``, first and one past the last row of each slot.
+    """
 
     slots: Tensor
-    """int64 ``[2 * near * tile]``, the slot of each row."""
     rows: Tensor
-    """int32 ``[2 * span, 2]``, first and one past the last row of each slot."""
 
 
 @lru_cache(maxsize=64)

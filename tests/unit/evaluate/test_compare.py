@@ -30,7 +30,7 @@ from megatron_deberta.evaluate.compare import (
     welch_p,
 )
 from megatron_deberta.evaluate.splits import Split
-from megatron_deberta.tasks import Example, load_task
+from megatron_deberta.tasks import Example, load_task, read_examples
 from megatron_deberta.tasks.examples import Answer, Prediction
 from megatron_deberta.tasks.leaderboard import json_lines
 from megatron_deberta.tasks.metrics import (
@@ -359,18 +359,16 @@ def test_prediction_files_are_compared(
     ],
 )
 def test_predictions_of_other_labels_are_refused(
-    change: dict[str, Any], message: str, predictions: Path, capsys: pytest.CaptureFixture[str]
+    change: dict[str, Any], message: str, predictions: Path
 ) -> None:
     """Index and value that disagree are those of a task with another order of labels."""
     path = predictions / "b.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[1] = {**lines[1], "index": 1, "value": "good", **change}
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    files = [str(predictions / "a.jsonl"), str(path)]
-    data = predictions / "data"
-    command = ["compare", *files, "--task", str(data / "task.yaml"), "--data", str(data)]
-    assert main(command) == EXIT_USAGE
-    assert message in capsys.readouterr().err
+    task = load_task(str(predictions / "data" / "task.yaml"))
+    with pytest.raises(DataError, match=message):
+        read_predictions(path, task, read_examples(task, str(predictions / "data"), "dev"))
 
 
 def test_scores_of_passages_are_read_again(tmp_path: Path) -> None:
@@ -386,15 +384,10 @@ def test_scores_of_passages_are_read_again(tmp_path: Path) -> None:
             read_predictions(path, task, [example])
 
 
-def test_text_is_no_score(tmp_path: Path) -> None:
-    task = make_task("regression", "pearson")
-    examples = [Example(id="0", label=1.0)]
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"id": "0", "text": "of the example", "value": 3}\n')
-    assert read_predictions(path, task, examples)[0].value == 3
-    path.write_text('{"id": "0", "value": "3"}\n')
-    with pytest.raises(DataError, match="value '3' with index -1 is not a prediction"):
-        read_predictions(path, task, examples)
+def test_a_score_may_stand_beside_its_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"id": "0", "text": "of the example", "value": 3}\n')
+    task, examples = make_task("regression", "pearson"), [Example(id="0", label=1.0)]
+    assert read_predictions(tmp_path / "a.jsonl", task, examples)[0].value == 3
 
 
 def test_runs_of_one_side_have_the_same_examples(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,18 +413,18 @@ def test_runs_of_one_side_have_the_same_examples(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("head", "changes", "line"),
+    ("head", "value"),
     [
-        ("regression", {}, '{"id": "0", "value": NaN}'),
-        ("regression", {}, '{"id": "0", "value": Infinity}'),
-        ("tokens", {"labels": ["O", "B-X"]}, '{"id": "0", "value": ["B-Y"]}'),
+        ("regression", "NaN"), ("regression", "Infinity"), ("regression", '"3"'),
+        ("tokens", '["B-Y"]'),
     ],
-)
+)  # fmt: skip
 def test_values_that_the_task_does_not_have_are_no_predictions(
-    head: str, changes: dict[str, Any], line: str, tmp_path: Path
+    head: str, value: str, tmp_path: Path
 ) -> None:
-    task = make_task(head, "pearson" if head == "regression" else "f1", **changes)
-    (tmp_path / "a.jsonl").write_text(line + "\n")
+    is_score = head == "regression"
+    task = make_task(head, "pearson") if is_score else make_task(head, "f1", labels=["O", "B-X"])
+    (tmp_path / "a.jsonl").write_text(f'{{"id": "0", "value": {value}}}\n')
     with pytest.raises(DataError, match="not a prediction"):
         read_predictions(tmp_path / "a.jsonl", task, [Example(id="0", words=("a",))])
 

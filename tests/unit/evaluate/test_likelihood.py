@@ -20,27 +20,18 @@ from megatron_deberta.objectives import MaskedLanguageModel
 from tests.support.corpus import corpus_path
 from tests.support.tiny_models import TEXT, V2, random_weights, tiny_tokenizer
 
-PLAIN = Vocabulary(
-    size=300,
-    num_tokens=290,
-    pad_id=0,
-    cls_id=1,
-    sep_id=2,
-    mask_id=289,
-    special_ids=(0, 1, 2, 3, 289),
-    word_starts=np.ones(300, np.bool_),
-    fingerprint="",
-)
-
-
+GROUPS = single_process_groups(torch.device("cpu"))
+WORDS = WordText.of("\n".join(TEXT) + "\n")
+VOCABULARY = Vocabulary.of(tiny_tokenizer())
+TOKENS = tiny_tokenizer().encode_texts(WORDS.lines)[0].astype(np.int64)
 LENGTHS, STRIDES, MASKS = (10, 22, 200), (1, 3, 8, 1000), (0, 1, 3)
 
 
 @pytest.mark.parametrize("size", [1, 5, 20, 21, 101])
 def test_each_token_is_scored_once(size: int) -> None:
-    tokens = np.arange(10, 10 + size)
+    tokens = np.arange(100, 100 + size)
     for length, stride, mask_every in itertools.product(LENGTHS, STRIDES, MASKS):
-        rows = WindowRows.of_text(tokens, PLAIN, length, stride, mask_every)
+        rows = WindowRows.of_text(tokens, VOCABULARY, length, stride, mask_every)
         seen: list[int] = []
         for numbers in rows.batches(100, 2):
             batch = rows.batch(numbers)
@@ -60,7 +51,7 @@ def test_each_token_is_scored_once(size: int) -> None:
                         continue
                     seen.append(label)
                     if mask_every:
-                        assert ids[place] == PLAIN.mask_id
+                        assert ids[place] == VOCABULARY.mask_id
                         assert label not in ids
                     else:
                         assert ids[place + 1] == label
@@ -69,15 +60,15 @@ def test_each_token_is_scored_once(size: int) -> None:
 
 def test_context() -> None:
     """With stride 4 in rows of 10 tokens, 8 of them text, there are 4 tokens of context."""
-    left = WindowRows.of_text(np.arange(10, 34), PLAIN, 10, 4)
+    left = WindowRows.of_text(np.arange(10, 34), VOCABULARY, 10, 4)
     assert (left.firsts - left.begins).tolist() == [0, 4, 4, 4, 4]
-    both = WindowRows.of_text(np.arange(10, 34), PLAIN, 10, 4, 1)
+    both = WindowRows.of_text(np.arange(10, 34), VOCABULARY, 10, 4, 1)
     assert (both.firsts - both.begins).tolist() == [0, 2, 2, 2, 2]
     assert (both.ends - both.stops).tolist() == [2, 2, 2, 2, 0]
 
 
 def test_padding_to_a_multiple() -> None:
-    batch = WindowRows.of_text(np.arange(10, 15), PLAIN, 64, 64).batch(np.array([0]), 4)
+    batch = WindowRows.of_text(np.arange(10, 15), VOCABULARY, 64, 64).batch(np.array([0]), 4)
     assert batch.inputs.input_ids.tolist() == [[1, 10, 11, 12, 13, 14, 2, 0]]
     assert batch.inputs.is_token.tolist() == [[True] * 7 + [False]]
     assert batch.masked_positions.tolist() == [[0, 1, 2, 3, 4]]
@@ -106,18 +97,6 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=message):
             read_words(str(path))
-
-
-GROUPS = single_process_groups(torch.device("cpu"))
-
-
-WORDS = WordText.of("\n".join(TEXT) + "\n")
-
-
-VOCABULARY = Vocabulary.of(tiny_tokenizer())
-
-
-TOKENS = tiny_tokenizer().encode_texts(WORDS.lines)[0].astype(np.int64)
 
 
 def model(*, uniform: bool = False) -> MaskedLanguageModel:

@@ -72,6 +72,13 @@ def files(run: FinetunedRun) -> list[Path]:
     return sorted((run.folder / FOLDER).glob("*.npy"))
 
 
+def replace_kept(run: FinetunedRun, outputs: np.ndarray, **changes: str) -> None:
+    """Replace the kept outputs of a run, with changes of their record."""
+    (path,) = files(run)
+    kept = json.loads(path.with_suffix(".json").read_text())
+    module._keep(path, outputs, **{"weights": kept["weights"], "data": kept["data"], **changes})
+
+
 def test_outputs_are_kept(run: FinetunedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     _, first = read_outputs(run, "dev")
     assert len(files(run)) == 1
@@ -107,18 +114,16 @@ def test_other_examples_of_the_same_split_have_their_own_outputs(
     assert len(files(run)) == 2
 
 
-def test_outputs_under_the_name_of_other_ones_are_not_used(
-    run: FinetunedRun, trained: Path, tmp_path: Path
-) -> None:
+def test_outputs_under_the_name_of_other_ones_are_not_used(run: FinetunedRun) -> None:
     """Of other examples, and of other weights, of the same shape."""
     expected = read_outputs(run, "dev")[1]
-    (path,) = files(run)
-    kept = json.loads(path.with_suffix(".json").read_text())
     for key in ("weights", "data"):
-        module._keep(
-            path, expected + 1, **{"weights": kept["weights"], "data": kept["data"], key: "x"}
-        )
+        replace_kept(run, expected + 1, **{key: "x"})
         assert np.array_equal(read_outputs(run, "dev")[1], expected)
+
+
+# A pickle of [0.5, 0.5]
+PICKLED = b"\x80\x04]\x94(G?\xe0\x00\x00\x00\x00\x00\x00G?\xe0\x00\x00\x00\x00\x00\x00e."
 
 
 def _flip(path: Path) -> None:
@@ -127,47 +132,25 @@ def _flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def _pickled(path: Path) -> None:
-    # A pickle of [0.5, 0.5]
-    path.write_bytes(
-        b"\x80\x04\x95\x17\x00\x00\x00\x00\x00\x00\x00]\x94(G?\xe0\x00\x00\x00\x00\x00\x00G?\xe0\x00\x00\x00\x00\x00\x00e."
-    )
-
-
-def _no_numbers(path: Path) -> None:
-    np.save(path, np.full((11, 2), np.nan, np.float32))
-
-
-def _other_shape(path: Path) -> None:
-    np.save(path, np.zeros((3, 2), np.float32))
-
-
-def _unrecorded(path: Path) -> None:
-    path.with_suffix(".json").unlink()
-
-
 def _fifo(path: Path) -> None:
+    """Replaced, not read."""
     path.unlink()
     os.mkfifo(path)
-
-
-def _recorded_garbage(path: Path) -> None:
-    path.with_suffix(".json").write_text('{"weights": 3}')
 
 
 @pytest.mark.parametrize(
     "damage",
     [
         _flip,
+        _fifo,
         lambda path: path.write_bytes(b""),
         lambda path: path.write_bytes(path.read_bytes()[:-9]),
         lambda path: path.write_text("0.5 0.5\n"),
-        _pickled,
-        _no_numbers,
-        _other_shape,
-        _unrecorded,
-        _recorded_garbage,
-        _fifo,
+        lambda path: path.write_bytes(PICKLED),
+        lambda path: np.save(path, np.full((11, 2), np.nan, np.float32)),
+        lambda path: np.save(path, np.zeros((3, 2), np.float32)),
+        lambda path: path.with_suffix(".json").unlink(),
+        lambda path: path.with_suffix(".json").write_text('{"weights": 3}'),
     ],
 )
 def test_damaged_outputs_are_computed_again(
@@ -175,11 +158,6 @@ def test_damaged_outputs_are_computed_again(
 ) -> None:
     first = read_outputs(run, "dev")[1]
     (path,) = files(run)
-    if damage is _fifo:
-        damage(path)
-        # Replaced, not read.
-        assert np.array_equal(read_outputs(run, "dev")[1], first)
-        return
     damage(path)
     assert np.array_equal(read_outputs(run, "dev")[1], first)
     assert np.array_equal(np.load(path, allow_pickle=False), first)
@@ -190,17 +168,13 @@ def test_a_record_does_not_make_another_shape_right(
     run: FinetunedRun, shape: tuple[int, ...]
 ) -> None:
     first = read_outputs(run, "dev")[1]
-    (path,) = files(run)
-    kept = json.loads(path.with_suffix(".json").read_text())
-    module._keep(path, np.zeros(shape, np.float32), kept["weights"], kept["data"])
+    replace_kept(run, np.zeros(shape, np.float32))
     assert np.array_equal(read_outputs(run, "dev")[1], first)
 
 
 def test_outputs_that_are_no_numbers_are_refused(run: FinetunedRun) -> None:
     read_outputs(run, "dev")
-    (path,) = files(run)
-    kept = json.loads(path.with_suffix(".json").read_text())
-    module._keep(path, np.full((11, 2), np.nan, np.float32), kept["weights"], kept["data"])
+    replace_kept(run, np.full((11, 2), np.nan, np.float32))
     with pytest.raises(DataError, match=r"outputs for the split dev are infinite or not a number"):
         read_outputs(run, "dev")
 
@@ -212,10 +186,8 @@ def test_an_ensemble_takes_the_best_runs(run: FinetunedRun) -> None:
         folder = run.folder.parent / f"run{number}"
         shutil.copytree(run.folder, folder)
         (each,) = find_runs(folder)
-        (path,) = files(each)
-        kept = json.loads(path.with_suffix(".json").read_text())
         classes = np.where(np.arange(11) < wrong, 1 - right, right)
-        module._keep(path, np.eye(2, dtype=np.float32)[classes], kept["weights"], kept["data"])
+        replace_kept(each, np.eye(2, dtype=np.float32)[classes])
         runs.append(each)
     ensemble = build_ensemble(run.task, runs, 2)
     assert [member.folder.name for member in ensemble.members] == ["run1", "run0"]

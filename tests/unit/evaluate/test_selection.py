@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
 from megatron_deberta.checkpoint.layout import (
     BEST_FILE,
@@ -24,6 +24,7 @@ from megatron_deberta.errors import DataError
 from megatron_deberta.evaluate.selection import Selection, open_selection, record_selection
 
 Records = list[dict[str, object]]
+GROUPS = single_process_groups(torch.device("cpu"))
 SCORES = [(2, 0.5), (4, math.nan), (6, 0.7), (8, 0.7), (10, 0.6)]
 
 
@@ -94,7 +95,7 @@ def test_a_resumed_run_continues_the_selection(tmp_path: Path) -> None:
     record_best(tmp_path, 2, 0.5)
     selection = Selection.of_run(tmp_path, records, 10, keeps_best=True)
     assert selection == Selection(6, 0.7, 0.7, 2)
-    assert selection.on_all_ranks(single_process_groups("cpu")) == selection  # type: ignore[arg-type]
+    assert selection.on_all_ranks(GROUPS) == selection
     # Later steps are repeated.
     assert Selection.of_run(tmp_path, records, 5, keeps_best=True) == Selection(
         None, -math.inf, 0.5, 1
@@ -113,18 +114,17 @@ def test_the_recorded_best_outlives_the_metrics(tmp_path: Path) -> None:
 
 
 def test_scores_on_other_examples_do_not_compete(tmp_path: Path) -> None:
-    groups: Any = single_process_groups("cpu")  # type: ignore[arg-type]
     config = replace(RunConfig(), finetune=FinetuneConfig(task="sst2"))
     commit(tmp_path, 6)
     (tmp_path / "metrics.jsonl").write_text('{"kind":"validation","step":6,"score":0.7}\n')
-    assert open_selection(config, groups, tmp_path, 6, "aa").best_step == 6
+    assert open_selection(config, GROUPS, tmp_path, 6, "aa").best_step == 6
     assert read_best(tmp_path) == {"step": 6, "score": 0.7, "examples": "aa"}
-    assert open_selection(config, groups, tmp_path, 6, "aa").best_step == 6
+    assert open_selection(config, GROUPS, tmp_path, 6, "aa").best_step == 6
     with pytest.raises(DataError, match="of step 6, has its score on other validation examples"):
-        open_selection(config, groups, tmp_path, 6, "bb")
+        open_selection(config, GROUPS, tmp_path, 6, "bb")
     # A record of an older release does not name them.
     record_best(tmp_path, 6, 0.7)
-    assert open_selection(config, groups, tmp_path, 6, "bb").best_step == 6
+    assert open_selection(config, GROUPS, tmp_path, 6, "bb").best_step == 6
 
 
 @pytest.mark.parametrize("keeps_best", [True, False])

@@ -30,6 +30,8 @@ from megatron_deberta.train.step import TrainStep
 from tests.support.labelled import HEADS, SMALL, labelled_rows, labelled_run, labelled_steps
 from tests.support.task_files import make_task
 
+GROUPS = single_process_groups(torch.device("cpu"))
+
 
 @pytest.mark.parametrize("head", HEADS)
 def test_a_micro_batch_ends_with_its_longest_row(head: Head) -> None:
@@ -67,8 +69,7 @@ def test_rows_are_a_multiple_of_the_sequence_parallel_ranks() -> None:
 def test_ranks_share_a_step_of_one_process() -> None:
     rows = labelled_rows(labelled_run("classification"))
     builder = TaskBatchBuilder(rows, EpochOrder(rows.lengths, 8, 1234, by_length=True).examples)
-    groups = single_process_groups(torch.device("cpu"))
-    (first, *_) = labelled_steps(labelled_run("classification"), groups)
+    (first, *_) = labelled_steps(labelled_run("classification"), GROUPS)
     whole = builder.build(range(8))
     assert torch.cat([batch.row_index for batch in first]).tolist() == whole.row_index.tolist()
 
@@ -99,9 +100,6 @@ def test_outputs_come_back_in_the_order_of_the_examples(head: Head, dp_size: int
         expected = data.input_ids.tolist()
     assert found == list(expected)
     assert len(set(counts)) == 1
-
-
-GROUPS = single_process_groups(torch.device("cpu"))
 
 
 def batches(config: Any) -> tuple[TaskBatch, TaskBatch]:

@@ -25,9 +25,12 @@ from tests.support.attention import (
     MASKS,
     Inputs,
     assert_later_tokens_do_not_matter,
+    assert_matches_reference,
+    fixed_projection,
     random_inputs,
     run_attention,
 )
+from tests.support.compiler import needs_compiler
 from tests.support.memory import LargestTensor
 from tests.support.tolerances import OPERATOR
 
@@ -42,16 +45,11 @@ def tensors(length: int, positions: RelativePositions, **options: Any) -> Inputs
     return random_inputs((BATCH, HEADS, length, SIZE), positions, **options)
 
 
-def assert_chunked_matches(
-    inputs: list[Tensor | None], positions: RelativePositions, **options: Any
-) -> None:
-    expected = run(inputs, torch.float64, positions, backend="reference", **options)
-    for dtype in (torch.float32, torch.float64):
-        actual = run(inputs, dtype, positions, backend="chunked", **options)
-        for index, (a, e) in enumerate(zip(actual, expected, strict=True)):
-            # The log-sum-exp is float32 whatever the inputs are.
-            limit = OPERATOR[torch.float32 if index == 1 else dtype]
-            assert relative_error(a, e) < limit, f"{dtype}, result {index}"
+def assert_chunked_matches(length: int, positions: RelativePositions, **options: Any) -> None:
+    assert_matches_reference(
+        (BATCH, HEADS, length, SIZE), positions, torch.float32, torch.float64,
+        backend="chunked", least=1e-6, **options,
+    )  # fmt: skip
 
 
 @pytest.fixture(params=["whole", "small blocks", "all heads", "all heads, small blocks"])
@@ -65,7 +63,7 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if "small blocks" in request.param:
         monkeypatch.setattr(batched, "BLOCK_ELEMENTS", 15 * 37)
         monkeypatch.setattr(batched, "STRIP", 5)
-        monkeypatch.setitem(chunked._BLOCK_ELEMENTS, "cpu", 7 * 37)
+        monkeypatch.setattr(chunked, "_BLOCK_ELEMENTS", 7 * 37)
         monkeypatch.setattr(position_terms, "STRIP", 5)
         monkeypatch.setattr(position_terms, "_KEY_STRIP", 11)
 
@@ -76,45 +74,45 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("queries", GATHERED)
 def test_every_mask(positions: RelativePositions, p2c_index: str, mask: str, queries: str) -> None:
-    q_positions = GATHERED[queries]
-    inputs = tensors(LENGTH, positions, gathered=None if q_positions is None else 7)
-    options = {**MASKS[mask], "q_positions": q_positions, "p2c_index": p2c_index}
-    assert_chunked_matches(inputs, positions, dropout_p=0.2, seed=3, head_offset=4, **options)
+    options = {**MASKS[mask], "q_positions": GATHERED[queries], "p2c_index": p2c_index}
+    assert_chunked_matches(LENGTH, positions, dropout_p=0.2, seed=3, head_offset=4, **options)
 
 
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("tables", ["both", "c2p", "p2c", "none"])
 @pytest.mark.parametrize("queries", GATHERED)
 def test_every_ablation(tables: str, queries: str) -> None:
-    q_positions = GATHERED[queries]
-    gathered = None if q_positions is None else 7
-    inputs = tensors(LENGTH, BUCKETS, tables=tables, gathered=gathered)
-    assert_chunked_matches(inputs, BUCKETS, q_positions=q_positions)
+    assert_chunked_matches(LENGTH, BUCKETS, tables=tables, q_positions=GATHERED[queries])
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 129, 261])
 @pytest.mark.parametrize("gathered", [False, True])
 def test_odd_lengths(length: int, gathered: bool) -> None:
-    count = (length + 4) // 5
     q_positions = torch.arange(length).repeat(2, 1)[:, ::5] if gathered else None
-    inputs = tensors(length, BUCKETS, gathered=count if gathered else None)
     seed = torch.tensor([-5, 1 << 50])
-    assert_chunked_matches(inputs, BUCKETS, q_positions=q_positions, dropout_p=0.1, seed=seed)
+    assert_chunked_matches(length, BUCKETS, q_positions=q_positions, dropout_p=0.1, seed=seed)
 
 
-def test_zero_gathered_queries() -> None:
-    inputs = tensors(9, BUCKETS, gathered=0)
-    results = run(inputs, torch.float32, BUCKETS, q_positions=torch.zeros(2, 0, dtype=torch.int64))
-    assert results[0].shape == (BATCH, HEADS, 0, SIZE)
-    assert all(not gradient.any() for gradient in results[3:])
+NATIVE = pytest.param("native", marks=needs_compiler)
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunked"])
+@pytest.mark.parametrize("backend", ["chunked", NATIVE])
+def test_zero_gathered_queries(backend: str) -> None:
+    inputs = random_inputs((BATCH, HEADS, 9, 16), BUCKETS, gathered=0)
+    at = torch.zeros(2, 0, dtype=torch.int64)
+    output, lse, *gradients = run(inputs, torch.float32, BUCKETS, q_positions=at, backend=backend)
+    assert output.shape == (BATCH, HEADS, 0, 16)
+    assert lse.shape == (BATCH, HEADS, 0)
+    assert all(not gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked", NATIVE])
 @pytest.mark.parametrize("queries", GATHERED)
 def test_causal_outputs_do_not_depend_on_later_tokens(backend: str, queries: str) -> None:
     q_positions = GATHERED[queries]
-    inputs = tensors(LENGTH, BUCKETS, gathered=None if q_positions is None else 7)
-    assert_later_tokens_do_not_matter(inputs, BUCKETS, q_positions, torch.float64, backend=backend)
+    inputs = random_inputs((BATCH, HEADS, LENGTH, 16), BUCKETS, gathered=q_positions)
+    dtype = torch.float32 if backend == "native" else torch.float64
+    assert_later_tokens_do_not_matter(inputs, BUCKETS, q_positions, dtype, backend=backend)
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
@@ -188,9 +186,8 @@ def eager_half(inputs: list[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
     from_keys = (k @ pos_query.transpose(-1, -2)).gather(-1, slots.transpose(-1, -2))
     scores = scores + from_keys.transpose(-1, -2) / scale
     output = scores.softmax(-1) @ v
-    generator = torch.Generator().manual_seed(9)
-    d_output = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(dtype)
-    gradients = torch.autograd.grad(output, (q, k, v, pos_key, pos_query), d_output)
+    leaves = (q, k, v, pos_key, pos_query)
+    gradients = torch.autograd.grad(output, leaves, fixed_projection(output))
     return [x.detach().double() for x in (output, *gradients)]
 
 
@@ -239,9 +236,7 @@ def test_results_repeat_bit_for_bit_and_under_recomputation() -> None:
             return disentangled_attention(*x, positions=BUCKETS, **options)
 
         output = checkpoint(attend, *leaves, use_reentrant=False)
-        generator = torch.Generator().manual_seed(9)
-        d_output = torch.randn(output.shape, generator=generator, dtype=torch.float64).float()
-        gradients = torch.autograd.grad(output, leaves, d_output)
+        gradients = torch.autograd.grad(output, leaves, fixed_projection(output))
         assert torch.equal(output.detach().double(), first[0])
         assert all(torch.equal(a.double(), b) for a, b in zip(gradients, first[2:], strict=True))
 
@@ -263,7 +258,7 @@ def test_any_strides() -> None:
 def test_memory_grows_with_the_length_not_its_square(
     gathered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(chunked._BLOCK_ELEMENTS, "cpu", 1 << 12)
+    monkeypatch.setattr(chunked, "_BLOCK_ELEMENTS", 1 << 12)
     monkeypatch.setattr(position_terms, "STRIP", 16)
     monkeypatch.setattr(position_terms, "_KEY_STRIP", 64)
     largest = {}
@@ -293,8 +288,7 @@ def test_gradients_of_some_inputs_only(which: tuple[int, ...]) -> None:
     every = run(list(inputs), torch.float32, BUCKETS)[2:]
     leaves = [x.requires_grad_(index in which) for index, x in enumerate(inputs)]
     output = disentangled_attention(*leaves, positions=BUCKETS)
-    generator = torch.Generator().manual_seed(9)
-    d_output = torch.randn(output.shape, generator=generator, dtype=torch.float64).float()
-    gradients = torch.autograd.grad(output, [leaves[index] for index in which], d_output)
+    chosen = [leaves[index] for index in which]
+    gradients = torch.autograd.grad(output, chosen, fixed_projection(output))
     for index, gradient in zip(which, gradients, strict=True):
         assert torch.equal(gradient.double(), every[index])

@@ -11,7 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_deberta.hf import packed_attention as packed_attention_module
 from megatron_deberta.hf.packed_attention import PackedRows, packed_attention
-from megatron_deberta.ops import RelativePositions, batched, chunked, disentangled_attention
+from megatron_deberta.ops import RelativePositions, batched, chunked
+from tests.support.attention import (
+    GATHERED,
+    LENGTH,
+    MASKS,
+    random_inputs,
+    relative_error,
+    run_attention,
+)
 from tests.support.tolerances import OPERATOR
 
 POSITIONS = RelativePositions(16, 8)
@@ -41,18 +49,12 @@ def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(
     dtype: torch.dtype, backend: str, *, heads: int = 3, gathered: bool = False
 ) -> list[Tensor]:
-    """Return the output and the gradients of all inputs, float64."""
-    generator = torch.Generator().manual_seed(4)
-    queries = torch.tensor([[0, 36, 7, 7, 20], [5, -1, 3, 36, -1]]) if gathered else None
-    shapes = [(2, heads, 5 if gathered else 37, 32), *[(2, heads, 37, 32)] * 2]
-    shapes += [(heads, 2 * POSITIONS.span, 32)] * 2
-    leaves = [torch.randn(x, generator=generator).to(torch.float16).to(dtype) for x in shapes]
-    out = disentangled_attention(
-        *(x.requires_grad_() for x in leaves), POSITIONS, q_positions=queries, dropout_p=0.1,
-        seed=5, attention_mask=torch.arange(37) < torch.tensor([[37], [20]]), backend=backend,
+    """Return the output, the log-sum-exp and the gradients of all inputs, float64."""
+    queries = GATHERED["gathered" if gathered else "consecutive"]
+    return run_attention(
+        random_inputs((2, heads, LENGTH, 32), POSITIONS, gathered=queries), dtype, POSITIONS,
+        q_positions=queries, dropout_p=0.1, seed=5, backend=backend, **MASKS["padding"],
     )  # fmt: skip
-    d_out = torch.randn(out.shape, generator=generator).to(torch.float16).to(dtype)
-    return [x.detach().double() for x in (out, *torch.autograd.grad(out, leaves, d_out))]
 
 
 @pytest.mark.parametrize("gathered", [False, True])
@@ -62,7 +64,7 @@ def test_operands_of_16_bits_are_as_exact_as_the_other_backends(
 ) -> None:
     exact = run(torch.float64, "reference", gathered=gathered)
     for actual, expected in zip(run(dtype, "chunked", gathered=gathered), exact, strict=True):
-        assert (actual - expected).norm() / expected.norm() < OPERATOR[dtype]
+        assert relative_error(actual, expected) < OPERATOR[dtype]
 
 
 def test_products_multiply_16_bits_and_sum_scores_and_gradients_in_float32(

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_deberta.model.heads import TokenLoss
 from megatron_deberta.model.sampling import GumbelMax
 from megatron_deberta.ops import cross_entropy
 from megatron_deberta.ops.cross_entropy import Vocabulary, linear_cross_entropy
 from tests.support.losses import PlainTokenLoss
+from tests.support.memory import LargestTensor
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 
@@ -107,23 +107,10 @@ def test_16_bit_gradients_are_as_good_as_eager(
         assert mine <= 1.25 * eager_error
 
 
-class Largest(TorchDispatchMode):
-    """Remembers the largest tensor that any operation makes."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return out
-
-
 def test_all_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cross_entropy._CHUNK_ELEMENTS, "cpu", 1000)
     tensors, labels = inputs(300, 50), torch.zeros(300, dtype=torch.int64)
-    with Largest() as largest:
+    with LargestTensor() as largest:
         loss, *_ = linear_cross_entropy(*tensors, labels, Vocabulary(50))
         loss.backward()
     # States are the largest thing there is; logits would be 15,000.
@@ -143,7 +130,7 @@ def test_a_loss_scale_keeps_small_fp16_gradients() -> None:
 
 def test_without_gradients_none_are_computed() -> None:
     tensors, labels = inputs(6, 50), torch.arange(6)
-    with torch.no_grad(), Largest() as largest:
+    with torch.no_grad(), LargestTensor() as largest:
         loss, right, _ = linear_cross_entropy(*tensors, labels, Vocabulary(50))
     logits = functional.linear(*tensors)
     torch.testing.assert_close(loss, functional.cross_entropy(logits, labels, reduction="sum"))

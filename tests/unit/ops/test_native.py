@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,34 +18,19 @@ from tests.support.attention import (
     GATHERED,
     LENGTH,
     MASKS,
-    assert_later_tokens_do_not_matter,
+    assert_matches_reference,
+    fixed_projection,
     random_inputs,
-    relative_error,
     run_attention,
 )
 from tests.support.compiler import needs_compiler
-from tests.support.tolerances import OPERATOR
 
 pytestmark = needs_compiler
 LINEAR, BUCKETS = RelativePositions(16, 0), RelativePositions(16, 8)
 
 
-def assert_matches(
-    shape: tuple[int, int, int, int],
-    positions: RelativePositions = BUCKETS,
-    *,
-    dtype: torch.dtype = torch.float32,
-    tables: str = "both",
-    gathered: Tensor | None = None,
-    **options: Any,
-) -> None:
-    count = None if gathered is None else gathered.shape[1]
-    inputs = random_inputs(shape, positions, tables=tables, gathered=count)
-    options["q_positions"] = gathered
-    expected = run_attention(inputs, torch.float64, positions, backend="reference", **options)
-    actual = run_attention(inputs, dtype, positions, backend="native", **options)
-    errors = [relative_error(a, e) for a, e in zip(actual, expected, strict=True)]
-    assert max(errors) < OPERATOR[dtype], errors
+DEFAULT = RelativePositions()
+assert_matches = partial(assert_matches_reference, backend="native")
 
 
 @pytest.mark.parametrize("positions", [LINEAR, BUCKETS], ids=["linear", "buckets"])
@@ -53,8 +39,8 @@ def assert_matches(
 @pytest.mark.parametrize("queries", GATHERED)
 def test_every_mask(positions: RelativePositions, p2c_index: str, mask: str, queries: str) -> None:
     assert_matches(
-        (2, 3, LENGTH, 32), positions, dropout_p=0.2, seed=3, head_offset=4, p2c_index=p2c_index,
-        gathered=GATHERED[queries], **MASKS[mask],
+        (2, 3, LENGTH, 32), positions, torch.float32, dropout_p=0.2, seed=3, head_offset=4,
+        p2c_index=p2c_index, q_positions=GATHERED[queries], **MASKS[mask],
     )  # fmt: skip
 
 
@@ -63,7 +49,7 @@ def test_every_mask(positions: RelativePositions, p2c_index: str, mask: str, que
 @pytest.mark.parametrize("queries", GATHERED)
 def test_every_ablation_and_dtype(tables: str, dtype: torch.dtype, queries: str) -> None:
     assert_matches(
-        (2, 2, LENGTH, 16), tables=tables, dtype=dtype, gathered=GATHERED[queries],
+        (2, 2, LENGTH, 16), BUCKETS, dtype, tables=tables, q_positions=GATHERED[queries],
         dropout_p=0.1, seed=1,
     )  # fmt: skip
 
@@ -73,37 +59,20 @@ def test_every_ablation_and_dtype(tables: str, dtype: torch.dtype, queries: str)
 @pytest.mark.parametrize("size", [16, 48, 64, 128])
 def test_odd_lengths_and_heads(length: int, size: int) -> None:
     seed = torch.tensor([-5, 1 << 50])
-    assert_matches((2, 1, length, size), RelativePositions(), dropout_p=0.1, seed=seed)
+    assert_matches((2, 1, length, size), DEFAULT, torch.float32, dropout_p=0.1, seed=seed)
 
 
 @pytest.mark.parametrize("length", [1, 17, 300, 1281])
 def test_gathered_queries_of_odd_lengths(length: int) -> None:
     at = torch.arange(length).repeat(2, 1)[:, ::5]
-    assert_matches((2, 1, length, 64), RelativePositions(), gathered=at, dropout_p=0.1, seed=4)
-
-
-def test_no_gathered_queries() -> None:
-    inputs = random_inputs((2, 3, 9, 16), BUCKETS, gathered=0)
-    at = torch.zeros(2, 0, dtype=torch.int64)
-    output, lse, *gradients = run_attention(
-        inputs, torch.float32, BUCKETS, q_positions=at, backend="native"
-    )
-    assert output.shape == (2, 3, 0, 16)
-    assert lse.shape == (2, 3, 0)
-    assert all(not gradient.any() for gradient in gradients)
+    options = {"q_positions": at, "dropout_p": 0.1, "seed": 4}
+    assert_matches((2, 1, length, 64), DEFAULT, torch.float32, **options)
 
 
 def test_long_rows_of_documents() -> None:
     lengths = [700, 1, 330, 250]
     documents = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None]
-    assert_matches((1, 1, 1281, 32), RelativePositions(), document_ids=documents)
-
-
-@pytest.mark.parametrize("queries", GATHERED)
-def test_later_tokens_do_not_matter(queries: str) -> None:
-    at = GATHERED[queries]
-    inputs = random_inputs((2, 3, LENGTH, 16), BUCKETS, gathered=None if at is None else 7)
-    assert_later_tokens_do_not_matter(inputs, BUCKETS, at, torch.float32, backend="native")
+    assert_matches((1, 1, 1281, 32), DEFAULT, torch.float32, document_ids=documents)
 
 
 def test_threads_do_not_change_a_bit() -> None:
@@ -156,14 +125,12 @@ def test_packed_rows(lengths: tuple[int, ...], dropout_p: float) -> None:
 def test_torchs_default_dtype_and_device_do_not_matter(default: torch.dtype, queries: str) -> None:
     """The kernels write float32 to memory of the CPU, whatever new tensors are by default."""
     at, options = GATHERED[queries], {**MASKS["everything"], "dropout_p": 0.1, "seed": 2}
-    inputs = random_inputs((2, 3, LENGTH, 16), BUCKETS, gathered=None if at is None else 7)
+    inputs = random_inputs((2, 3, LENGTH, 16), BUCKETS, gathered=at)
     expected = run_attention(
         inputs, torch.float32, BUCKETS, backend="native", q_positions=at, **options
     )
     leaves = [None if x is None else x.float().requires_grad_() for x in inputs]
-    d_output = torch.randn(
-        expected[0].shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64
-    ).float()
+    d_output = fixed_projection(expected[0]).float()
     # With an int, the operator makes the seeds on the device of the queries.
     torch.set_default_dtype(default)
     try:

@@ -6,6 +6,7 @@ so that a few dozen positions give near, far and partial tiles.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,13 +19,12 @@ from tests.support.attention import (
     GATHERED,
     LENGTH,
     MASKS,
-    Inputs,
     assert_later_tokens_do_not_matter,
+    assert_matches_reference,
+    fixed_projection,
     random_inputs,
-    relative_error,
     run_attention,
 )
-from tests.support.tolerances import OPERATOR
 
 pytest.importorskip("triton", reason="the fused kernels are written in Triton")
 from megatron_deberta.ops.triton import gathered as gathered_kernels
@@ -36,6 +36,7 @@ TILE = 16
 assert LENGTH == 2 * TILE + 5
 LINEAR, BUCKETS, WIDE = RelativePositions(5, 0), RelativePositions(12, 4), RelativePositions(99, 6)
 AT = GATHERED["gathered"]
+assert_matches = partial(assert_matches_reference, backend="triton", device=DEVICE)
 
 
 @pytest.fixture(autouse=True)
@@ -44,22 +45,10 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(triton_settings.TILES, dtype, TILE)
 
 
-def assert_matches_reference(
-    inputs: Inputs, positions: RelativePositions, dtype: torch.dtype, **options: Any
-) -> None:
-    expected = run_attention(inputs, torch.float64, positions, backend="reference", **options)
-    actual = run_attention(inputs, dtype, positions, device=DEVICE, backend="triton", **options)
-    for index, (a, e) in enumerate(zip(actual, expected, strict=True)):
-        assert relative_error(a, e) < OPERATOR[dtype], f"{dtype}, result {index}"
-
-
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_mask(mask: str) -> None:
-    options = MASKS[mask]
-    inputs = random_inputs((2, 1, LENGTH, 32), LINEAR)
-    assert_matches_reference(
-        inputs, LINEAR, torch.float16, dropout_p=0.2, seed=3, head_offset=4, **options
-    )
+    options = {"dropout_p": 0.2, "seed": 3, "head_offset": 4, **MASKS[mask]}
+    assert_matches((2, 1, LENGTH, 32), LINEAR, torch.float16, **options)
 
 
 @pytest.mark.parametrize("positions", [LINEAR, BUCKETS, WIDE], ids=["linear", "buckets", "wide"])
@@ -68,14 +57,12 @@ def test_every_mask(mask: str) -> None:
     "dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)]
 )
 def test_every_distance(positions: RelativePositions, p2c_index: str, dtype: torch.dtype) -> None:
-    inputs = random_inputs((1, 1, 3 * TILE, 32), positions)
-    assert_matches_reference(inputs, positions, dtype, p2c_index=p2c_index)
+    assert_matches((1, 1, 3 * TILE, 32), positions, dtype, p2c_index=p2c_index)
 
 
 @pytest.mark.parametrize("tables", ["c2p", "p2c", "none"])
 def test_every_ablation(tables: str) -> None:
-    inputs = random_inputs((1, 1, LENGTH, 32), LINEAR, tables=tables)
-    assert_matches_reference(inputs, LINEAR, torch.float16)
+    assert_matches((1, 1, LENGTH, 32), LINEAR, torch.float16, tables=tables)
 
 
 @pytest.mark.parametrize(
@@ -86,16 +73,14 @@ def test_every_ablation(tables: str) -> None:
     ],
 )  # fmt: skip
 def test_every_head_size(size: int, gathered: bool) -> None:
-    at = AT[:1] if gathered else None
-    inputs = random_inputs((1, 1, LENGTH, size), LINEAR, gathered=7 if gathered else None)
-    assert_matches_reference(inputs, LINEAR, torch.float16, dropout_p=0.1, seed=1, q_positions=at)
+    options = {"q_positions": AT[:1] if gathered else None, "dropout_p": 0.1, "seed": 1}
+    assert_matches((1, 1, LENGTH, size), LINEAR, torch.float16, **options)
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 17, 48])
 def test_odd_lengths(length: int) -> None:
-    inputs = random_inputs((2, 1, length, 32), LINEAR)
     seed = torch.tensor([-5, 1 << 50])
-    assert_matches_reference(inputs, LINEAR, torch.float32, dropout_p=0.1, seed=seed)
+    assert_matches((2, 1, length, 32), LINEAR, torch.float32, dropout_p=0.1, seed=seed)
 
 
 def test_two_passes_give_the_same_bits_and_so_does_recomputation() -> None:
@@ -110,9 +95,7 @@ def test_two_passes_give_the_same_bits_and_so_does_recomputation() -> None:
         return disentangled_attention(*x, positions=LINEAR, **options)
 
     output = checkpoint(attend, *leaves, use_reentrant=False)
-    generator = torch.Generator().manual_seed(9)
-    d_output = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
-    gradients = torch.autograd.grad(output, leaves, d_output)
+    gradients = torch.autograd.grad(output, leaves, fixed_projection(output))
     for a, b in zip((output.detach(), *gradients), (first[0], *first[2:]), strict=True):
         assert torch.equal(a.cpu().double(), b)
 
@@ -133,10 +116,9 @@ def test_two_passes_give_the_same_bits_and_so_does_recomputation() -> None:
 def test_gathered_queries(mask: str, positions: RelativePositions) -> None:
     """Queries in any order, repeated and padding, within and beyond the table."""
     dtype = torch.float32 if mask == "none" else torch.float16
-    inputs = random_inputs((2, 1, LENGTH, 32), positions, gathered=7)
     options = {**MASKS[mask], "q_positions": AT, "p2c_index": "paper"}
     # With some seeds a query keeps one visible key, and all its score gradient is rounding error.
-    assert_matches_reference(inputs, positions, dtype, dropout_p=0.2, seed=4, **options)
+    assert_matches((2, 1, LENGTH, 32), positions, dtype, dropout_p=0.2, seed=4, **options)
 
 
 @pytest.mark.parametrize("mask", ["none", "everything"])
@@ -146,15 +128,14 @@ def test_queries_at_distinct_positions_are_spread_over_the_row(
     """In any order and with padding, by the kernels of consecutive queries."""
     monkeypatch.setattr(gathered_kernels, "forward", None)
     at = torch.tensor([[36, 3, 20, 0, 5, 19, 4], [1, -1, 30, 16, -1, 2, 31]])
-    inputs = random_inputs((2, 1, LENGTH, 32), LINEAR, gathered=7)
     options = {**MASKS[mask], "q_positions": at, "distinct_positions": True}
-    assert_matches_reference(inputs, LINEAR, torch.float16, dropout_p=0.2, seed=4, **options)
+    assert_matches((2, 1, LENGTH, 32), LINEAR, torch.float16, dropout_p=0.2, seed=4, **options)
 
 
 @pytest.mark.parametrize("gathered", [False, True])
 def test_causal_outputs_do_not_depend_on_later_tokens(gathered: bool) -> None:
-    inputs = random_inputs((2, 1, 53, 32), LINEAR, gathered=7 if gathered else None)
     at = AT if gathered else None
+    inputs = random_inputs((2, 1, 53, 32), LINEAR, gathered=at)
     assert_later_tokens_do_not_matter(
         inputs, LINEAR, at, torch.float32, device=DEVICE, backend="triton"
     )
