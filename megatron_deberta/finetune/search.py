@@ -6,7 +6,6 @@ A cell is a point of the grid; it has a run per seed.
 from __future__ import annotations
 
 import csv
-import difflib
 import hashlib
 import io
 import itertools
@@ -44,7 +43,13 @@ from megatron_deberta.evaluate.outputs import SEARCH_RESULTS, RunResult, finishe
 from megatron_deberta.files import write_atomically
 from megatron_deberta.finetune.settings import finetune_config
 from megatron_deberta.parsing import conform, read_json
-from megatron_deberta.tasks.task import DEV, TaskConfig, absolute_task_name, packaged_file
+from megatron_deberta.tasks.task import (
+    DEV,
+    TaskConfig,
+    absolute_task_name,
+    check_keys,
+    packaged_file,
+)
 
 MAX_SEEDS = 10_000
 """Most seeds of a cell that a number may stand for."""
@@ -150,12 +155,7 @@ def _is_text(key: str) -> bool:
 
 
 def _build(data: dict[str, Any], source: str) -> SearchConfig:
-    known = [item.name for item in fields(SearchConfig)]
-    for key in data:
-        if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"the keys are {', '.join(known)}"
-            raise ConfigError(f"{source}: no key {key!r}; {hint} (run keys belong to grid)")
+    check_keys(data, SearchConfig, source, " (run keys belong to grid)")
     for key in _REQUIRED:
         if not data.get(key):
             raise ConfigError(
@@ -199,14 +199,11 @@ def _check(search: SearchConfig, source: str) -> None:
 
 
 def _with_absolute_paths(search: SearchConfig) -> SearchConfig:
-    def absolute(path: str) -> str:
-        return os.path.abspath(path) if path else ""
-
     task = absolute_task_name(search.task)
-    values = {item.name: getattr(search, item.name) for item in fields(search)}
-    values |= {"task": task, "output": absolute(search.output or f"searches/{Path(task).stem}")}
-    values |= {key: absolute(values[key]) for key in ("model", "data", "tokenizer")}
-    return SearchConfig(**values)
+    output = os.path.abspath(search.output or f"searches/{Path(task).stem}")
+    given = {key: getattr(search, key) for key in ("model", "data", "tokenizer")}
+    paths = {key: os.path.abspath(path) for key, path in given.items() if path}
+    return replace(search, task=task, output=output, **paths)
 
 
 RUN_FILE = "finetune.yaml"
@@ -556,9 +553,8 @@ def format_table(search: SearchConfig, metric: str, results: Sequence[CellResult
     keys = list(results[0].cell.values)
     names = short_names(keys)
     header = [*(names[key] for key in keys), "runs", *STATISTICS]
-    scored = [result for result in results if result.scores]
-    scored.sort(key=lambda result: -result.statistic(search.select))
-    ordered = [*scored, *(result for result in results if not result.scores)]
+    # Those without a score come last.
+    ordered = sorted(results, key=lambda r: -r.statistic(search.select) if r.scores else math.inf)
     rows = [header]
     for result in ordered:
         values = [str(result.cell.values[key]) for key in keys]
@@ -603,22 +599,18 @@ def write_results(search: SearchConfig, metric: str, results: Sequence[CellResul
         The paths of both files.
     """
     best = best_cell(results, search.select)
-    cells: list[dict[str, Any]] = []
-    for result in results:
-        figures: dict[str, Any] = {
-            name: result.statistic(name) if result.scores else None for name in STATISTICS
+    cells: list[dict[str, Any]] = [
+        {
+            "folder": f"cells/{result.cell.name}",
+            "values": result.cell.values,
+            "is_best": result is best,
+            "runs": len(result.runs),
+            "finished": len(result.scores),
+            **{name: result.statistic(name) if result.scores else None for name in STATISTICS},
+            "scores": {str(seed): score for seed, score in result.scores.items()},
         }
-        cells.append(
-            {
-                "folder": f"cells/{result.cell.name}",
-                "values": result.cell.values,
-                "is_best": result is best,
-                "runs": len(result.runs),
-                "finished": len(result.scores),
-                **figures,
-                "scores": {str(seed): score for seed, score in result.scores.items()},
-            }
-        )
+        for result in results
+    ]
     content = {
         "task": search.task, "metric": metric, "split": DEV, "select": search.select,
         "best": None if best is None else f"cells/{best.cell.name}", "cells": cells,

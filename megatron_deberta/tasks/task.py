@@ -293,7 +293,10 @@ def task_from_dict(data: Mapping[str, Any], source: str) -> TaskConfig:
         ConfigError: unknown key, wrong type, or inconsistent values.
     """
     expanded = _expand_shorthands(data, source)
-    _check_names(expanded, source)
+    check_keys(expanded, TaskConfig, source)
+    required = ("name", "head", "reader", "splits", "metrics", "max_length")
+    if missing := [key for key in required if key not in expanded]:
+        raise ConfigError(f"{source}: {', '.join(missing)} missing; every task states them")
     # OmegaConf takes 80 us per item, and there may be thousands of labels.
     labels = {key: expanded.pop(key) for key in _LABEL_KEYS if key in expanded}
     try:
@@ -529,19 +532,24 @@ def _metrics_of_scheme(task: TaskConfig, source: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _check_names(data: Mapping[str, Any], source: str) -> None:
-    known = [item.name for item in fields(TaskConfig)]
+def check_keys(data: Mapping[str, Any], config: type[Any], source: str, note: str = "") -> None:
+    """Check that the keys of plain data are the fields of a config.
+
+    Args:
+        data: values by key.
+        config: a dataclass.
+        source: origin of the data, for messages.
+        note: end of the message.
+
+    Raises:
+        ConfigError: a key is unknown.
+    """
+    known = [item.name for item in fields(config)]
     for key in data:
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else f"; the keys are {', '.join(known)}"
-            raise ConfigError(f"{source}: no key {key!r}{hint}")
-    missing = [
-        key for key in ("name", "head", "reader", "splits", "metrics", "max_length")
-        if key not in data
-    ]  # fmt: skip
-    if missing:
-        raise ConfigError(f"{source}: {', '.join(missing)} missing; every task states them")
+            hint = f"did you mean {close[0]}?" if close else f"the keys are {', '.join(known)}"
+            raise ConfigError(f"{source}: no key {key!r}; {hint}{note}")
 
 
 def _check_file_names(task: TaskConfig, source: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import shutil
 import signal
 import sys
@@ -21,11 +20,11 @@ from megatron_deberta.cli.main import main
 from megatron_deberta.config.loader import CONFIG_ROOTS
 from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE, ConfigError
 from megatron_deberta.evaluate.models import open_source_model
+from megatron_deberta.files import FileLock
 from megatron_deberta.finetune.local_runs import (
     LOG_FILE,
     Outcome,
     StopRequest,
-    lock_folder,
     run_all,
     slot_environments,
 )
@@ -349,12 +348,14 @@ def test_prune_keeps_the_best_cell_and_unfinished_ones(
 def test_a_search_is_submitted_by_one_command_at_a_time(
     search_file: Path, search: SearchConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    descriptor = lock_folder(Path(search.output))
+    Path(search.output).mkdir()
+    lock = FileLock(Path(search.output) / ".lock")
+    assert lock.acquire()
     command = ["search", str(search_file), "--cluster", "local", "--no-check"]
     assert main(command) == EXIT_USAGE
     assert "another search runs in this folder" in capsys.readouterr().err
     assert not (Path(search.output) / "submissions").exists()
-    os.close(descriptor)
+    lock.release()
 
 
 def test_the_data_of_a_search_are_checked_before_it_is_submitted(
