@@ -84,7 +84,7 @@ class Update:
 
     losses: tuple[str, ...]
     counters: tuple[str, ...]
-    compute: Callable[[nn.Module, Any, DropoutSeeds | None, Tensor | None], ModelLosses]
+    compute: Callable[[Any, Any, DropoutSeeds | None, Tensor | None], ModelLosses]
     learning_rate: float | None = None
 
 
@@ -118,6 +118,7 @@ class Objective(ABC):
         step_loss_name: which loss of a training step is recorded as ``loss``, for people.
         validation_loss_name: likewise, of a validation.
         counters: names of further numbers that its metrics need, summed over the global batch.
+        formats: how ``describe`` writes metrics, by name, if not as name and number.
         losses: the losses by name.
     """
 
@@ -126,6 +127,7 @@ class Objective(ABC):
     step_loss_name: ClassVar[str] = "loss"
     validation_loss_name: ClassVar[str] = "loss"
     counters: ClassVar[tuple[str, ...]] = ()
+    formats: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, config: RunConfig) -> None:
         """See the class."""
@@ -142,14 +144,8 @@ class Objective(ABC):
 
         More than one needs a model whose ``updated_separately`` names as many submodules.
         """
-
-        def compute(
-            module: nn.Module, batch: Any, seeds: DropoutSeeds | None, before: Tensor | None
-        ) -> ModelLosses:
-            found: ModelLosses = module(batch, seeds)
-            return found
-
-        return (Update(tuple(self.losses), self.counters, compute),)
+        losses = tuple(self.losses)
+        return (Update(losses, self.counters, lambda model, batch, seeds, _: model(batch, seeds)),)
 
     def build_model(self, options: RuntimeOptions) -> nn.Module:
         """Build the model with its loss."""
@@ -203,7 +199,7 @@ class Objective(ABC):
     def describe(self, metrics: dict[str, float]) -> str:
         """Format the metrics of a validation as one line."""
         return " | ".join(
-            f"{name.replace('_', ' ')} {value:.4f}"
+            self.formats.get(name, f"{name.replace('_', ' ')} {{:.4f}}").format(value)
             for name, value in metrics.items()
             if name != "num_targets"
         )
