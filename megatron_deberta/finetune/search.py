@@ -305,8 +305,19 @@ class ConfiguredRun(SearchRun):
             ConfigError: it does.
         """
         path = self.folder / RUN_FILE
-        if path.exists():
-            _check_unchanged(self.config, load_config(path), path)
+        if not path.exists():
+            return
+        old, new = config_to_dict(load_config(path)), config_to_dict(self.config)
+        for section in sorted(new.keys() - set(_MAY_CHANGE)):
+            for key, value in new[section].items():
+                name = f"{section}.{key}"
+                # A run keeps the format and the engine with which it began.
+                is_kept = section == "precision" and value == "auto"
+                if old[section][key] != value and name not in _MAY_CHANGE and not is_kept:
+                    raise ConfigError(
+                        f"{path}: {name} was {old[section][key]!r} and is now {value!r}; restore "
+                        "it, or give the search another output"
+                    )
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
@@ -357,16 +368,12 @@ def list_cells(search: SearchConfig, task: TaskConfig) -> list[Cell]:
             for values in itertools.product(*axes.values())
         ]
     chosen = np.random.default_rng(0).choice(total, count, replace=False)
-    return [_cell_at(axes, int(index)) for index in sorted(chosen)]
-
-
-def _cell_at(axes: Mapping[str, Sequence[Value]], index: int) -> Cell:
-    """Return a cell by its position in the order of the grid, whose last key changes first."""
-    values = {}
-    for key, known in reversed(list(axes.items())):
-        index, place = divmod(index, len(known))
-        values[key] = known[place]
-    return Cell({key: values[key] for key in axes})
+    # The last key of the grid changes first.
+    places = np.unravel_index(np.sort(chosen), [len(values) for values in axes.values()])
+    return [
+        Cell({key: known[at] for (key, known), at in zip(axes.items(), place, strict=True)})
+        for place in np.transpose(places).tolist()
+    ]
 
 
 def list_runs(search: SearchConfig, task: TaskConfig) -> list[SearchRun]:
@@ -417,21 +424,6 @@ def configure_runs(
         runs.append(ConfiguredRun(run.cell, run.seed, run.folder, replace(config, train=train)))
         runs[-1].check_config()
     return runs
-
-
-def _check_unchanged(config: RunConfig, before: RunConfig, path: Path) -> None:
-    """Check that a run has the config with which it was started."""
-    old, new = config_to_dict(before), config_to_dict(config)
-    for section in sorted(new.keys() - set(_MAY_CHANGE)):
-        for key, value in new[section].items():
-            name = f"{section}.{key}"
-            # A run keeps the format and the engine with which it began.
-            is_kept = section == "precision" and value == "auto"
-            if old[section][key] != value and name not in _MAY_CHANGE and not is_kept:
-                raise ConfigError(
-                    f"{path}: {name} was {old[section][key]!r} and is now {value!r}; restore it, "
-                    "or give the search another output"
-                )
 
 
 RESULT_FILE = "result.json"
@@ -506,12 +498,8 @@ def collect(runs: Sequence[SearchRun], metric: str) -> list[CellResult]:
         cells.setdefault(run.cell.name, []).append(run)
     found = []
     for members in cells.values():
-        results = {run.seed: read_result(run.folder, metric) for run in members}
-        scores = {
-            seed: result.score
-            for seed, result in results.items()
-            if result is not None and result.score is not None
-        }
+        results = ((run.seed, read_result(run.folder, metric)) for run in members)
+        scores = {seed: each.score for seed, each in results if each and each.score is not None}
         found.append(CellResult(members[0].cell, tuple(members), scores))
     return found
 
@@ -551,8 +539,7 @@ def format_table(search: SearchConfig, metric: str, results: Sequence[CellResult
     finished = sum(len(result.scores) for result in results)
     total = sum(len(result.runs) for result in results)
     keys = list(results[0].cell.values)
-    names = short_names(keys)
-    header = [*(names[key] for key in keys), "runs", *STATISTICS]
+    header = [*short_names(keys).values(), "runs", *STATISTICS]
     # Those without a score come last.
     ordered = sorted(results, key=lambda r: -r.statistic(search.select) if r.scores else math.inf)
     rows = [header]
@@ -561,34 +548,24 @@ def format_table(search: SearchConfig, metric: str, results: Sequence[CellResult
         count = f"{len(result.scores)}/{len(result.runs)}"
         figures = [f"{result.statistic(s):.4f}" if result.scores else "-" for s in STATISTICS]
         rows.append([*values, count, *figures])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    best = best_cell(results, search.select)
+    named = "none yet; no cell has finished with all of its seeds"
+    if best is not None:
+        named = f"{best.cell.name} ({best.runs[0].folder.parent})"
     lines = [
         f"{search.output}: {finished} of {total} runs finished",
         f"{metric} on the split {DEV}, which selected checkpoints and cells; it is no test result",
         "",
-        *_aligned(rows),
+        *("  ".join(map(str.rjust, row, widths)) for row in rows),
         "",
-        _describe_best(search.select, best_cell(results, search.select)),
+        f"best cell{f' by {search.select}' * (best is not None)}: {named}",
     ]
     return "\n".join(lines)
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    ]
-
-
-def _describe_best(statistic: Statistic, best: CellResult | None) -> str:
-    if best is None:
-        return "best cell: none yet; no cell has finished with all of its seeds"
-    folder = best.runs[0].folder.parent
-    return f"best cell by {statistic}: {best.cell.name} ({folder})"
-
-
 def write_results(search: SearchConfig, metric: str, results: Sequence[CellResult]) -> list[Path]:
-    """Write ``results.json`` and ``results.csv`` into the folder of the search.
+    """Write ``results.json`` and, with a line per cell, ``results.csv`` into the search's folder.
 
     Args:
         search: the search.
@@ -617,19 +594,14 @@ def write_results(search: SearchConfig, metric: str, results: Sequence[CellResul
     }  # fmt: skip
     folder = Path(search.output)
     write_atomically(folder / SEARCH_RESULTS, json.dumps(content, indent=1).encode() + b"\n")
-    write_atomically(folder / RESULTS_CSV, _csv(cells, metric, search.seeds).encode())
-    return [folder / SEARCH_RESULTS, folder / RESULTS_CSV]
-
-
-def _csv(cells: Sequence[Mapping[str, Any]], metric: str, seeds: Sequence[int]) -> str:
-    """Return one line per cell: values, split and metric, statistics, score of each seed."""
-    keys = list(cells[0]["values"])
+    figures = ("finished", *STATISTICS)
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    figures = ("finished", *STATISTICS)
-    writer.writerow([*keys, "split", "metric", *figures, *(f"seed_{seed}" for seed in seeds)])
+    seeds = (f"seed_{seed}" for seed in search.seeds)
+    writer.writerow([*cells[0]["values"], "split", "metric", *figures, *seeds])
     for cell in cells:
-        scores = [cell["scores"].get(str(seed), "") for seed in seeds]
         shown = ["" if cell[name] is None else cell[name] for name in figures]
+        scores = [cell["scores"].get(str(seed), "") for seed in search.seeds]
         writer.writerow([*cell["values"].values(), DEV, metric, *shown, *scores])
-    return stream.getvalue()
+    write_atomically(folder / RESULTS_CSV, stream.getvalue().encode())
+    return [folder / SEARCH_RESULTS, folder / RESULTS_CSV]
