@@ -60,13 +60,6 @@ def test_classes(tokenizer: Tokenizer) -> None:
     assert values["matthews"] == pytest.approx((2 * 2 - 1 * 1) / 9)
 
 
-def test_f1_of_the_positive_label(tokenizer: Tokenizer) -> None:
-    labels = ["entailment", "other"]
-    task = make_task("classification", "f1", labels=labels, positive_label="entailment")
-    # Class 0: 1 true positive, 2 false positives, no false negative.
-    assert classified(task, tokenizer, [0, 1, 1, 1], [0, 0, 0, 1])["f1"] == pytest.approx(0.5)
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_outputs_that_are_no_numbers_are_no_class(tokenizer: Tokenizer, value: float) -> None:
     """``argmax`` of NaN or infinite scores returns a class, in most cases the first."""
@@ -89,13 +82,6 @@ def test_outputs_of_words_that_are_no_numbers_are_counted_by_row(tokenizer: Toke
     outputs[-3:] = np.nan
     with pytest.raises(DataError, match="not a number in 1 of 3 rows"):
         predict(task, examples, encoded, outputs)
-
-
-def test_macro_f1_counts_classes_that_do_not_occur(tokenizer: Tokenizer) -> None:
-    task = make_task("classification", "macro_f1", labels=["a", "b", "c"])
-    # F1 of a is 2/3, of b 0, of c 0, which neither side has.
-    values = classified(task, tokenizer, [0, 1], [0, 0])
-    assert values["macro_f1"] == pytest.approx((2 / 3) / 3)
 
 
 def test_group_metrics_of_multirc(tokenizer: Tokenizer) -> None:
