@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 import shlex
-from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -24,9 +23,11 @@ from megatron_deberta.model.flops import pretraining_flops_per_token
 from megatron_deberta.model.heads import TokenLoss
 from megatron_deberta.objectives.objective import (
     NO_COUNTS,
+    Counts,
     LossSums,
     LossTerm,
     Mean,
+    Means,
     ModelLosses,
     Objective,
     export_command,
@@ -146,9 +147,7 @@ class MaskedLanguageModelling(PretrainingObjective):
             counts[NEXT_SENTENCE] = (batch.next_sentence_labels != IGNORED_LABEL).sum()
         return counts
 
-    def validation_metrics(
-        self, means: Mapping[str, Mean], counts: Mapping[str, int] = NO_COUNTS
-    ) -> dict[str, float]:
+    def validation_metrics(self, means: Means, counts: Counts = NO_COUNTS) -> dict[str, float]:
         """Return loss, perplexity and accuracy per masked token, and those of pairs."""
         return token_metrics(means[MASKED]) | self.step_metrics(means)
 
@@ -175,9 +174,7 @@ class AutoregressiveModelling(PretrainingObjective):
         """Return the number of predicted tokens."""
         return {AUTOREGRESSIVE: (batch.labels != IGNORED_LABEL).sum()}
 
-    def validation_metrics(
-        self, means: Mapping[str, Mean], counts: Mapping[str, int] = NO_COUNTS
-    ) -> dict[str, float]:
+    def validation_metrics(self, means: Means, counts: Counts = NO_COUNTS) -> dict[str, float]:
         """Return loss, perplexity and accuracy per piece, and the number of pieces."""
         return token_metrics(means[AUTOREGRESSIVE], "accuracy")
 
@@ -203,13 +200,11 @@ class MaskedAndAutoregressiveModelling(MaskedLanguageModelling):
         form = AUTOREGRESSIVE if batch.inputs.causal else MASKED
         return dict.fromkeys(self.losses, torch.zeros_like(count)) | {form: count}
 
-    def step_loss(self, means: Mapping[str, Mean]) -> float:
+    def step_loss(self, means: Means) -> float:
         """Return the loss of the form that the step's batch has; the other one's is 0."""
         return sum(mean.loss for mean in means.values())
 
-    def step_metrics(
-        self, means: Mapping[str, Mean], counts: Mapping[str, int] = NO_COUNTS
-    ) -> dict[str, float]:
+    def step_metrics(self, means: Means, counts: Counts = NO_COUNTS) -> dict[str, float]:
         """Return loss and accuracy under the name of the form."""
         metrics: dict[str, float] = {}
         for name, mean in means.items():
@@ -217,9 +212,7 @@ class MaskedAndAutoregressiveModelling(MaskedLanguageModelling):
                 metrics |= {f"{name}_loss": mean.loss, f"{name}_accuracy": mean.accuracy}
         return metrics
 
-    def validation_metrics(
-        self, means: Mapping[str, Mean], counts: Mapping[str, int] = NO_COUNTS
-    ) -> dict[str, float]:
+    def validation_metrics(self, means: Means, counts: Counts = NO_COUNTS) -> dict[str, float]:
         """Return the metrics per masked token, and per next token."""
         following = means[AUTOREGRESSIVE]
         return token_metrics(means[MASKED]) | {

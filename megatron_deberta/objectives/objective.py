@@ -102,6 +102,14 @@ class Mean(NamedTuple):
     num_targets: int
 
 
+Means = Mapping[str, Mean]
+"""Means of an objective's losses, by name."""
+
+
+Counts = Mapping[str, int]
+"""Totals of an objective's counters, by name."""
+
+
 class Objective(ABC):
     """A training task. Its model computes sums over targets, so results are layout-independent.
 
@@ -167,13 +175,11 @@ class Objective(ABC):
             Scalars: int64, or fp64 of a loss whose targets have weights, which are summed.
         """
 
-    def step_loss(self, means: Mapping[str, Mean]) -> float:
+    def step_loss(self, means: Means) -> float:
         """Return the loss of a training step that is recorded and watched by the numeric guard."""
         return next(iter(means.values())).loss
 
-    def step_metrics(
-        self, means: Mapping[str, Mean], counts: Mapping[str, int] = NO_COUNTS
-    ) -> dict[str, float]:
+    def step_metrics(self, means: Means, counts: Counts = NO_COUNTS) -> dict[str, float]:
         """Return the metrics of a training step besides its loss, by name.
 
         Args:
@@ -187,9 +193,7 @@ class Objective(ABC):
                 metrics[f"{name}_accuracy"] = means[name].accuracy
         return metrics
 
-    def validation_metrics(
-        self, means: Mapping[str, Mean], counts: Mapping[str, int] = NO_COUNTS
-    ) -> dict[str, float]:
+    def validation_metrics(self, means: Means, counts: Counts = NO_COUNTS) -> dict[str, float]:
         """Return the metrics of a validation, by name; ``loss`` is one of them."""
         name, term = next(iter(self.losses.items()))
         mean = means[name]

@@ -8,7 +8,7 @@ loss covers all tokens but padding.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -26,9 +26,10 @@ from megatron_deberta.model.sampling import GumbelMax
 from megatron_deberta.objectives.language_modelling import PretrainingObjective, token_metrics
 from megatron_deberta.objectives.objective import (
     NO_COUNTS,
+    Counts,
     LossSums,
     LossTerm,
-    Mean,
+    Means,
     ModelLosses,
     Update,
     export_command,
@@ -227,9 +228,7 @@ class ReplacedTokenDetection(PretrainingObjective):
         masked = (batch.labels != IGNORED_LABEL).sum()
         return {GENERATOR: masked, DISCRIMINATOR: batch.inputs.is_token.sum()}
 
-    def step_metrics(
-        self, means: Mapping[str, Mean], counts: Mapping[str, int] = NO_COUNTS
-    ) -> dict[str, float]:
+    def step_metrics(self, means: Means, counts: Counts = NO_COUNTS) -> dict[str, float]:
         """Return the discriminator's loss and accuracy, and how well it finds replaced tokens."""
         metrics = super().step_metrics(means, counts)
         if counts:
@@ -241,9 +240,7 @@ class ReplacedTokenDetection(PretrainingObjective):
             metrics["replaced_fraction"] = replaced / max(means[DISCRIMINATOR].num_targets, 1)
         return metrics
 
-    def validation_metrics(
-        self, means: Mapping[str, Mean], counts: Mapping[str, int] = NO_COUNTS
-    ) -> dict[str, float]:
+    def validation_metrics(self, means: Means, counts: Counts = NO_COUNTS) -> dict[str, float]:
         """Return the generator's metrics per masked token and the discriminator's per token."""
         return token_metrics(means[GENERATOR]) | self.step_metrics(means, counts)
 
