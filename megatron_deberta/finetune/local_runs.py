@@ -152,10 +152,10 @@ def visible_gpus() -> list[str]:
     """Return the names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them."""
     import torch
 
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    every = [name.strip() for name in named.split(",")] if named else None
     count = torch.cuda.device_count()
-    return list(map(str, range(count))) if every is None else every[:count]
+    if named := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return [name.strip() for name in named.split(",")][:count]
+    return list(map(str, range(count)))
 
 
 @contextmanager
