@@ -42,7 +42,7 @@ def row_arrays(tokenizer: Tokenizer, rows: Sequence[Row]) -> dict[str, Any]:
     for _, first, second in rows:
         ids += [cls, first, sep] if second is None else [cls, first, sep, second, sep]
         pair_tokens = 0 if second is None else len(second) + 1
-        types.append(np.repeat(np.uint8([0, 1]), [len(first) + 2, pair_tokens]))
+        types.append(np.repeat(np.array([0, 1], np.uint8), [len(first) + 2, pair_tokens]))
     lengths = [len(each) for each in types]
     return {
         "input_ids": np.concatenate(ids),
@@ -102,7 +102,9 @@ def _encode_each_segment(
 ) -> dict[str | None, Ids | None]:
     """Return the tokens of each segment of `_segments`; None of None."""
     texts = (text for rows in segments for row in rows for text in row if text is not None)
-    return {**encode_each(tokenizer, texts), None: None}
+    tokens: dict[str | None, Ids | None] = {None: None}
+    tokens.update(encode_each(tokenizer, texts).items())
+    return tokens
 
 
 def encode_segments(

@@ -364,7 +364,7 @@ def build_examples(
             file and line.
     """
     columns = task.splits[split].columns or task.columns
-    build = _BUILDERS[task.head]
+    build = _BUILDERS.get(task.head, _segments)
     labelled = is_labelled(split)
     classes = {unicodedata.normalize("NFC", label): i for i, label in enumerate(task.labels)}
 
@@ -424,27 +424,17 @@ def _label_remedy(task: TaskConfig, rows: Iterable[Row]) -> str:
 
 
 def _segments(row: Row, identifier: str) -> Example:
-    row.require("label")
+    row.require("text_pair" if row.task.head == "embed" else "label")
     has_label, is_multilabel = row.has("label"), row.task.head == "multilabel"
-    return Example(
-        id=identifier,
-        text=row.filled_text("text"),
-        text_pair=row.filled_text("text_pair") if row.has("text_pair") else None,
-        label=_label(row) if has_label and not is_multilabel else None,
-        tags=_flags(row) if has_label and is_multilabel else (),
-        group=row.text("group") if row.has("group") else "",
-    )
-
-
-def _pair(row: Row, identifier: str) -> Example:
-    row.require("text_pair")
     pair = row.filled_text("text_pair") if row.has("text_pair") else None
     return Example(
         id=identifier,
         text=row.filled_text("text"),
         text_pair=pair,
         choices=(row.filled_text("negative"),) if pair and row.has("negative") else (),
-        label=_score(row) if row.has("label") else None,
+        label=_label(row) if has_label and not is_multilabel else None,
+        tags=_flags(row) if has_label and is_multilabel else (),
+        group=row.text("group") if row.has("group") else "",
     )
 
 
@@ -455,13 +445,10 @@ def _flags(row: Row) -> tuple[int, ...]:
 
 
 def _label(row: Row) -> float | None:
+    value = row.raw("label")
     if row.task.head in SCORE_HEADS:
-        return _score(row)
-    return row.class_index(row.raw("label"))
-
-
-def _score(row: Row) -> float | None:
-    return _number(row, row.raw("label"), *row.task.label_range or (-math.inf, math.inf))
+        return _number(row, value, *row.task.label_range or (-math.inf, math.inf))
+    return row.class_index(value)
 
 
 def _number(row: Row, value: Any, low: float, high: float) -> float | None:
@@ -680,12 +667,6 @@ def _unicode_forms(text: str) -> tuple[str, ...]:
 
 
 _BUILDERS: Mapping[str, Callable[[Row, str], Example]] = {
-    "classification": _segments,
-    "multilabel": _segments,
-    "regression": _segments,
-    "spans": _spans,
-    "tokens": _words,
-    "choices": _choices,
-    "embed": _pair,
-    "rerank": _passages,
-}
+    "spans": _spans, "tokens": _words, "choices": _choices, "rerank": _passages,
+}  # fmt: skip
+"""Builders of the heads whose examples are not one or two texts with a label."""

@@ -176,21 +176,12 @@ def nonfinite_rows(encoded: EncodedDataset, outputs: Outputs) -> int:
 def _check_outputs(
     task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset, outputs: Outputs
 ) -> None:
-    rows, total, classes = encoded.num_rows, len(encoded.input_ids), len(task.labels)
-    shapes: dict[str, tuple[int, ...]] = {
-        "classification": (rows, classes),
-        "multilabel": (rows, classes),
-        "regression": (rows,),
-        "spans": (total, 2),
-        "tokens": (total, classes),
-        "choices": (rows,),
-        "embed": (rows, *outputs.shape[1:2]),
-        "rerank": (rows,),
-    }
-    if outputs.shape != shapes[task.head]:
-        raise ValueError(
-            f"head {task.head}: outputs are {list(outputs.shape)}, not {list(shapes[task.head])}"
-        )
+    is_per_token = task.head in ("spans", "tokens")
+    places = len(encoded.input_ids) if is_per_token else encoded.num_rows
+    width = outputs.shape[1:2] if task.head == "embed" else (task.num_labels,)
+    shape = (places,) if task.head in ("regression", *GROUPED_HEADS) else (places, *width)
+    if outputs.shape != shape:
+        raise ValueError(f"head {task.head}: outputs are {list(outputs.shape)}, not {list(shape)}")
     if encoded.num_examples != len(examples):
         raise ValueError(f"{len(examples)} examples, but {encoded.num_examples} were encoded")
     # The largest of such outputs is no prediction, but numpy names one.
