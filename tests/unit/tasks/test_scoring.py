@@ -217,11 +217,8 @@ def test_windows_of_a_document_count_as_one_example(
         expected["macro_f1"] = f1_score(classes, found, average="macro")
         assert [each.index for each in predictions] == found.tolist()
     else:
-        for number, threshold in enumerate(tuned.thresholds):
-            curve = precision_recall_curve(flags[:, number], pooled[:, number])[:2]
-            best = np.max(2 * curve[0] * curve[1] / np.maximum(curve[0] + curve[1], 1e-12))
-            found = pooled[:, number] >= threshold
-            assert f1_score(flags[:, number], found) == pytest.approx(best)
+        columns = zip(flags.T, pooled.T, strict=True)
+        assert list(tuned.thresholds) == pytest.approx([best_label_threshold(*c) for c in columns])
         found = pooled >= tuned.thresholds
         expected = {name: f1_score(flags, found, average=name[:-3]) for name in task.metrics}
     assert score(tuned, examples, encoded, outputs) == {
