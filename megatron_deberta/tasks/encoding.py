@@ -365,17 +365,6 @@ def _label(
     return 0, 0
 
 
-def unplaced_answers(examples: Sequence[Example], encoded: EncodedDataset) -> list[str]:
-    """Return the ids of answered questions whose answers are in no window, so without a label."""
-    has_label = np.zeros(len(examples), np.bool_)
-    np.logical_or.at(has_label, encoded.example_index, encoded.labels[:, 0] > 0)
-    return [
-        example.id
-        for example, has in zip(examples, has_label.tolist(), strict=True)
-        if example.answers and not has
-    ]
-
-
 def _encode_questions(
     task: TaskConfig, examples: Sequence[Example], tokenizer: Tokenizer
 ) -> list[Ids]:
@@ -544,7 +533,10 @@ def _report_unplaced(
     Raises:
         DataError: they are more than half.
     """
-    unplaced = unplaced_answers(examples, encoded)
+    has_label = np.zeros(len(examples), np.bool_)
+    np.logical_or.at(has_label, encoded.example_index, encoded.labels[:, 0] > 0)
+    labelled = zip(examples, has_label.tolist(), strict=True)
+    unplaced = [example.id for example, has in labelled if example.answers and not has]
     if not unplaced:
         return
     answered = sum(bool(example.answers) for example in examples)

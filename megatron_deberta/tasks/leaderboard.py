@@ -170,7 +170,7 @@ def _files(
         # A table of index and prediction; scores have three decimals.
         values = [f"{p.value:.3f}" if isinstance(p.value, float) else p.value for p in predictions]
         rows = [f"{p.id}\t{value}" for p, value in zip(predictions, values, strict=True)]
-        return {_with_suffix(name, ".tsv"): _lines(["index\tprediction", *rows])}
+        return {name.removesuffix(".tsv") + ".tsv": _lines(["index\tprediction", *rows])}
     if task.leaderboard == "squad":
         # Answers by id, and for SQuAD 2.0 the scores that its script takes as --na-prob
         files = {f"{name}_predictions.json": {p.id: p.value for p in predictions}}
@@ -179,14 +179,14 @@ def _files(
         option = orjson.OPT_INDENT_2
         return {path: orjson.dumps(each, option=option) for path, each in files.items()}
     if task.leaderboard == "conll":
-        return {_with_suffix(name, ".conll"): _lines(_conll(task, examples, predictions))}
+        return {name.removesuffix(".conll") + ".conll": _lines(_conll(task, examples, predictions))}
     if task.leaderboard == "superglue":
         # One object per example, or for MultiRC per passage
         objects = [{"idx": _number(p.id), "label": _superglue_label(task, p)} for p in predictions]
         if "group_exact" in task.metrics:
             objects = _multirc_passages(predictions)
-        return {_with_suffix(name, ".jsonl"): _json_lines(objects)}
-    return {_with_suffix(name, ".jsonl"): json_lines(task, examples, predictions)}
+        return {name.removesuffix(".jsonl") + ".jsonl": _json_lines(objects)}
+    return {name.removesuffix(".jsonl") + ".jsonl": json_lines(task, examples, predictions)}
 
 
 def _conll(
@@ -201,10 +201,6 @@ def _conll(
         rows = tuple(" ".join(row) for row in zip(*columns, strict=True))
         for sentence in sentences(example, rows):
             yield from (*sentence, "")
-
-
-def _with_suffix(name: str, suffix: str) -> str:
-    return name if name.endswith(suffix) else name + suffix
 
 
 def _number(identifier: str) -> int | str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -138,16 +139,13 @@ def split_to_predict(name: str, data: str | os.PathLike[str]) -> str:
         name: task file or name of a packaged task.
         data: folder of the data.
     """
-    try:
+    ignored = suppress(MegatronDebertaError, OSError)
+    with ignored:
         task = load_task(name)
-    except (MegatronDebertaError, OSError):
-        return _TEST
-    for split in (_TEST, *(each for each in task.splits if not is_labelled(each)), "dev"):
-        try:
-            split_files(task, data, split)
-        except (MegatronDebertaError, OSError):
-            continue
-        return split
+        for split in (_TEST, *(each for each in task.splits if not is_labelled(each)), "dev"):
+            with ignored:
+                split_files(task, data, split)
+                return split
     return _TEST
 
 
