@@ -12,7 +12,7 @@ import orjson
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import write_atomically
 from megatron_deberta.tasks.examples import Example, Prediction, sentences
-from megatron_deberta.tasks.ranking import ranks
+from megatron_deberta.tasks.metrics import ranks
 from megatron_deberta.tasks.task import SCORE_HEADS, TaskConfig, entities, entity_labels
 
 

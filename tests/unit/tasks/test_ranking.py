@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import average_precision_score, ndcg_score
 
-from megatron_deberta.tasks.ranking import ranking_counts, ranks
+from megatron_deberta.tasks.metrics import ranking_counts, ranks
 
 LIMIT = 1e-12
 
