@@ -90,13 +90,13 @@ class LabelledObjective(Objective):
         return [logits.flatten(0, -2)]
 
     def outputs(self, logits: Tensor, batch: TaskBatch) -> Tensor:
-        """Return the predictions that `tasks.scoring` reads, fp32.
+        """Return the predictions that `tasks.scoring` reads, fp32; ``[B]`` of one score per row.
 
         Args:
             logits: outputs of the head; ``[B, K]`` of rows, ``[B, N, K]`` of tokens.
             batch: on the device of the logits.
         """
-        return logits.detach().float()
+        return logits.detach().float().squeeze(-1)
 
     def build_model(self, options: RuntimeOptions) -> DebertaForTask:
         """Build the model with this objective's loss."""
@@ -115,13 +115,10 @@ class LabelledObjective(Objective):
 
     def count_targets(self, batch: TaskBatch) -> dict[str, Tensor]:
         """Return the number of labelled targets for each loss; of weighted ones, their weight."""
-        return dict.fromkeys(self.losses, self.scored(batch).sum()) | self._weighted_targets(batch)
-
-    def _weighted_targets(self, batch: TaskBatch) -> dict[str, Tensor]:
-        weights, labels = self.class_weights(batch.labels.device), batch.labels.flatten()
-        if weights is None:
-            return {}
-        return {TASK: target_weights(labels, weights).sum(dtype=torch.float64)}
+        counts = dict.fromkeys(self.losses, self.scored(batch).sum())
+        if (weights := self.class_weights(batch.labels.device)) is not None:
+            counts[TASK] = target_weights(batch.labels.flatten(), weights).sum(dtype=torch.float64)
+        return counts
 
     def training_flops(self, sequence_length: float, micro_batch_size: int) -> float:
         """Count the FLOPs of forward and backward per token, without recomputation.
@@ -290,10 +287,6 @@ class Regression(LabelledObjective):
         """Return which rows have a label."""
         return ~torch.isnan(batch.labels)
 
-    def outputs(self, logits: Tensor, batch: TaskBatch) -> Tensor:
-        """Return the scores ``[B]``."""
-        return super().outputs(logits[:, 0], batch)
-
 
 class Choices(LabelledObjective):
     """The right one of an example's rows; examples may differ in their number."""
@@ -305,10 +298,6 @@ class Choices(LabelledObjective):
         rows = batch.choice_rows
         assert rows is not None
         return [logits[:, 0].float()[rows.clamp(min=0)].masked_fill(rows < 0, MASKED_LOGIT)]
-
-    def outputs(self, logits: Tensor, batch: TaskBatch) -> Tensor:
-        """Return the logit of each row, ``[B]``."""
-        return super().outputs(logits[:, 0], batch)
 
 
 class Spans(LabelledObjective):
@@ -366,9 +355,9 @@ class Multilabel(LabelledObjective):
         """Return the logits of absence and presence of each label, each ``[B, 2]``."""
         return list(F.pad(logits.unsqueeze(-1), (1, 0)).unbind(1))
 
-    def _weighted_targets(self, batch: TaskBatch) -> dict[str, Tensor]:
-        # The weights are of labels within an example; each example counts once.
-        return {}
+    def count_targets(self, batch: TaskBatch) -> dict[str, Tensor]:
+        """Return the number of examples with known labels: weights are of labels within them."""
+        return dict.fromkeys(self.losses, self.scored(batch).sum())
 
 
 class Reranking(Choices):
