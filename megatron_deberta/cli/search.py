@@ -34,6 +34,7 @@ from megatron_deberta.errors import (
     printable,
     refusals,
 )
+from megatron_deberta.files import FileLock
 from megatron_deberta.finetune.search import SearchConfig, load_search
 from megatron_deberta.tasks.task import load_task
 
@@ -199,18 +200,16 @@ def _describe_end(outcome: Outcome, metric: str, *, is_stopping: bool) -> tuple[
 
 @contextmanager
 def _folder_lock(search: SearchConfig) -> Iterator[None]:
-    from megatron_deberta.finetune.local_runs import lock_folder
-
-    try:
-        descriptor = lock_folder(Path(search.output))
-    except BlockingIOError:
+    lock = FileLock(Path(search.output) / ".lock")
+    Path(search.output).mkdir(parents=True, exist_ok=True)
+    if not lock.acquire():
         raise ConfigError(
             f"output={search.output}: another search runs in this folder; wait, or use --table"
-        ) from None
+        )
     try:
         yield
     finally:
-        os.close(descriptor)
+        lock.release()
 
 
 def _slots(search: SearchConfig, first: ConfiguredRun, jobs: int | None) -> list[dict[str, str]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -194,7 +193,7 @@ def curve_of(output: Path) -> list[CurvePoint]:
 
 
 def write_curve(output: Path, points: Sequence[CurvePoint], task: str, metric: str) -> None:
-    """Write ``curve.json`` and ``curve.png``.
+    """Write ``curve.json`` and ``curve.png``: mean and range of the score over pretraining steps.
 
     Args:
         output: folder of the files.
@@ -202,28 +201,14 @@ def write_curve(output: Path, points: Sequence[CurvePoint], task: str, metric: s
         task: name of the task.
         metric: name of the score.
     """
+    from matplotlib.figure import Figure
+
     content = {
         "task": task,
         "metric": metric,
         "points": [{**asdict(point), "mean": point.mean} for point in points],
     }
     write_atomically(output / CURVE_FILE, (json.dumps(content, indent=1) + "\n").encode())
-    plot_curve(output / PICTURE_FILE, points, task, metric)
-
-
-def plot_curve(
-    path: str | os.PathLike[str], points: Sequence[CurvePoint], task: str, metric: str
-) -> None:
-    """Draw mean and range of the score over pretraining steps as PNG.
-
-    Args:
-        path: PNG file to write.
-        points: scores by checkpoint, in the order of steps.
-        task: name of the task.
-        metric: name of the metric.
-    """
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     steps = [point.step for point in points]
@@ -236,7 +221,7 @@ def plot_curve(
     axes.grid(alpha=0.3)
     picture = io.BytesIO()
     figure.savefig(picture, dpi=120, format="png")
-    write_atomically(Path(path), picture.getvalue())
+    write_atomically(output / PICTURE_FILE, picture.getvalue())
 
 
 def describe_curve(points: Sequence[CurvePoint], metric: str) -> str:

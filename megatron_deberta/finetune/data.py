@@ -200,7 +200,7 @@ class TaskData:
         rows = task_rows(config, encoded, self.tokenizer)
         epochs = train.steps / epoch_order(config, rows).steps_per_epoch
         dev = "" if self.dev is None else f", {len(self.dev.examples):,} for validation"
-        return [
+        described = [
             (
                 "task",
                 f"{self.task.name}: {len(self.train.examples):,} examples = {encoded.num_rows:,} "
@@ -213,16 +213,12 @@ class TaskData:
                 "data-parallel)",
             ),
             ("training", f"{train.steps:,} steps = {epochs:.3g} epochs"),
-            *self._describe_weights(config),
         ]
-
-    def _describe_weights(self, config: RunConfig) -> list[tuple[str, str]]:
-        weights = config.finetune.class_weights
-        if not weights:
-            return []
-        pairs = list(zip(config.model.labels, weights, strict=True))
-        shown = ", ".join(f"{label} {float(weight):.3g}" for label, weight in pairs[:_SHOWN])
-        return [("class weights", f"{shown}, ..." if len(pairs) > _SHOWN else shown)]
+        if weights := config.finetune.class_weights:
+            pairs = list(zip(config.model.labels, weights, strict=True))
+            shown = ", ".join(f"{label} {float(weight):.3g}" for label, weight in pairs[:_SHOWN])
+            described.append(("class weights", f"{shown}, ..." if len(pairs) > _SHOWN else shown))
+        return described
 
 
 def open_task_data(config: RunConfig, groups: ProcessGroups) -> tuple[RunConfig, TaskData]:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, asdict, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +42,16 @@ def fingerprint_inputs(task: TaskConfig, data: str, tokenizer: str) -> dict[str,
             examples.update(f"{split} {example!r}\n".encode("utf-8", "surrogatepass"))
     values = asdict(task)
     # Without keys that have their default, so that later releases may have more of them.
-    given = {item.name: values[item.name] for item in fields(task) if not _is_default(item, values)}
-    given.pop("description", None)
-    settings = json.dumps(given, sort_keys=True)
+    for item in fields(task):
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        if item.name == "description" or values[item.name] == default:
+            del values[item.name]
+    settings = json.dumps(values, sort_keys=True)
     return {
         "task_fingerprint": hashlib.sha256(settings.encode()).hexdigest(),
         "data_fingerprint": examples.hexdigest(),
         "tokenizer_fingerprint": load_model_tokenizer(tokenizer).fingerprint,
     }
-
-
-def _is_default(item: Field[Any], values: Mapping[str, Any]) -> bool:
-    default = item.default if item.default_factory is MISSING else item.default_factory()
-    return bool(values[item.name] == default)
 
 
 def fingerprint_weights(path: Path) -> str:

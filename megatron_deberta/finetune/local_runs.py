@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import logging
 import os
@@ -13,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 
 from megatron_deberta.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REQUEUE
@@ -154,10 +152,10 @@ def visible_gpus() -> list[str]:
     """Return the names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them."""
     import torch
 
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    every = [name.strip() for name in named.split(",")] if named else None
     count = torch.cuda.device_count()
-    return list(map(str, range(count))) if every is None else every[:count]
+    if named := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return [name.strip() for name in named.split(",")][:count]
+    return list(map(str, range(count)))
 
 
 @contextmanager
@@ -206,15 +204,3 @@ def _signal_all(processes: Sequence[_Process], number: int) -> None:
             process.popen.send_signal(number)
             if number == signal.SIGKILL:
                 process.popen.wait()
-
-
-def lock_folder(folder: Path) -> int:
-    """Lock a search's folder until this process ends; return the descriptor of the lock.
-
-    Raises:
-        BlockingIOError: another process holds it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return descriptor

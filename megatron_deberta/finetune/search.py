@@ -6,7 +6,6 @@ A cell is a point of the grid; it has a run per seed.
 from __future__ import annotations
 
 import csv
-import difflib
 import hashlib
 import io
 import itertools
@@ -44,7 +43,13 @@ from megatron_deberta.evaluate.outputs import SEARCH_RESULTS, RunResult, finishe
 from megatron_deberta.files import write_atomically
 from megatron_deberta.finetune.settings import finetune_config
 from megatron_deberta.parsing import conform, read_json
-from megatron_deberta.tasks.task import DEV, TaskConfig, absolute_task_name, packaged_file
+from megatron_deberta.tasks.task import (
+    DEV,
+    TaskConfig,
+    absolute_task_name,
+    check_keys,
+    packaged_file,
+)
 
 MAX_SEEDS = 10_000
 """Most seeds of a cell that a number may stand for."""
@@ -150,12 +155,7 @@ def _is_text(key: str) -> bool:
 
 
 def _build(data: dict[str, Any], source: str) -> SearchConfig:
-    known = [item.name for item in fields(SearchConfig)]
-    for key in data:
-        if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"the keys are {', '.join(known)}"
-            raise ConfigError(f"{source}: no key {key!r}; {hint} (run keys belong to grid)")
+    check_keys(data, SearchConfig, source, " (run keys belong to grid)")
     for key in _REQUIRED:
         if not data.get(key):
             raise ConfigError(
@@ -199,14 +199,11 @@ def _check(search: SearchConfig, source: str) -> None:
 
 
 def _with_absolute_paths(search: SearchConfig) -> SearchConfig:
-    def absolute(path: str) -> str:
-        return os.path.abspath(path) if path else ""
-
     task = absolute_task_name(search.task)
-    values = {item.name: getattr(search, item.name) for item in fields(search)}
-    values |= {"task": task, "output": absolute(search.output or f"searches/{Path(task).stem}")}
-    values |= {key: absolute(values[key]) for key in ("model", "data", "tokenizer")}
-    return SearchConfig(**values)
+    output = os.path.abspath(search.output or f"searches/{Path(task).stem}")
+    given = {key: getattr(search, key) for key in ("model", "data", "tokenizer")}
+    paths = {key: os.path.abspath(path) for key, path in given.items() if path}
+    return replace(search, task=task, output=output, **paths)
 
 
 RUN_FILE = "finetune.yaml"
@@ -308,8 +305,19 @@ class ConfiguredRun(SearchRun):
             ConfigError: it does.
         """
         path = self.folder / RUN_FILE
-        if path.exists():
-            _check_unchanged(self.config, load_config(path), path)
+        if not path.exists():
+            return
+        old, new = config_to_dict(load_config(path)), config_to_dict(self.config)
+        for section in sorted(new.keys() - set(_MAY_CHANGE)):
+            for key, value in new[section].items():
+                name = f"{section}.{key}"
+                # A run keeps the format and the engine with which it began.
+                is_kept = section == "precision" and value == "auto"
+                if old[section][key] != value and name not in _MAY_CHANGE and not is_kept:
+                    raise ConfigError(
+                        f"{path}: {name} was {old[section][key]!r} and is now {value!r}; restore "
+                        "it, or give the search another output"
+                    )
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
@@ -360,16 +368,12 @@ def list_cells(search: SearchConfig, task: TaskConfig) -> list[Cell]:
             for values in itertools.product(*axes.values())
         ]
     chosen = np.random.default_rng(0).choice(total, count, replace=False)
-    return [_cell_at(axes, int(index)) for index in sorted(chosen)]
-
-
-def _cell_at(axes: Mapping[str, Sequence[Value]], index: int) -> Cell:
-    """Return a cell by its position in the order of the grid, whose last key changes first."""
-    values = {}
-    for key, known in reversed(list(axes.items())):
-        index, place = divmod(index, len(known))
-        values[key] = known[place]
-    return Cell({key: values[key] for key in axes})
+    # The last key of the grid changes first.
+    places = np.unravel_index(np.sort(chosen), [len(values) for values in axes.values()])
+    return [
+        Cell({key: known[at] for (key, known), at in zip(axes.items(), place, strict=True)})
+        for place in np.transpose(places).tolist()
+    ]
 
 
 def list_runs(search: SearchConfig, task: TaskConfig) -> list[SearchRun]:
@@ -420,21 +424,6 @@ def configure_runs(
         runs.append(ConfiguredRun(run.cell, run.seed, run.folder, replace(config, train=train)))
         runs[-1].check_config()
     return runs
-
-
-def _check_unchanged(config: RunConfig, before: RunConfig, path: Path) -> None:
-    """Check that a run has the config with which it was started."""
-    old, new = config_to_dict(before), config_to_dict(config)
-    for section in sorted(new.keys() - set(_MAY_CHANGE)):
-        for key, value in new[section].items():
-            name = f"{section}.{key}"
-            # A run keeps the format and the engine with which it began.
-            is_kept = section == "precision" and value == "auto"
-            if old[section][key] != value and name not in _MAY_CHANGE and not is_kept:
-                raise ConfigError(
-                    f"{path}: {name} was {old[section][key]!r} and is now {value!r}; restore it, "
-                    "or give the search another output"
-                )
 
 
 RESULT_FILE = "result.json"
@@ -509,12 +498,8 @@ def collect(runs: Sequence[SearchRun], metric: str) -> list[CellResult]:
         cells.setdefault(run.cell.name, []).append(run)
     found = []
     for members in cells.values():
-        results = {run.seed: read_result(run.folder, metric) for run in members}
-        scores = {
-            seed: result.score
-            for seed, result in results.items()
-            if result is not None and result.score is not None
-        }
+        results = ((run.seed, read_result(run.folder, metric)) for run in members)
+        scores = {seed: each.score for seed, each in results if each and each.score is not None}
         found.append(CellResult(members[0].cell, tuple(members), scores))
     return found
 
@@ -554,45 +539,33 @@ def format_table(search: SearchConfig, metric: str, results: Sequence[CellResult
     finished = sum(len(result.scores) for result in results)
     total = sum(len(result.runs) for result in results)
     keys = list(results[0].cell.values)
-    names = short_names(keys)
-    header = [*(names[key] for key in keys), "runs", *STATISTICS]
-    scored = [result for result in results if result.scores]
-    scored.sort(key=lambda result: -result.statistic(search.select))
-    ordered = [*scored, *(result for result in results if not result.scores)]
+    header = [*short_names(keys).values(), "runs", *STATISTICS]
+    # Those without a score come last.
+    ordered = sorted(results, key=lambda r: -r.statistic(search.select) if r.scores else math.inf)
     rows = [header]
     for result in ordered:
         values = [str(result.cell.values[key]) for key in keys]
         count = f"{len(result.scores)}/{len(result.runs)}"
         figures = [f"{result.statistic(s):.4f}" if result.scores else "-" for s in STATISTICS]
         rows.append([*values, count, *figures])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    best = best_cell(results, search.select)
+    named = "none yet; no cell has finished with all of its seeds"
+    if best is not None:
+        named = f"{best.cell.name} ({best.runs[0].folder.parent})"
     lines = [
         f"{search.output}: {finished} of {total} runs finished",
         f"{metric} on the split {DEV}, which selected checkpoints and cells; it is no test result",
         "",
-        *_aligned(rows),
+        *("  ".join(map(str.rjust, row, widths)) for row in rows),
         "",
-        _describe_best(search.select, best_cell(results, search.select)),
+        f"best cell{f' by {search.select}' * (best is not None)}: {named}",
     ]
     return "\n".join(lines)
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    ]
-
-
-def _describe_best(statistic: Statistic, best: CellResult | None) -> str:
-    if best is None:
-        return "best cell: none yet; no cell has finished with all of its seeds"
-    folder = best.runs[0].folder.parent
-    return f"best cell by {statistic}: {best.cell.name} ({folder})"
-
-
 def write_results(search: SearchConfig, metric: str, results: Sequence[CellResult]) -> list[Path]:
-    """Write ``results.json`` and ``results.csv`` into the folder of the search.
+    """Write ``results.json`` and, with a line per cell, ``results.csv`` into the search's folder.
 
     Args:
         search: the search.
@@ -603,41 +576,32 @@ def write_results(search: SearchConfig, metric: str, results: Sequence[CellResul
         The paths of both files.
     """
     best = best_cell(results, search.select)
-    cells: list[dict[str, Any]] = []
-    for result in results:
-        figures: dict[str, Any] = {
-            name: result.statistic(name) if result.scores else None for name in STATISTICS
+    cells: list[dict[str, Any]] = [
+        {
+            "folder": f"cells/{result.cell.name}",
+            "values": result.cell.values,
+            "is_best": result is best,
+            "runs": len(result.runs),
+            "finished": len(result.scores),
+            **{name: result.statistic(name) if result.scores else None for name in STATISTICS},
+            "scores": {str(seed): score for seed, score in result.scores.items()},
         }
-        cells.append(
-            {
-                "folder": f"cells/{result.cell.name}",
-                "values": result.cell.values,
-                "is_best": result is best,
-                "runs": len(result.runs),
-                "finished": len(result.scores),
-                **figures,
-                "scores": {str(seed): score for seed, score in result.scores.items()},
-            }
-        )
+        for result in results
+    ]
     content = {
         "task": search.task, "metric": metric, "split": DEV, "select": search.select,
         "best": None if best is None else f"cells/{best.cell.name}", "cells": cells,
     }  # fmt: skip
     folder = Path(search.output)
     write_atomically(folder / SEARCH_RESULTS, json.dumps(content, indent=1).encode() + b"\n")
-    write_atomically(folder / RESULTS_CSV, _csv(cells, metric, search.seeds).encode())
-    return [folder / SEARCH_RESULTS, folder / RESULTS_CSV]
-
-
-def _csv(cells: Sequence[Mapping[str, Any]], metric: str, seeds: Sequence[int]) -> str:
-    """Return one line per cell: values, split and metric, statistics, score of each seed."""
-    keys = list(cells[0]["values"])
+    figures = ("finished", *STATISTICS)
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    figures = ("finished", *STATISTICS)
-    writer.writerow([*keys, "split", "metric", *figures, *(f"seed_{seed}" for seed in seeds)])
+    seeds = (f"seed_{seed}" for seed in search.seeds)
+    writer.writerow([*cells[0]["values"], "split", "metric", *figures, *seeds])
     for cell in cells:
-        scores = [cell["scores"].get(str(seed), "") for seed in seeds]
         shown = ["" if cell[name] is None else cell[name] for name in figures]
+        scores = [cell["scores"].get(str(seed), "") for seed in search.seeds]
         writer.writerow([*cell["values"].values(), DEV, metric, *shown, *scores])
-    return stream.getvalue()
+    write_atomically(folder / RESULTS_CSV, stream.getvalue().encode())
+    return [folder / SEARCH_RESULTS, folder / RESULTS_CSV]

@@ -77,11 +77,11 @@ def finetune_config(
     """
     task = load_task(task_name)
     layers = _task_layers(task, model.config, settings)
-    given = {override.partition("=")[0].strip() for override in overrides}
+    given = _keys(overrides)
     for name, replaced in (("steps", "epochs"), ("eval_every", "validations_per_epoch")):
         if f"train.{name}" in given:
             layers["finetune"][replaced] = None
-    if given & {"optimizer.warmup_steps"}:
+    if "optimizer.warmup_steps" in given:
         layers["optimizer"]["warmup_fraction"] = None
     # Absolute, so that later commands on the run work in any folder.
     layers["tokenizer"] = {"path": os.path.abspath(model.tokenizer_path)}
@@ -100,6 +100,10 @@ def finetune_config(
     return config_from_layers(
         [(f"task {task.name}", layers)], [*overrides, f"train.micro_batch_size={micro}"]
     )
+
+
+def _keys(overrides: Sequence[str]) -> set[str]:
+    return {override.partition("=")[0].strip() for override in overrides}
 
 
 def _shorten_warmup(layers: dict[str, dict[str, Any]], overrides: Sequence[str]) -> None:
@@ -170,12 +174,11 @@ def planned_config(
     layers["finetune"]["task"] = task_name
     named = [("run", config_to_dict(run)), (f"task {task.name}", layers)]
     config = config_from_layers(named, overrides)
-    train, epochs = config.train, config.finetune.epochs
-    if epochs and not any(item.startswith("train.steps=") for item in overrides):
+    train, epochs, given = config.train, config.finetune.epochs, _keys(overrides)
+    if epochs and "train.steps" not in given:
         steps = math.ceil(epochs * -(-examples // train.global_batch_size))
         train = replace(train, steps=steps)
-    is_given = any(item.startswith("train.micro_batch_size=") for item in overrides)
-    if not is_given and "micro_batch_size" not in layers["train"]:
+    if "train.micro_batch_size" not in given and "micro_batch_size" not in layers["train"]:
         train = replace(train, micro_batch_size=_micro_batch(config, world_size))
     return replace(config, train=train)
 
@@ -281,9 +284,7 @@ def learning_rate_hint(
         shapes: of the model's parameters, by canonical name.
     """
     key, rate = "optimizer.learning_rate", config.optimizer.learning_rate
-    if rate >= _SMALL_MODEL_RATE or any(
-        item.partition("=")[0].strip() == key for item in overrides
-    ):
+    if rate >= _SMALL_MODEL_RATE or key in _keys(overrides):
         return ""
     size = sum(
         math.prod(shape) for name, shape in shapes.items() if not name.startswith("embeddings.")

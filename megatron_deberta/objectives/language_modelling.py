@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import math
 import shlex
-from collections.abc import Mapping
 from typing import Literal
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -23,9 +23,11 @@ from megatron_deberta.model.flops import pretraining_flops_per_token
 from megatron_deberta.model.heads import TokenLoss
 from megatron_deberta.objectives.objective import (
     NO_COUNTS,
+    Counts,
     LossSums,
     LossTerm,
     Mean,
+    Means,
     ModelLosses,
     Objective,
     export_command,
@@ -87,12 +89,17 @@ class MaskedLanguageModel(DebertaForPretraining):
         return LossSums(found.loss, found.correct)
 
 
-def masked_metrics(tokens: Mean) -> dict[str, float]:
-    """Return loss, perplexity and accuracy per masked token, and the number of tokens."""
+def token_metrics(tokens: Mean, accuracy: str = "masked_accuracy") -> dict[str, float]:
+    """Return loss, perplexity and accuracy per token, and the number of tokens.
+
+    Args:
+        tokens: the loss.
+        accuracy: name of the accuracy.
+    """
     return {
         "loss": tokens.loss,
         "perplexity": perplexity(tokens.loss),
-        "masked_accuracy": tokens.accuracy,
+        accuracy: tokens.accuracy,
         "num_targets": tokens.num_targets,
     }
 
@@ -102,8 +109,8 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-class _LanguageModelling(Objective):
-    model_class = MaskedLanguageModel
+class PretrainingObjective(Objective):
+    """Objective on text without labels."""
 
     def training_flops(self, sequence_length: float, micro_batch_size: int) -> float:
         """Count the FLOPs of forward and backward per token, without recomputation."""
@@ -113,8 +120,19 @@ class _LanguageModelling(Objective):
         )
 
 
-class MaskedLanguageModelling(_LanguageModelling):
+class MaskedLanguageModelling(PretrainingObjective):
     """Masked language modelling, plus next-sentence prediction where rows are pairs."""
+
+    model_class = MaskedLanguageModel
+    formats = {
+        "perplexity": "perplexity {:.2f}",
+        "masked_accuracy": "masked accuracy {:.1%}",
+        "next_sentence_loss": "next-sentence loss {:.4f}",
+        "next_sentence_accuracy": "accuracy {:.1%}",
+        "autoregressive_perplexity": "perplexity {:.2f}",
+        "autoregressive_accuracy": "accuracy {:.1%}",
+        "reconstruction_accuracy": "accuracy {:.1%}",
+    }
 
     @property
     def losses(self) -> dict[str, LossTerm]:
@@ -129,24 +147,9 @@ class MaskedLanguageModelling(_LanguageModelling):
             counts[NEXT_SENTENCE] = (batch.next_sentence_labels != IGNORED_LABEL).sum()
         return counts
 
-    def validation_metrics(
-        self, means: Mapping[str, Mean], counts: Mapping[str, int] = NO_COUNTS
-    ) -> dict[str, float]:
+    def validation_metrics(self, means: Means, counts: Counts = NO_COUNTS) -> dict[str, float]:
         """Return loss, perplexity and accuracy per masked token, and those of pairs."""
-        return masked_metrics(means[MASKED]) | self.step_metrics(means)
-
-    def describe(self, metrics: dict[str, float]) -> str:
-        """Format the metrics of a validation as one line."""
-        text = (
-            f"loss {metrics['loss']:.4f} | perplexity {metrics['perplexity']:.2f} | "
-            f"masked accuracy {metrics['masked_accuracy']:.1%}"
-        )
-        if "next_sentence_loss" in metrics:
-            text += (
-                f" | next-sentence loss {metrics['next_sentence_loss']:.4f} | "
-                f"accuracy {metrics['next_sentence_accuracy']:.1%}"
-            )
-        return text
+        return token_metrics(means[MASKED]) | self.step_metrics(means)
 
     def commands(self, run_dir: str, split: str = "test") -> list[str]:
         """Return the commands that fill masks and export."""
@@ -156,9 +159,10 @@ class MaskedLanguageModelling(_LanguageModelling):
         ]
 
 
-class AutoregressiveModelling(_LanguageModelling):
+class AutoregressiveModelling(PretrainingObjective):
     """Prediction of each next token."""
 
+    model_class = MaskedLanguageModel
     loss_unit = "nats per predicted token"
 
     @property
@@ -170,17 +174,9 @@ class AutoregressiveModelling(_LanguageModelling):
         """Return the number of predicted tokens."""
         return {AUTOREGRESSIVE: (batch.labels != IGNORED_LABEL).sum()}
 
-    def validation_metrics(
-        self, means: Mapping[str, Mean], counts: Mapping[str, int] = NO_COUNTS
-    ) -> dict[str, float]:
+    def validation_metrics(self, means: Means, counts: Counts = NO_COUNTS) -> dict[str, float]:
         """Return loss, perplexity and accuracy per piece, and the number of pieces."""
-        tokens = means[AUTOREGRESSIVE]
-        return {
-            "loss": tokens.loss,
-            "perplexity": perplexity(tokens.loss),
-            "accuracy": tokens.accuracy,
-            "num_targets": tokens.num_targets,
-        }
+        return token_metrics(means[AUTOREGRESSIVE], "accuracy")
 
     def commands(self, run_dir: str, split: str = "test") -> list[str]:
         """Return the commands that continue texts and compute perplexities."""
@@ -201,18 +197,14 @@ class MaskedAndAutoregressiveModelling(MaskedLanguageModelling):
     def count_targets(self, batch: Batch) -> dict[str, Tensor]:
         """Return the number of masked tokens, and of next tokens."""
         count = (batch.labels != IGNORED_LABEL).sum()
-        nothing = count.new_zeros(())
-        if batch.inputs.causal:
-            return {MASKED: nothing, AUTOREGRESSIVE: count}
-        return {MASKED: count, AUTOREGRESSIVE: nothing}
+        form = AUTOREGRESSIVE if batch.inputs.causal else MASKED
+        return dict.fromkeys(self.losses, torch.zeros_like(count)) | {form: count}
 
-    def step_loss(self, means: Mapping[str, Mean]) -> float:
+    def step_loss(self, means: Means) -> float:
         """Return the loss of the form that the step's batch has; the other one's is 0."""
         return sum(mean.loss for mean in means.values())
 
-    def step_metrics(
-        self, means: Mapping[str, Mean], counts: Mapping[str, int] = NO_COUNTS
-    ) -> dict[str, float]:
+    def step_metrics(self, means: Means, counts: Counts = NO_COUNTS) -> dict[str, float]:
         """Return loss and accuracy under the name of the form."""
         metrics: dict[str, float] = {}
         for name, mean in means.items():
@@ -220,25 +212,14 @@ class MaskedAndAutoregressiveModelling(MaskedLanguageModelling):
                 metrics |= {f"{name}_loss": mean.loss, f"{name}_accuracy": mean.accuracy}
         return metrics
 
-    def validation_metrics(
-        self, means: Mapping[str, Mean], counts: Mapping[str, int] = NO_COUNTS
-    ) -> dict[str, float]:
+    def validation_metrics(self, means: Means, counts: Counts = NO_COUNTS) -> dict[str, float]:
         """Return the metrics per masked token, and per next token."""
         following = means[AUTOREGRESSIVE]
-        return masked_metrics(means[MASKED]) | {
+        return token_metrics(means[MASKED]) | {
             "autoregressive_loss": following.loss,
             "autoregressive_perplexity": perplexity(following.loss),
             "autoregressive_accuracy": following.accuracy,
         }
-
-    def describe(self, metrics: dict[str, float]) -> str:
-        """Format the metrics of a validation as one line."""
-        return (
-            f"{super().describe(metrics)} | autoregressive loss "
-            f"{metrics['autoregressive_loss']:.4f} | perplexity "
-            f"{metrics['autoregressive_perplexity']:.2f} | accuracy "
-            f"{metrics['autoregressive_accuracy']:.1%}"
-        )
 
     def commands(self, run_dir: str, split: str = "test") -> list[str]:
         """Return the commands of both forms."""

@@ -84,7 +84,7 @@ class Update:
 
     losses: tuple[str, ...]
     counters: tuple[str, ...]
-    compute: Callable[[nn.Module, Any, DropoutSeeds | None, Tensor | None], ModelLosses]
+    compute: Callable[[Any, Any, DropoutSeeds | None, Tensor | None], ModelLosses]
     learning_rate: float | None = None
 
 
@@ -100,6 +100,14 @@ class Mean(NamedTuple):
     loss: float
     accuracy: float
     num_targets: int
+
+
+Means = Mapping[str, Mean]
+"""Means of an objective's losses, by name."""
+
+
+Counts = Mapping[str, int]
+"""Totals of an objective's counters, by name."""
 
 
 class Objective(ABC):
@@ -118,6 +126,7 @@ class Objective(ABC):
         step_loss_name: which loss of a training step is recorded as ``loss``, for people.
         validation_loss_name: likewise, of a validation.
         counters: names of further numbers that its metrics need, summed over the global batch.
+        formats: how ``describe`` writes metrics, by name, if not as name and number.
         losses: the losses by name.
     """
 
@@ -126,6 +135,7 @@ class Objective(ABC):
     step_loss_name: ClassVar[str] = "loss"
     validation_loss_name: ClassVar[str] = "loss"
     counters: ClassVar[tuple[str, ...]] = ()
+    formats: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, config: RunConfig) -> None:
         """See the class."""
@@ -142,14 +152,8 @@ class Objective(ABC):
 
         More than one needs a model whose ``updated_separately`` names as many submodules.
         """
-
-        def compute(
-            module: nn.Module, batch: Any, seeds: DropoutSeeds | None, before: Tensor | None
-        ) -> ModelLosses:
-            found: ModelLosses = module(batch, seeds)
-            return found
-
-        return (Update(tuple(self.losses), self.counters, compute),)
+        losses = tuple(self.losses)
+        return (Update(losses, self.counters, lambda model, batch, seeds, _: model(batch, seeds)),)
 
     def build_model(self, options: RuntimeOptions) -> nn.Module:
         """Build the model with its loss."""
@@ -171,13 +175,11 @@ class Objective(ABC):
             Scalars: int64, or fp64 of a loss whose targets have weights, which are summed.
         """
 
-    def step_loss(self, means: Mapping[str, Mean]) -> float:
+    def step_loss(self, means: Means) -> float:
         """Return the loss of a training step that is recorded and watched by the numeric guard."""
         return next(iter(means.values())).loss
 
-    def step_metrics(
-        self, means: Mapping[str, Mean], counts: Mapping[str, int] = NO_COUNTS
-    ) -> dict[str, float]:
+    def step_metrics(self, means: Means, counts: Counts = NO_COUNTS) -> dict[str, float]:
         """Return the metrics of a training step besides its loss, by name.
 
         Args:
@@ -191,9 +193,7 @@ class Objective(ABC):
                 metrics[f"{name}_accuracy"] = means[name].accuracy
         return metrics
 
-    def validation_metrics(
-        self, means: Mapping[str, Mean], counts: Mapping[str, int] = NO_COUNTS
-    ) -> dict[str, float]:
+    def validation_metrics(self, means: Means, counts: Counts = NO_COUNTS) -> dict[str, float]:
         """Return the metrics of a validation, by name; ``loss`` is one of them."""
         name, term = next(iter(self.losses.items()))
         mean = means[name]
@@ -203,7 +203,7 @@ class Objective(ABC):
     def describe(self, metrics: dict[str, float]) -> str:
         """Format the metrics of a validation as one line."""
         return " | ".join(
-            f"{name.replace('_', ' ')} {value:.4f}"
+            self.formats.get(name, f"{name.replace('_', ' ')} {{:.4f}}").format(value)
             for name, value in metrics.items()
             if name != "num_targets"
         )

@@ -140,14 +140,6 @@ class RetroMAE(MaskedLanguageModelling):
         targets = (batch.decoder.labels != IGNORED_LABEL).sum()
         return super().count_targets(batch) | {RECONSTRUCTION: targets}
 
-    def describe(self, metrics: dict[str, float]) -> str:
-        """Format the metrics of a validation as one line."""
-        return (
-            f"{super().describe(metrics)} | reconstruction loss "
-            f"{metrics['reconstruction_loss']:.4f} | accuracy "
-            f"{metrics['reconstruction_accuracy']:.1%}"
-        )
-
     def training_flops(self, sequence_length: float, micro_batch_size: int) -> float:
         """Count the FLOPs of the encoder, of its output that is pooled, and of the decoder."""
         length, objective = int(sequence_length), self.config.objective

@@ -8,11 +8,11 @@ loss covers all tokens but padding.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_deberta.config.schema import ModelConfig, RunConfig
@@ -20,18 +20,17 @@ from megatron_deberta.data.batch import Batch
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.model import DebertaForPretraining, DropoutSeeds, RuntimeOptions
 from megatron_deberta.model.dropout import site_id
-from megatron_deberta.model.flops import training_flops_per_token
 from megatron_deberta.model.heads import TokenLoss
 from megatron_deberta.model.replaced_tokens import DebertaForReplacedTokens
 from megatron_deberta.model.sampling import GumbelMax
-from megatron_deberta.objectives.language_modelling import masked_metrics
+from megatron_deberta.objectives.language_modelling import PretrainingObjective, token_metrics
 from megatron_deberta.objectives.objective import (
     NO_COUNTS,
+    Counts,
     LossSums,
     LossTerm,
-    Mean,
+    Means,
     ModelLosses,
-    Objective,
     Update,
     export_command,
 )
@@ -166,22 +165,7 @@ def fill(input_ids: Tensor, positions: Tensor, pieces: Tensor) -> Tensor:
     return padded.scatter(1, torch.where(positions < 0, size, positions), pieces)[:, :size]
 
 
-def _generate(
-    module: nn.Module, batch: Batch, seeds: DropoutSeeds | None, before: Tensor | None
-) -> ModelLosses:
-    assert isinstance(module, ReplacedTokenModel)
-    return module.generate(batch, seeds)
-
-
-def _detect(
-    module: nn.Module, batch: Batch, seeds: DropoutSeeds | None, samples: Tensor | None
-) -> ModelLosses:
-    assert isinstance(module, ReplacedTokenModel)
-    assert samples is not None
-    return module.detect(batch, samples, seeds)
-
-
-class ReplacedTokenDetection(Objective):
+class ReplacedTokenDetection(PretrainingObjective):
     """DeBERTaV3's objective; one update of both models, or one after the other."""
 
     counters = ("replaced", "detected", "true_positives")
@@ -204,8 +188,13 @@ class ReplacedTokenDetection(Objective):
             return super().updates
         rate = self.config.rtd.discriminator_learning_rate or None
         return (
-            Update((GENERATOR,), (), _generate),
-            Update((DISCRIMINATOR,), self.counters, _detect, rate),
+            Update((GENERATOR,), (), lambda model, batch, seeds, _: model.generate(batch, seeds)),
+            Update(
+                (DISCRIMINATOR,),
+                self.counters,
+                lambda model, batch, seeds, samples: model.detect(batch, samples, seeds),
+                rate,
+            ),
         )
 
     def build_model(self, options: RuntimeOptions) -> ReplacedTokenModel:
@@ -239,9 +228,7 @@ class ReplacedTokenDetection(Objective):
         masked = (batch.labels != IGNORED_LABEL).sum()
         return {GENERATOR: masked, DISCRIMINATOR: batch.inputs.is_token.sum()}
 
-    def step_metrics(
-        self, means: Mapping[str, Mean], counts: Mapping[str, int] = NO_COUNTS
-    ) -> dict[str, float]:
+    def step_metrics(self, means: Means, counts: Counts = NO_COUNTS) -> dict[str, float]:
         """Return the discriminator's loss and accuracy, and how well it finds replaced tokens."""
         metrics = super().step_metrics(means, counts)
         if counts:
@@ -253,11 +240,9 @@ class ReplacedTokenDetection(Objective):
             metrics["replaced_fraction"] = replaced / max(means[DISCRIMINATOR].num_targets, 1)
         return metrics
 
-    def validation_metrics(
-        self, means: Mapping[str, Mean], counts: Mapping[str, int] = NO_COUNTS
-    ) -> dict[str, float]:
+    def validation_metrics(self, means: Means, counts: Counts = NO_COUNTS) -> dict[str, float]:
         """Return the generator's metrics per masked token and the discriminator's per token."""
-        return masked_metrics(means[GENERATOR]) | self.step_metrics(means, counts)
+        return token_metrics(means[GENERATOR]) | self.step_metrics(means, counts)
 
     def describe(self, metrics: dict[str, float]) -> str:
         """Format the metrics of a validation as one line."""
@@ -269,13 +254,6 @@ class ReplacedTokenDetection(Objective):
             f"{metrics['discriminator_precision']:.1%} | recall "
             f"{metrics['discriminator_recall']:.1%} of "
             f"{metrics['replaced_fraction']:.1%} replaced"
-        )
-
-    def training_flops(self, sequence_length: float, micro_batch_size: int) -> float:
-        """Count the FLOPs of forward and backward of both models per token."""
-        masked = self.config.objective.mask_probability
-        return training_flops_per_token(
-            self.config.model, int(sequence_length), micro_batch_size, masked
         )
 
     def commands(self, run_dir: str, split: str = "test") -> list[str]:

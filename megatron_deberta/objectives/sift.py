@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.model.dropout import DropoutSeeds, site_id
 from megatron_deberta.model.embeddings import Perturbation
 from megatron_deberta.model.inputs import TokenInfo
@@ -52,19 +51,6 @@ class Sift:
     inner: Literal["symmetric_kl", "kl"]
     clean_gradient: bool
 
-    @staticmethod
-    def of_run(config: RunConfig) -> Sift | None:
-        """Return the settings of a run; None if it does not use SiFT."""
-        objective = config.objective
-        if not objective.sift_weight:
-            return None
-        return Sift(
-            objective.sift_noise,
-            objective.sift_step,
-            objective.sift_inner,
-            objective.sift_clean_gradient,
-        )
-
     def __call__(
         self,
         logits_of: LogitsOf,
@@ -90,31 +76,20 @@ class Sift:
         first, second = (
             replace(seeds, run_seed=_combine(seeds.run_seed, number)) for number in _PASSES
         )
-        delta = self._perturb(logits_of, distributions, clean.detach(), scored, first, inner)
-        perturbed = logits_of(second, Perturbation(delta))
-        target = clean if self.clean_gradient else clean.detach()
-        return _total(outer, distributions(perturbed), distributions(target), scored)
-
-    def _perturb(
-        self,
-        logits_of: LogitsOf,
-        distributions: Distributions,
-        clean: Tensor,
-        scored: Tensor,
-        seeds: DropoutSeeds,
-        divergence: Callable[[Tensor, Tensor], Tensor],
-    ) -> Tensor:
-        """Return the perturbation after one gradient step."""
-        perturbation = _NoisyPerturbation(self.noise, seeds)
-        perturbed = logits_of(seeds, perturbation)
+        # One gradient step from the initial perturbation
+        perturbation = _NoisyPerturbation(self.noise, first)
+        perturbed, fixed = logits_of(first, perturbation), clean.detach()
         delta = perturbation.delta
         assert delta is not None
         factor = _FP16_FACTOR if clean.dtype == torch.float16 else 1.0
-        total = _total(divergence, distributions(perturbed), distributions(clean), scored)
+        total = _total(inner, distributions(perturbed), distributions(fixed), scored)
         (gradient,) = torch.autograd.grad(total * factor, delta)
         gradient = torch.nan_to_num(gradient / factor, 0.0, 0.0, 0.0)
         largest = gradient.abs().amax(-1, keepdim=True)
-        return (delta + self.step * gradient / (_EPSILON + largest)).detach()
+        delta = (delta + self.step * gradient / (_EPSILON + largest)).detach()
+        perturbed = logits_of(second, Perturbation(delta))
+        target = clean if self.clean_gradient else fixed
+        return _total(outer, distributions(perturbed), distributions(target), scored)
 
 
 class _NoisyPerturbation(Perturbation):
@@ -153,10 +128,7 @@ def symmetric_kl(logits: Tensor, target: Tensor) -> Tensor:
 
     Its gradient is that of the symmetric KL divergence without the gradient of the weights.
     """
-    log_p, log_q = F.log_softmax(logits.float(), -1), F.log_softmax(target.float(), -1)
-    forward = -(log_q.exp().detach() * log_p).sum(-1)
-    backward = -(log_p.exp().detach() * log_q).sum(-1)
-    return forward + backward
+    return _kl(logits, target) + _kl(target, logits)
 
 
 def _kl(logits: Tensor, target: Tensor) -> Tensor:

@@ -12,10 +12,11 @@ import numpy as np
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
+from megatron_deberta.config.schema import CLASS_HEADS
 from megatron_deberta.files import MAX_RECORD_BYTES, read_regular
 from megatron_deberta.parsing import parse_json
 from megatron_deberta.tasks.examples import Example, Prediction, sentences
-from megatron_deberta.tasks.metrics import label_flags
+from megatron_deberta.tasks.metrics import class_flags
 from megatron_deberta.tasks.scoring import DEFAULT_THRESHOLD
 from megatron_deberta.tasks.task import TaskConfig, entities, entity_labels
 
@@ -23,6 +24,7 @@ FILE_NAME = "class_scores.jsonl"
 """In the folder of a fine-tuning run: the scores of each validation."""
 MAX_CLASSES = 200
 """Tasks with more classes have no scores by class."""
+_RECORDED = ("name", "labelled", "predicted", "right", "precision", "recall", "f1")
 
 
 class _Class(TypedDict):
@@ -94,15 +96,13 @@ class ClassScores:
             "unit": self.unit,
             "classes": [
                 {
-                    "name": each.name, "labelled": each.labelled, "predicted": each.predicted,
-                    "right": each.right, "precision": each.precision, "recall": each.recall,
-                    "f1": each.f1,
+                    **{name: getattr(each, name) for name in _RECORDED},
                     **({} if each.threshold is None else {"threshold": each.threshold}),
                 }
                 for each in self.classes
             ],
             "confusion": [list(row) for row in self.confusion],
-        }  # fmt: skip
+        }
 
 
 def class_scores(
@@ -117,42 +117,23 @@ def class_scores(
         examples: labelled examples.
         predictions: their predictions, in the same order.
     """
-    if task.head == "multilabel":
-        return _label_scores(task, examples, predictions)
-    if task.head not in ("classification", "tokens") or len(task.labels) > MAX_CLASSES:
+    has_thresholds = task.head == "multilabel"
+    if task.head not in CLASS_HEADS or (len(task.labels) > MAX_CLASSES and not has_thresholds):
         return None
     if task.head == "tokens":
         return _tag_scores(task, examples, predictions)
-    size = len(task.labels)
-    confusion = np.zeros((size, size), np.int64)
-    truth = np.array([example.label for example in examples], np.int64)
-    found = np.array([prediction.index for prediction in predictions], np.int64)
-    np.add.at(confusion, (truth, found), 1)
-    counts = zip(
-        task.label_names or task.labels,
-        np.diagonal(confusion).tolist(),
-        confusion.sum(axis=1).tolist(),
-        confusion.sum(axis=0).tolist(),
-        strict=True,
-    )
-    classes = tuple(ClassScore(*each) for each in counts)
+    truth, found = class_flags(task, examples, predictions)
+    thresholds, confusion = [None] * len(task.labels), np.zeros((0, 0), np.int64)
+    if has_thresholds:
+        chosen = task.thresholds or DEFAULT_THRESHOLD
+        thresholds = np.broadcast_to(chosen, len(task.labels)).tolist()
+    else:
+        confusion = np.zeros((len(task.labels),) * 2, np.int64)
+        np.add.at(confusion, (truth.argmax(axis=1), found.argmax(axis=1)), 1)
+    counts = (side.sum(axis=0).tolist() for side in (truth & found, truth, found))
+    columns = (task.label_names or task.labels, *counts, thresholds)
+    classes = tuple(ClassScore(*each) for each in zip(*columns, strict=True))
     return ClassScores("examples", classes, tuple(map(tuple, confusion.tolist())))
-
-
-def _label_scores(
-    task: TaskConfig, examples: Sequence[Example], predictions: Sequence[Prediction]
-) -> ClassScores:
-    truth, found = label_flags(task, examples, predictions)
-    thresholds = np.broadcast_to(task.thresholds or DEFAULT_THRESHOLD, len(task.labels))
-    counts = zip(
-        task.label_names or task.labels,
-        (truth & found).sum(axis=0).tolist(),
-        truth.sum(axis=0).tolist(),
-        found.sum(axis=0).tolist(),
-        thresholds.tolist(),
-        strict=True,
-    )
-    return ClassScores("examples", tuple(ClassScore(*each) for each in counts))
 
 
 def recorded_thresholds(run_dir: Path, step: int) -> dict[str, float]:

@@ -7,7 +7,7 @@ import itertools
 import json
 import logging
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_deberta.config.schema import GROUPED_HEADS
 from megatron_deberta.errors import DataError
 from megatron_deberta.tasks.encoded import IGNORED, EncodedDataset
 from megatron_deberta.tasks.examples import Example
@@ -24,57 +25,33 @@ from megatron_deberta.tokenizer import Tokenizer
 Ids = npt.NDArray[np.int32]
 
 
-class RowBuilder:
-    """Collects rows of tokens.
+Row = tuple[int, Ids, Ids | None]
+"""Index of the row's example, and the tokens of its first and second segment; None: no second."""
+
+
+def row_arrays(tokenizer: Tokenizer, rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the arrays of ``EncodedDataset`` but labels, offsets and word indices.
 
     Args:
         tokenizer: for the ids of [CLS] and [SEP].
+        rows: of all examples.
     """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """See the class."""
-        self._cls = np.array([tokenizer.cls_id], np.int32)
-        self._sep = np.array([tokenizer.sep_id], np.int32)
-        self._ids: list[Ids] = []
-        self._types: list[npt.NDArray[np.uint8]] = []
-        self._lengths: list[int] = []
-        self._examples: list[int] = []
-
-    def add(self, example: int, first: Ids, second: Ids | None = None) -> int:
-        """Add a row.
-
-        Args:
-            example: index of its example.
-            first: tokens of the first segment.
-            second: tokens of the second segment; None: there is none.
-
-        Returns:
-            The row's number of tokens.
-        """
-        parts = [self._cls, first, self._sep]
-        pair_tokens = 0
-        if second is not None:
-            parts += [second, self._sep]
-            pair_tokens = len(second) + 1
-        length = len(first) + 2 + pair_tokens
-        types = np.zeros(length, np.uint8)
-        types[length - pair_tokens :] = 1
-        self._ids += parts
-        self._types.append(types)
-        self._lengths.append(length)
-        self._examples.append(example)
-        return length
-
-    def arrays(self) -> dict[str, Any]:
-        """Return the arrays of ``EncodedDataset`` but labels, offsets and word indices."""
-        return {
-            "input_ids": np.concatenate(self._ids),
-            "token_type_ids": np.concatenate(self._types),
-            "row_offsets": np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)]),
-            "example_index": np.array(self._examples, np.int64),
-            "char_offsets": np.empty((0, 2), np.int32),
-            "word_index": np.empty(0, np.int32),
-        }
+    cls, sep = (np.array([token], np.int32) for token in (tokenizer.cls_id, tokenizer.sep_id))
+    ids: list[Ids] = []
+    types: list[npt.NDArray[np.uint8]] = []
+    for _, first, second in rows:
+        ids += [cls, first, sep] if second is None else [cls, first, sep, second, sep]
+        pair_tokens = 0 if second is None else len(second) + 1
+        types.append(np.repeat(np.array([0, 1], np.uint8), [len(first) + 2, pair_tokens]))
+    lengths = [len(each) for each in types]
+    return {
+        "input_ids": np.concatenate(ids),
+        "token_type_ids": np.concatenate(types),
+        "row_offsets": np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
+        "example_index": np.array([index for index, *_ in rows], np.int64),
+        "char_offsets": np.empty((0, 2), np.int32),
+        "word_index": np.empty(0, np.int32),
+    }
 
 
 def first_and_second_lengths(first: int, second: int, limit: int, truncate: str) -> tuple[int, int]:
@@ -99,76 +76,110 @@ def first_and_second_lengths(first: int, second: int, limit: int, truncate: str)
     return min(first, limit - second), second
 
 
-def encode_each(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Ids]:
-    """Encode texts; equal texts are encoded once."""
+def encode_each(tokenizer: Tokenizer, texts: Iterable[str]) -> dict[str, Ids]:
+    """Return the tokens of each text; equal texts are encoded once."""
     distinct = list(dict.fromkeys(texts))
     ids, lengths = tokenizer.encode_texts(distinct)
-    parts = dict(zip(distinct, np.split(ids, np.cumsum(lengths)[:-1]), strict=True))
-    return [parts[text] for text in texts]
+    return dict(zip(distinct, np.split(ids, np.cumsum(lengths)[:-1]), strict=True))
+
+
+def _segments(task: TaskConfig, example: Example) -> list[tuple[str, str | None]]:
+    """Return the first and the second segment of each row of an example; None: no second."""
+    pair = example.text_pair
+    if task.head == "embed":
+        texts = (example.text, *(() if pair is None else (pair,)), *example.choices)
+        return [(text, None) for text in texts]
+    if task.head not in GROUPED_HEADS:
+        return [(example.text, pair)]
+    if not example.text:
+        # Without a passage the choice is the only segment.
+        return [(choice, None) for choice in example.choices]
+    return [(example.text, choice) for choice in example.choices]
+
+
+def _encode_each_segment(
+    tokenizer: Tokenizer, segments: Iterable[Sequence[tuple[str, str | None]]]
+) -> dict[str | None, Ids | None]:
+    """Return the tokens of each segment of `_segments`; None of None."""
+    texts = (text for rows in segments for row in rows for text in row if text is not None)
+    tokens: dict[str | None, Ids | None] = {None: None}
+    tokens.update(encode_each(tokenizer, texts).items())
+    return tokens
 
 
 def encode_segments(
     task: TaskConfig, examples: Sequence[Example], tokenizer: Tokenizer, length: int
 ) -> EncodedDataset:
-    """Encode examples of one or two segments with a class, labels or a score.
+    """Encode rows of one or two segments: those of an example, of a choice or passage, or a text.
+
+    Segments that are too long are cut, unless ``task.long_text`` asks for windows.
 
     Args:
         task: the task.
-        examples: to encode.
+        examples: to encode; in embeddings, all have as many texts.
         tokenizer: the model's tokenizer.
         length: maximum number of tokens per row.
     """
-    first = encode_each(tokenizer, [example.text for example in examples])
-    second = encode_each(tokenizer, [example.text_pair or "" for example in examples])
-    rows = RowBuilder(tokenizer)
-    for index, example in enumerate(examples):
-        pair = second[index] if example.text_pair is not None else None
-        _add_pair(rows, index, first[index], pair, length, task.truncate)
-    return EncodedDataset(labels=_example_labels(task, examples), **rows.arrays())
+    segments = [_segments(task, example) for example in examples]
+    tokens = _encode_each_segment(tokenizer, segments)
+    rows: list[Row] = []
+    for index, each in enumerate(segments):
+        for first, second in ((tokens[text], tokens[pair]) for text, pair in each):
+            assert first is not None
+            if has_windows(task):
+                rows += [(index, *part) for part in _split(first, second, length, task.stride)]
+            elif second is None:
+                rows.append((index, first[: length - 2], None))
+            else:
+                kept = first_and_second_lengths(len(first), len(second), length - 3, task.truncate)
+                rows.append((index, first[: kept[0]], second[: kept[1]]))
+    arrays, labels = row_arrays(tokenizer, rows), _labels(task, examples)
+    if task.head in POOLED_HEADS:
+        labels = labels[arrays["example_index"]]
+    return EncodedDataset(labels=labels, **arrays)
 
 
-def _example_labels(task: TaskConfig, examples: Sequence[Example]) -> npt.NDArray[Any]:
+def _labels(task: TaskConfig, examples: Sequence[Example]) -> npt.NDArray[Any]:
+    """Return the labels of examples of `encode_segments`; of rerank, of each passage."""
     if task.head == "multilabel":
         hidden = (IGNORED,) * len(task.labels)
         return np.array([example.tags or hidden for example in examples], np.int8)
+    if task.head == "rerank":
+        relevance = [e.relevance or (np.nan,) * len(e.choices) for e in examples]
+        return np.concatenate(relevance, dtype=np.float32)
+    if task.head == "embed":
+        low, high = task.label_range or (0.0, 1.0)
+        scores = [high if e.label is None else e.label for e in examples]
+        labels = (np.array(scores, np.float64) - low) / (high - low)
+        labels[[e.text_pair is None for e in examples]] = np.nan
+        return labels.astype(np.float32)
     kind, missing = (np.float32, np.nan) if task.head == "regression" else (np.int64, IGNORED)
     return np.array([missing if e.label is None else e.label for e in examples], kind)
 
 
-def encode_windows(
-    task: TaskConfig, examples: Sequence[Example], tokenizer: Tokenizer, length: int
-) -> EncodedDataset:
-    """Encode examples of `encode_segments` without cutting them: long ones in several rows.
+def has_windows(task: TaskConfig) -> bool:
+    """Return whether long texts of a task are divided into several rows, and not cut."""
+    return task.long_text != "truncate" and task.head in POOLED_HEADS
 
-    The rows of a long example are windows of ``length`` tokens that overlap by ``task.stride``
-    tokens, at most half a window; the last one ends with the text. Of a pair, the longer segment
-    is split, and the other one stands in each row, cut to half of it.
 
-    Args:
-        task: the task.
-        examples: to encode.
-        tokenizer: the model's tokenizer.
-        length: maximum number of tokens per row.
+def _split(
+    first: Ids, second: Ids | None, length: int, stride: int
+) -> Iterator[tuple[Ids, Ids | None]]:
+    """Yield windows of ``length`` tokens that overlap by ``stride``, at most half a window.
+
+    The last one ends with the text. Of a pair, the longer segment is split, and the other one
+    stands in each row, cut to half of it.
     """
-    first = encode_each(tokenizer, [example.text for example in examples])
-    second = encode_each(tokenizer, [example.text_pair or "" for example in examples])
-    rows = RowBuilder(tokenizer)
-    for index, example in enumerate(examples):
-        a, b = first[index], second[index]
-        if example.text_pair is None:
-            for begin, end, _ in _windows(len(a), length - 2, task.stride):
-                rows.add(index, a[begin:end])
-            continue
-        limit = length - 3
-        kept = limit if len(a) + len(b) <= limit else limit // 2
-        is_first = len(a) > len(b)
-        whole, split = (b[:kept], a) if is_first else (a[:kept], b)
-        for begin, end, _ in _windows(len(split), limit - len(whole), task.stride):
-            part = split[begin:end]
-            rows.add(index, *((part, whole) if is_first else (whole, part)))
-    arrays = rows.arrays()
-    labels = _example_labels(task, examples)[arrays["example_index"]]
-    return EncodedDataset(labels=labels, **arrays)
+    if second is None:
+        for begin, end, _ in _windows(len(first), length - 2, stride):
+            yield first[begin:end], None
+        return
+    limit = length - 3
+    kept = limit if len(first) + len(second) <= limit else limit // 2
+    is_first = len(first) > len(second)
+    whole, split = (second[:kept], first) if is_first else (first[:kept], second)
+    for begin, end, _ in _windows(len(split), limit - len(whole), stride):
+        yield (split[begin:end], whole) if is_first else (whole, split[begin:end])
 
 
 def omitted_tokens(
@@ -193,91 +204,19 @@ def omitted_tokens(
     full = np.unique(encoded.example_index[encoded.lengths >= length]).tolist()
     if task.head in ("spans", "tokens") or not full:
         return omitted
-    own = [(examples[i].text, examples[i].text_pair or "", *examples[i].choices) for i in full]
-    lengths = map(len, encode_each(tokenizer, list(itertools.chain.from_iterable(own))))
+    segments = {index: _segments(task, examples[index]) for index in full}
+    tokens = _encode_each_segment(tokenizer, segments.values())
     num_rows = np.diff(encoded.example_offsets)
-    for index in full:
-        example = examples[index]
-        first, second = next(lengths), next(lengths)
-        if task.head == "embed":
-            sizes = [first, second, *(next(lengths) for _ in example.choices)]
-            omitted[index] = sum(max(size - (length - 2), 0) for size in sizes)
-        elif example.choices:
-            limit = length - 3 if example.text else length - 2
-            sizes = [first + next(lengths) for _ in example.choices]
-            omitted[index] = sum(max(size - limit, 0) for size in sizes)
-        elif num_rows[index] > 1:
-            # In windows, only the shorter segment can lack tokens.
-            omitted[index] = max(min(first, second) - (length - 3) // 2, 0)
-        else:
-            limit = length - 2 if example.text_pair is None else length - 3
-            omitted[index] = max(first + second - limit, 0)
+    for index, rows in segments.items():
+        for row in rows:
+            sizes = [len(ids) for text in row if (ids := tokens[text]) is not None]
+            room = length - 1 - len(sizes)
+            if num_rows[index] == len(rows):
+                omitted[index] += max(sum(sizes) - room, 0)
+            elif len(sizes) == 2:
+                # In windows, only the shorter segment can lack tokens.
+                omitted[index] += max(min(sizes) - room // 2, 0)
     return omitted
-
-
-def encode_choices(
-    task: TaskConfig, examples: Sequence[Example], tokenizer: Tokenizer, length: int
-) -> EncodedDataset:
-    """Encode one row per choice or passage: the example's text, if it has one, then the choice.
-
-    Args:
-        task: the task.
-        examples: to encode.
-        tokenizer: the model's tokenizer.
-        length: maximum number of tokens per row.
-    """
-    first = encode_each(tokenizer, [example.text for example in examples])
-    choices = iter(encode_each(tokenizer, [text for e in examples for text in e.choices]))
-    rows = RowBuilder(tokenizer)
-    for index, example in enumerate(examples):
-        for _ in example.choices:
-            # Without a passage the choice is the only segment.
-            choice = next(choices)
-            if example.text:
-                _add_pair(rows, index, first[index], choice, length, task.truncate)
-            else:
-                _add_pair(rows, index, choice, None, length, task.truncate)
-    if task.head == "rerank":
-        relevance = [e.relevance or (np.nan,) * len(e.choices) for e in examples]
-        return EncodedDataset(labels=np.concatenate(relevance, dtype=np.float32), **rows.arrays())
-    labels = np.array([IGNORED if e.label is None else e.label for e in examples], np.int64)
-    return EncodedDataset(labels=labels, **rows.arrays())
-
-
-def encode_texts(
-    task: TaskConfig, examples: Sequence[Example], tokenizer: Tokenizer, length: int
-) -> EncodedDataset:
-    """Encode one row per text of an example.
-
-    Args:
-        task: the task.
-        examples: to encode; all have as many texts.
-        tokenizer: the model's tokenizer.
-        length: maximum number of tokens per row.
-    """
-    texts = [
-        (e.text, *(() if e.text_pair is None else (e.text_pair,)), *e.choices) for e in examples
-    ]
-    encoded = iter(encode_each(tokenizer, [text for each in texts for text in each]))
-    rows = RowBuilder(tokenizer)
-    for index, each in enumerate(texts):
-        for _ in each:
-            rows.add(index, next(encoded)[: length - 2])
-    low, high = task.label_range or (0.0, 1.0)
-    scores = [high if e.label is None else e.label for e in examples]
-    labels = (np.array(scores, np.float64) - low) / (high - low)
-    labels[[e.text_pair is None for e in examples]] = np.nan
-    return EncodedDataset(labels=labels.astype(np.float32), **rows.arrays())
-
-
-def _add_pair(
-    rows: RowBuilder, example: int, first: Ids, second: Ids | None, length: int, truncate: str
-) -> None:
-    if second is None:
-        rows.add(example, first[: length - 2])
-        return
-    kept = first_and_second_lengths(len(first), len(second), length - 3, truncate)
-    rows.add(example, first[: kept[0]], second[: kept[1]])
 
 
 def encode_words(
@@ -296,8 +235,8 @@ def encode_words(
         length: maximum number of tokens per row.
     """
     pieces = _pieces_of_words(examples, tokenizer)
-    rows = RowBuilder(tokenizer)
-    word_index: list[np.ndarray[tuple[int], np.dtype[np.int32]]] = []
+    rows: list[Row] = []
+    word_index: list[npt.NDArray[np.int32]] = []
     labels = []
     for index, example in enumerate(examples):
         words = pieces[index]
@@ -305,17 +244,17 @@ def encode_words(
         ids = np.concatenate([np.empty(0, np.int32), *words])
         tags = np.array(example.tags, np.int32)
         for begin, end, scored in _windows(len(ids), length - 2, task.stride):
-            size = rows.add(index, ids[begin:end])
-            at = np.full(size, -1, np.int32)
+            rows.append((index, ids[begin:end], None))
+            at = np.full(end - begin + 2, -1, np.int32)
             first = (starts[:-1] >= scored[0]) & (starts[:-1] < scored[1])
             numbers = np.flatnonzero(first)
             at[1 + starts[numbers] - begin] = numbers
-            tag = np.full(size, IGNORED, np.int32)
+            tag = np.full(len(at), IGNORED, np.int32)
             if len(tags):
                 tag[at >= 0] = tags[at[at >= 0]]
             word_index.append(at)
             labels.append(tag)
-    arrays = {**rows.arrays(), "word_index": np.concatenate(word_index)}
+    arrays = {**row_arrays(tokenizer, rows), "word_index": np.concatenate(word_index)}
     return EncodedDataset(labels=np.concatenate(labels), **arrays)
 
 
@@ -334,16 +273,12 @@ def _pieces_of_words(examples: Sequence[Example], tokenizer: Tokenizer) -> list[
     """Encode each word as within a sentence."""
     space = "" if _starts_words(tokenizer) else " "
     texts = [
-        (space if position else "") + word
+        [(space if position else "") + word for position, word in enumerate(example.words)]
         for example in examples
-        for position, word in enumerate(example.words)
     ]
     unknown = np.array([tokenizer.unk_id], np.int32)
-    encoded = iter(encode_each(tokenizer, texts))
-    return [
-        [found if len(found := next(encoded)) else unknown for _ in example.words]
-        for example in examples
-    ]
+    ids = encode_each(tokenizer, itertools.chain.from_iterable(texts))
+    return [[ids[text] if len(ids[text]) else unknown for text in words] for words in texts]
 
 
 def _starts_words(tokenizer: Tokenizer) -> bool:
@@ -384,7 +319,7 @@ def encode_spans(
             contexts, tokenizer.encode_with_offsets(contexts), strict=True
         )
     }
-    rows = RowBuilder(tokenizer)
+    rows: list[Row] = []
     chars: list[npt.NDArray[np.int32]] = []
     labels = []
     for index, example in enumerate(examples):
@@ -392,12 +327,12 @@ def encode_spans(
         ids, offsets = passages[example.text_pair or ""]
         answers = [covered_span(offsets, a.start, a.end) for a in example.answers or ()]
         for begin, end in windows(len(ids), length - 3 - len(question), task.stride):
-            size = rows.add(index, question, ids[begin:end])
-            row = np.full((size, 2), -1, np.int32)
-            row[len(question) + 2 : size - 1] = offsets[begin:end]
+            rows.append((index, question, ids[begin:end]))
+            row = np.full((len(question) + end - begin + 3, 2), -1, np.int32)
+            row[len(question) + 2 : -1] = offsets[begin:end]
             chars.append(row)
             labels.append(_label(answers, row))
-    arrays = {**rows.arrays(), "char_offsets": np.concatenate(chars)}
+    arrays = {**row_arrays(tokenizer, rows), "char_offsets": np.concatenate(chars)}
     return EncodedDataset(labels=np.array(labels, np.int64), **arrays)
 
 
@@ -430,28 +365,19 @@ def _label(
     return 0, 0
 
 
-def unplaced_answers(examples: Sequence[Example], encoded: EncodedDataset) -> list[str]:
-    """Return the ids of answered questions whose answers are in no window, so without a label."""
-    has_label = np.zeros(len(examples), np.bool_)
-    np.logical_or.at(has_label, encoded.example_index, encoded.labels[:, 0] > 0)
-    return [
-        example.id
-        for example, has in zip(examples, has_label.tolist(), strict=True)
-        if example.answers and not has
-    ]
-
-
 def _encode_questions(
     task: TaskConfig, examples: Sequence[Example], tokenizer: Tokenizer
 ) -> list[Ids]:
     """Encode questions; ``task.mask_text`` in them becomes [MASK]."""
     if not task.mask_text:
-        return encode_each(tokenizer, [example.text for example in examples])
-    parts = [example.text.split(task.mask_text) for example in examples]
-    encoded = iter(encode_each(tokenizer, [part.strip() for found in parts for part in found]))
+        ids = encode_each(tokenizer, (example.text for example in examples))
+        return [ids[example.text] for example in examples]
+    parts = [[part.strip() for part in e.text.split(task.mask_text)] for e in examples]
+    ids = encode_each(tokenizer, itertools.chain.from_iterable(parts))
     mask = np.array([tokenizer.mask_id], np.int32)
     return [
-        np.concatenate([ids for _ in found for ids in (mask, next(encoded))][1:]) for found in parts
+        np.concatenate([each for part in found for each in (mask, ids[part])][1:])
+        for found in parts
     ]
 
 
@@ -554,20 +480,6 @@ _VERSION = 3
 """Part of the cache's key; raised when encoding changes."""
 
 
-_ENCODERS: Mapping[
-    str, Callable[[TaskConfig, Sequence[Example], Tokenizer, int], EncodedDataset]
-] = {
-    "classification": encode_segments,
-    "multilabel": encode_segments,
-    "regression": encode_segments,
-    "spans": encode_spans,
-    "tokens": encode_words,
-    "choices": encode_choices,
-    "embed": encode_texts,
-    "rerank": encode_choices,
-}
-
-
 _USED = ("head", "stride", "truncate", "mask_text", "merge_sentences")
 """Keys of a task that encoding depends on; that of pairs to embed also on ``label_range``."""
 
@@ -595,13 +507,11 @@ def encode(
     if not examples:
         raise DataError(f"task {task.name}: no examples to encode")
     length = task.max_length if max_length is None else max_length
-    encoder = _ENCODERS[task.head]
-    if task.long_text != "truncate" and task.head in POOLED_HEADS:
-        encoder = encode_windows
+    encoder = {"spans": encode_spans, "tokens": encode_words}.get(task.head, encode_segments)
     if cache is None:
         encoded = encoder(task, examples, tokenizer, length)
     else:
-        kind = "-windows" if encoder is encode_windows else ""
+        kind = "-windows" if has_windows(task) else ""
         folder = cache / f"{task.name}{kind}-{_key(task, examples, tokenizer, length)}"
         if not folder.is_dir():
             encoder(task, examples, tokenizer, length).save(folder)
@@ -623,7 +533,10 @@ def _report_unplaced(
     Raises:
         DataError: they are more than half.
     """
-    unplaced = unplaced_answers(examples, encoded)
+    has_label = np.zeros(len(examples), np.bool_)
+    np.logical_or.at(has_label, encoded.example_index, encoded.labels[:, 0] > 0)
+    labelled = zip(examples, has_label.tolist(), strict=True)
+    unplaced = [example.id for example, has in labelled if example.answers and not has]
     if not unplaced:
         return
     answered = sum(bool(example.answers) for example in examples)

@@ -127,43 +127,29 @@ def sentences(example: Example, values: tuple[str, ...]) -> list[list[str]]:
     return [list(values[a:b]) for a, b in zip(borders, borders[1:], strict=False)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """A record with the roles of its columns.
 
-    Args:
+    Attributes:
         task: the task.
         columns: column, template or list of columns by role.
         record: the record.
-        classes: index of each label in its composed form, as `class_indices` returns it.
+        classes: index of each label in its composed Unicode form.
         labelled: whether labels are required.
         label_remedy: returns what to do about an unknown label, as the end of a message.
-
-    Attributes:
-        task: see above.
-        labelled: see above.
     """
 
-    def __init__(
-        self,
-        task: TaskConfig,
-        columns: Mapping[str, Any],
-        record: Record,
-        classes: Mapping[str, int],
-        *,
-        labelled: bool,
-        label_remedy: Callable[[], str] = str,
-    ) -> None:
-        """See the class."""
-        self.task = task
-        self.labelled = labelled
-        self._columns = columns
-        self._classes = classes
-        self._label_remedy = label_remedy
-        self._place, self._values = record
+    task: TaskConfig
+    columns: Mapping[str, Any]
+    record: Record
+    classes: Mapping[str, int]
+    labelled: bool
+    label_remedy: Callable[[], str]
 
     def fail(self, problem: str) -> NoReturn:
         """Raise a ``DataError`` that names file and line."""
-        self._place.fail(problem)
+        self.record.place.fail(problem)
 
     def is_skipped(self) -> bool:
         """Return whether the record's label is one of those to skip."""
@@ -177,16 +163,16 @@ class Row:
 
     def has(self, role: str) -> bool:
         """Return whether the role has a column; for optional labels, whether the file has it."""
-        name = self._columns.get(role)
+        name = self.columns.get(role)
         if name is None:
             return False
         names = name if isinstance(name, list) else [name]
-        return self.labelled or role not in _OPTIONAL or all(n in self._values for n in names)
+        return self.labelled or role not in _OPTIONAL or all(n in self.record.values for n in names)
 
     def holds(self, role: str) -> bool:
         """Return whether the role has a column that this record has."""
-        value: Any = self._values
-        for part in self._path(str(self._columns.get(role))):
+        value: Any = self.record.values
+        for part in self._path(str(self.columns.get(role))):
             value = value.get(part) if isinstance(value, dict) else None
         return value is not None
 
@@ -196,16 +182,16 @@ class Row:
         Raises:
             DataError: it has none.
         """
-        if self.labelled and role not in self._columns:
+        if self.labelled and role not in self.columns:
             self.fail(f"columns: no column is named as {role}")
 
     def raw(self, role: str) -> Any:
         """Return the value of a role's column."""
-        return self._value(str(self._columns[role]))
+        return self._value(str(self.columns[role]))
 
     def label_values(self) -> list[Any]:
         """Return the label; of multilabel, all labels, which is a list with None if not known."""
-        column = self._columns["label"]
+        column = self.columns["label"]
         if self.task.head != "multilabel":
             return [self.raw("label")]
         if isinstance(column, list):
@@ -227,7 +213,7 @@ class Row:
 
     def text(self, role: str) -> str:
         """Return the text of a role: a column, or a template filled with columns."""
-        return self._text_of(self._columns[role])
+        return self._text_of(self.columns[role])
 
     def filled_text(self, role: str) -> str:
         """Return the text of a role, which may not be blank."""
@@ -242,7 +228,7 @@ class Row:
         The words of a sentence may also be a string that has spaces between them, and one positive
         or negative passage a string.
         """
-        name = self._columns[role]
+        name = self.columns[role]
         if isinstance(name, list):
             return tuple(self._text_of(item) for item in name)
         value = self._value(str(name))
@@ -265,19 +251,19 @@ class Row:
             word: index of its word, whose line an error names if the file has a line per word.
         """
         # Files of words have many labels, nearly all of them written as in the task.
-        if isinstance(value, str) and (index := self._classes.get(value)) is not None:
+        if isinstance(value, str) and (index := self.classes.get(value)) is not None:
             return index
         for label in _spellings(value):
-            if (index := self._classes.get(unicodedata.normalize("NFC", label))) is not None:
+            if (index := self.classes.get(unicodedata.normalize("NFC", label))) is not None:
                 return index
         if self.is_hidden(value):
             return None
-        lines = self._values.get("lines") if self.task.reader == "conll" else None
-        place = Place(self._place.path, lines[word]) if lines else self._place
+        lines = self.record.values.get("lines") if self.task.reader == "conll" else None
+        place = Place(self.record.place.path, lines[word]) if lines else self.record.place
         known = ", ".join(self.task.labels[:_SHOWN])
         more = f" and {len(self.task.labels) - _SHOWN:,} more" * (len(self.task.labels) > _SHOWN)
         place.fail(
-            f"label {written_label(value)!r} is not one of {known}{more}{self._label_remedy()}"
+            f"label {written_label(value)!r} is not one of {known}{more}{self.label_remedy()}"
         )
 
     def is_hidden(self, value: Any) -> bool:
@@ -286,7 +272,7 @@ class Row:
 
     def breaks(self) -> tuple[int, ...]:
         """Return the words that begin a sentence, other than the first, in a merged document."""
-        return tuple(self._values.get("breaks", ()))
+        return tuple(self.record.values.get("breaks", ()))
 
     def _text_of(self, name: Any) -> str:
         template = str(name)
@@ -313,10 +299,10 @@ class Row:
         return self.task.values.get(name, {}).get(text, text)
 
     def _value(self, name: str) -> Any:
-        value: Any = self._values
+        value: Any = self.record.values
         for part in self._path(name):
             if not isinstance(value, dict) or part not in value:
-                there = ", ".join(map(repr, list(self._values)[:12]))
+                there = ", ".join(map(repr, list(self.record.values)[:12]))
                 self.fail(f"no column {name!r} (there are {there})")
             value = value[part]
         if self._has_surrogate(value):
@@ -325,18 +311,13 @@ class Row:
 
     def _path(self, name: str) -> list[str]:
         # A name that contains a full stop is tried before the path that it could be.
-        return [name] if name in self._values else name.split(".")
+        return [name] if name in self.record.values else name.split(".")
 
     def _has_surrogate(self, value: Any) -> bool:
         if isinstance(value, str):
             return not value.isascii() and _SURROGATE.search(value) is not None
         parts = value.values() if isinstance(value, dict) else value
         return isinstance(value, dict | list) and any(map(self._has_surrogate, parts))
-
-
-def class_indices(task: TaskConfig) -> dict[str, int]:
-    """Return the class of each label, by the label in its composed Unicode form."""
-    return {unicodedata.normalize("NFC", label): i for i, label in enumerate(task.labels)}
 
 
 def split_words(text: str) -> list[str]:
@@ -383,11 +364,19 @@ def build_examples(
             file and line.
     """
     columns = task.splits[split].columns or task.columns
-    build = _BUILDERS[task.head]
-    labelled, classes = is_labelled(split), class_indices(task)
+    build = _BUILDERS.get(task.head, _segments)
+    labelled = is_labelled(split)
+    classes = {unicodedata.normalize("NFC", label): i for i, label in enumerate(task.labels)}
 
     def as_row(record: Record) -> Row:
-        return Row(task, columns, record, classes, labelled=labelled, label_remedy=remedy)
+        return Row(
+            task=task,
+            columns=columns,
+            record=record,
+            classes=classes,
+            labelled=labelled,
+            label_remedy=remedy,
+        )
 
     def remedy() -> str:
         return _label_remedy(task, map(as_row, read()))
@@ -435,27 +424,17 @@ def _label_remedy(task: TaskConfig, rows: Iterable[Row]) -> str:
 
 
 def _segments(row: Row, identifier: str) -> Example:
-    row.require("label")
+    row.require("text_pair" if row.task.head == "embed" else "label")
     has_label, is_multilabel = row.has("label"), row.task.head == "multilabel"
-    return Example(
-        id=identifier,
-        text=row.filled_text("text"),
-        text_pair=row.filled_text("text_pair") if row.has("text_pair") else None,
-        label=_label(row) if has_label and not is_multilabel else None,
-        tags=_flags(row) if has_label and is_multilabel else (),
-        group=row.text("group") if row.has("group") else "",
-    )
-
-
-def _pair(row: Row, identifier: str) -> Example:
-    row.require("text_pair")
     pair = row.filled_text("text_pair") if row.has("text_pair") else None
     return Example(
         id=identifier,
         text=row.filled_text("text"),
         text_pair=pair,
         choices=(row.filled_text("negative"),) if pair and row.has("negative") else (),
-        label=_score(row) if row.has("label") else None,
+        label=_label(row) if has_label and not is_multilabel else None,
+        tags=_flags(row) if has_label and is_multilabel else (),
+        group=row.text("group") if row.has("group") else "",
     )
 
 
@@ -466,13 +445,10 @@ def _flags(row: Row) -> tuple[int, ...]:
 
 
 def _label(row: Row) -> float | None:
+    value = row.raw("label")
     if row.task.head in SCORE_HEADS:
-        return _score(row)
-    return row.class_index(row.raw("label"))
-
-
-def _score(row: Row) -> float | None:
-    return _number(row, row.raw("label"), *row.task.label_range or (-math.inf, math.inf))
+        return _number(row, value, *row.task.label_range or (-math.inf, math.inf))
+    return row.class_index(value)
 
 
 def _number(row: Row, value: Any, low: float, high: float) -> float | None:
@@ -621,7 +597,7 @@ def _spans(row: Row, identifier: str) -> Example:
     if row.has("answer_text"):
         answers = _answer_in_columns(row, context)
     elif row.has("answers"):
-        answers = answers_in(row.fail, row.raw("answers"), context)
+        answers = answers_in(row, row.raw("answers"), context)
     if row.labelled and not answers and not row.task.unanswerable:
         row.fail("the question has no answer; set unanswerable for data such as SQuAD 2.0")
     return Example(
@@ -629,9 +605,7 @@ def _spans(row: Row, identifier: str) -> Example:
         text=row.filled_text("question"),
         text_pair=context,
         answers=answers,
-        candidates=answers_in(row.fail, row.raw("candidates"), context)
-        if row.has("candidates")
-        else (),
+        candidates=answers_in(row, row.raw("candidates"), context) if row.has("candidates") else (),
     )
 
 
@@ -646,14 +620,14 @@ def _answer_in_columns(row: Row, context: str) -> tuple[Answer, ...]:
         start = whole_number(written_label(row.raw("answer_start")))
     elif start < 0:
         row.fail(f"answer {text[:40]!r} does not occur in the passage")
-    return answers_in(row.fail, [{"text": text, "answer_start": start}], context)
+    return answers_in(row, [{"text": text, "answer_start": start}], context)
 
 
-def answers_in(report: Callable[[str], Any], value: Any, context: str) -> tuple[Answer, ...]:
+def answers_in(row: Row, value: Any, context: str) -> tuple[Answer, ...]:
     """Check answers.
 
     Args:
-        report: raises an error with a message.
+        row: the record that has them.
         value: a list of objects with ``text`` and ``answer_start``, as in SQuAD's files, or one
             object of two lists, as ``datasets`` has it.
         context: the passage that the answers stand in.
@@ -661,35 +635,30 @@ def answers_in(report: Callable[[str], Any], value: Any, context: str) -> tuple[
     if isinstance(value, dict):
         texts, starts = value.get("text"), value.get("answer_start")
         if not isinstance(texts, list) or not isinstance(starts, list) or len(texts) != len(starts):
-            report("answers: text and answer_start are not lists of equal length")
-            return ()
+            row.fail("answers: text and answer_start are not lists of equal length")
         value = [{"text": t, "answer_start": s} for t, s in zip(texts, starts, strict=True)]
     if not isinstance(value, list):
-        report(f"answers are {kind_of(value)}, not a list")
-        return ()
-    return tuple(_answer_in(report, item, context) for item in value)
+        row.fail(f"answers are {kind_of(value)}, not a list")
+    return tuple(_answer_in(row, item, context) for item in value)
 
 
-def _answer_in(report: Callable[[str], Any], value: Any, context: str) -> Answer:
-    text = value.get("text") if isinstance(value, dict) else None
-    start = value.get("answer_start") if isinstance(value, dict) else None
+def _answer_in(row: Row, value: Any, context: str) -> Answer:
+    given = value if isinstance(value, dict) else {}
+    text, start = given.get("text"), given.get("answer_start")
     if not isinstance(text, str) or type(start) is not int:
-        report("an answer needs text (a string) and answer_start (an integer)")
-        return Answer("", 0)
+        row.fail("an answer needs text (a string) and answer_start (an integer)")
     if not text.strip():
-        report("an answer is empty")
+        row.fail("an answer is empty")
     # Of texts that differ only in their Unicode form, the passage's is used.
-    text = next(
-        (form for form in _unicode_forms(text) if start >= 0 and context.startswith(form, start)),
-        text,
-    )
-    found = context[max(start, 0) : max(start, 0) + len(text)]
-    if start < 0 or found != text:
-        report(
+    forms = _unicode_forms(text) if start >= 0 else ()
+    found = next((form for form in forms if context.startswith(form, start)), None)
+    if found is None:
+        there = context[max(start, 0) : max(start, 0) + len(text)]
+        row.fail(
             f"answer {text[:40]!r} is not at character {start} of the passage, "
-            f"where {found[:40]!r} is"
+            f"where {there[:40]!r} is"
         )
-    return Answer(text, start)
+    return Answer(found, start)
 
 
 def _unicode_forms(text: str) -> tuple[str, ...]:
@@ -698,12 +667,6 @@ def _unicode_forms(text: str) -> tuple[str, ...]:
 
 
 _BUILDERS: Mapping[str, Callable[[Row, str], Example]] = {
-    "classification": _segments,
-    "multilabel": _segments,
-    "regression": _segments,
-    "spans": _spans,
-    "tokens": _words,
-    "choices": _choices,
-    "embed": _pair,
-    "rerank": _passages,
-}
+    "spans": _spans, "tokens": _words, "choices": _choices, "rerank": _passages,
+}  # fmt: skip
+"""Builders of the heads whose examples are not one or two texts with a label."""

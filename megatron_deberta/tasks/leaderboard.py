@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,8 @@ import orjson
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import write_atomically
 from megatron_deberta.tasks.examples import Example, Prediction, sentences
-from megatron_deberta.tasks.ranking import ranks
+from megatron_deberta.tasks.metrics import ranks
 from megatron_deberta.tasks.task import SCORE_HEADS, TaskConfig, entities, entity_labels
-
-Files = dict[str, bytes]
 
 
 def json_lines(
@@ -57,7 +55,7 @@ def write_predictions(
         ConfigError: the folder cannot be written.
     """
     name = task.splits[split].leaderboard_file if split in task.splits else ""
-    files = _FORMATS[task.leaderboard](task, name or split, examples, predictions)
+    files = _files(task, name or split, examples, predictions)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, content in files.items():
@@ -132,28 +130,6 @@ def _gold(task: TaskConfig, example: Example) -> Any:
     return task.labels[index] if task.labels else str(index)
 
 
-def _glue(
-    task: TaskConfig, name: str, examples: Sequence[Example], predictions: Sequence[Prediction]
-) -> Files:
-    """Return a table of index and prediction; scores have three decimals."""
-    rows = [
-        f"{p.id}\t{p.value:.3f}" if isinstance(p.value, float) else f"{p.id}\t{p.value}"
-        for p in predictions
-    ]
-    return {_with_suffix(name, ".tsv"): _lines(["index\tprediction", *rows])}
-
-
-def _superglue(
-    task: TaskConfig, name: str, examples: Sequence[Example], predictions: Sequence[Prediction]
-) -> Files:
-    """Return one JSON object per example, or for MultiRC per passage."""
-    if "group_exact" in task.metrics:
-        objects: Iterable[Any] = _multirc_passages(predictions)
-    else:
-        objects = [{"idx": _number(p.id), "label": _superglue_label(task, p)} for p in predictions]
-    return {_with_suffix(name, ".jsonl"): _json_lines(objects)}
-
-
 def _superglue_label(task: TaskConfig, prediction: Prediction) -> Any:
     if task.head == "choices":
         return prediction.index
@@ -179,23 +155,44 @@ def _multirc_passages(predictions: Sequence[Prediction]) -> list[Any]:
     ]
 
 
-def _squad(
+def _files(
     task: TaskConfig, name: str, examples: Sequence[Example], predictions: Sequence[Prediction]
-) -> Files:
-    """Return answers by id, and for SQuAD 2.0 the scores that its script takes as ``--na-prob``."""
-    answers = {p.id: p.value for p in predictions}
-    files = {f"{name}_predictions.json": orjson.dumps(answers, option=orjson.OPT_INDENT_2)}
-    if task.unanswerable:
-        odds = {p.id: p.null_score for p in predictions}
-        files[f"{name}_null_odds.json"] = orjson.dumps(odds, option=orjson.OPT_INDENT_2)
-    return files
+) -> dict[str, bytes]:
+    """Return the content of prediction files by name.
+
+    Args:
+        task: its ``leaderboard`` names the format.
+        name: of the file; the format's suffix is added.
+        examples: the examples.
+        predictions: their predictions, in the same order.
+    """
+    if task.leaderboard == "glue":
+        # A table of index and prediction; scores have three decimals.
+        values = [f"{p.value:.3f}" if isinstance(p.value, float) else p.value for p in predictions]
+        rows = [f"{p.id}\t{value}" for p, value in zip(predictions, values, strict=True)]
+        return {name.removesuffix(".tsv") + ".tsv": _lines(["index\tprediction", *rows])}
+    if task.leaderboard == "squad":
+        # Answers by id, and for SQuAD 2.0 the scores that its script takes as --na-prob
+        files = {f"{name}_predictions.json": {p.id: p.value for p in predictions}}
+        if task.unanswerable:
+            files[f"{name}_null_odds.json"] = {p.id: p.null_score for p in predictions}
+        option = orjson.OPT_INDENT_2
+        return {path: orjson.dumps(each, option=option) for path, each in files.items()}
+    if task.leaderboard == "conll":
+        return {name.removesuffix(".conll") + ".conll": _lines(_conll(task, examples, predictions))}
+    if task.leaderboard == "superglue":
+        # One object per example, or for MultiRC per passage
+        objects = [{"idx": _number(p.id), "label": _superglue_label(task, p)} for p in predictions]
+        if "group_exact" in task.metrics:
+            objects = _multirc_passages(predictions)
+        return {name.removesuffix(".jsonl") + ".jsonl": _json_lines(objects)}
+    return {name.removesuffix(".jsonl") + ".jsonl": json_lines(task, examples, predictions)}
 
 
 def _conll(
-    task: TaskConfig, name: str, examples: Sequence[Example], predictions: Sequence[Prediction]
-) -> Files:
-    """Return lines of word, right label (if known) and prediction, as conlleval reads them."""
-    lines = []
+    task: TaskConfig, examples: Sequence[Example], predictions: Sequence[Prediction]
+) -> Iterator[str]:
+    """Yield lines of word, right label (if known) and prediction, as conlleval reads them."""
     for example, prediction in zip(examples, predictions, strict=True):
         assert isinstance(prediction.value, tuple)
         columns = [example.words, prediction.value]
@@ -203,23 +200,7 @@ def _conll(
             columns.insert(1, tuple(task.labels[tag] for tag in example.tags))
         rows = tuple(" ".join(row) for row in zip(*columns, strict=True))
         for sentence in sentences(example, rows):
-            lines += [*sentence, ""]
-    return {_with_suffix(name, ".conll"): _lines(lines)}
-
-
-def _plain(
-    task: TaskConfig, name: str, examples: Sequence[Example], predictions: Sequence[Prediction]
-) -> Files:
-    return {_with_suffix(name, ".jsonl"): json_lines(task, examples, predictions)}
-
-
-_FORMATS: Mapping[
-    str, Callable[[TaskConfig, str, Sequence[Example], Sequence[Prediction]], Files]
-] = {"glue": _glue, "superglue": _superglue, "squad": _squad, "conll": _conll, "": _plain}
-
-
-def _with_suffix(name: str, suffix: str) -> str:
-    return name if name.endswith(suffix) else name + suffix
+            yield from (*sentence, "")
 
 
 def _number(identifier: str) -> int | str:

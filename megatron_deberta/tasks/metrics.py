@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from math import comb
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +20,6 @@ import numpy.typing as npt
 from typing_extensions import Self
 
 from megatron_deberta.tasks.examples import Example, Prediction, sentences
-from megatron_deberta.tasks.ranking import ranking_counts
 from megatron_deberta.tasks.task import OUTSIDE, SCORE_HEADS, TOKEN_PREFIX, TaskConfig, entities
 
 Floats = npt.NDArray[np.float64]
@@ -179,19 +179,27 @@ def paired_metric(
         relevance = [example.relevance for example in examples]
         values = [prediction.probabilities for prediction in predictions]
         return CountMetric(ranking_counts(name, relevance, values), _mean)
-    if task.head == "multilabel":
-        return _label_metric(name, *label_flags(task, examples, predictions))
+    if task.head == "multilabel" or name not in ("accuracy", "group_exact", "gender_parity"):
+        return _class_metric(task, name, *class_flags(task, examples, predictions))
     truth = np.array([example.label for example in examples], np.int64)
     found = np.array([prediction.index for prediction in predictions], np.int64)
-    groups = [example.group for example in examples]
-    if name in ("group_exact", "gender_parity"):
-        return _mean_of(_group_scores(name, groups, truth, found))
-    return _class_metric(task, name, truth, found)
+    if name == "accuracy":
+        return _mean_of(truth == found)
+    # Groups are in the order of their first examples.
+    members: dict[str, list[int]] = defaultdict(list)
+    for index, example in enumerate(examples):
+        members[example.group].append(index)
+    # All are right, or all are predicted alike.
+    is_exact = name == "group_exact"
+    return _mean_of(
+        [(found[m] == (truth[m] if is_exact else found[m[0]])).all() for m in members.values()]
+    )
 
 
-def _mean_of(scores: Floats) -> CountMetric:
+def _mean_of(scores: npt.ArrayLike) -> CountMetric:
     """Return the mean of one score per unit."""
-    return CountMetric(np.stack([scores, np.ones(len(scores))], axis=1), _mean)
+    addends = np.asarray(scores, np.float64)
+    return CountMetric(np.stack([addends, np.ones(len(addends))], axis=1), _mean)
 
 
 def _mean(sums: Floats) -> Floats:
@@ -199,32 +207,20 @@ def _mean(sums: Floats) -> Floats:
     return _ratio(sums[:, 0], sums[:, 1])
 
 
-def _class_metric(
-    task: TaskConfig, name: str, truth: npt.NDArray[np.int64], found: npt.NDArray[np.int64]
-) -> CountMetric:
-    if name == "accuracy":
-        return _mean_of((truth == found).astype(np.float64))
-    # Of macro_f1 and matthews all classes, of f1 the positive one against the others.
-    classes = np.arange(len(task.labels))
-    if name in ("f1", "f1a"):
-        classes = classes[-1:]
-        if task.positive_label:
-            classes[:] = task.labels.index(task.positive_label)
-    sides = [side[:, None] == classes for side in (truth, found)]
-    counts = np.concatenate([sides[0] & sides[1], *sides], axis=1).astype(np.float64)
-    return CountMetric(counts, _matthews if name == "matthews" else _mean_f1)
-
-
-def label_flags(
+def class_flags(
     task: TaskConfig, examples: Sequence[Example], predictions: Sequence[Prediction]
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Return which labels the examples have, and which are predicted, ``[examples, labels]``.
+    """Return which classes the examples have, and which are predicted, ``[examples, classes]``.
 
     Args:
-        task: of the head ``multilabel``.
+        task: of the heads ``classification`` or ``multilabel``.
         examples: labelled examples.
         predictions: their predictions, in the same order.
     """
+    if task.head != "multilabel":
+        labels = [[e.label for e in examples], [p.index for p in predictions]]
+        truth, found = np.array(labels, np.int64)[..., None] == np.arange(len(task.labels))
+        return truth, found
     numbers = {label: number for number, label in enumerate(task.labels)}
     truth = np.array([example.tags for example in examples], np.bool_)
     found = np.zeros_like(truth)
@@ -234,17 +230,23 @@ def label_flags(
     return truth, found
 
 
-def _label_metric(
-    name: str, truth: npt.NDArray[np.bool_], found: npt.NDArray[np.bool_]
+def _class_metric(
+    task: TaskConfig, name: str, truth: npt.NDArray[np.bool_], found: npt.NDArray[np.bool_]
 ) -> CountMetric:
-    """Return a metric of labels; accuracy is the share of examples with all labels right."""
+    """Return a metric of classes or labels; accuracy counts examples with all labels right."""
     if name == "accuracy":
-        return _mean_of((truth == found).all(axis=1).astype(np.float64))
-    sides = [(truth & found), truth, found]
-    if name == "macro_f1":
-        return CountMetric(np.concatenate(sides, axis=1).astype(np.float64), _mean_f1)
-    counts = np.stack([side.sum(axis=1) for side in sides], axis=1).astype(np.float64)
-    return CountMetric(counts, partial(finish_tag_metric, name.removeprefix("micro_")))
+        return _mean_of((truth == found).all(axis=1))
+    # Of macro_f1 and matthews all classes, of f1 the positive one against the others.
+    if name in ("f1", "f1a"):
+        positive = task.labels.index(task.positive_label) if task.positive_label else -1
+        truth, found = truth[:, [positive]], found[:, [positive]]
+    counts = np.stack([truth & found, truth, found], axis=1).astype(np.float64)
+    if name.startswith("micro_"):
+        finish = partial(finish_tag_metric, name.removeprefix("micro_"))
+        return CountMetric(counts.sum(axis=2), finish)
+    return CountMetric(
+        counts.reshape(len(counts), -1), _matthews if name == "matthews" else _mean_f1
+    )
 
 
 def _mean_f1(sums: Floats) -> Floats:
@@ -269,21 +271,6 @@ def _matthews(sums: Floats) -> Floats:
     covariance = right.sum(axis=1) * total - (truth * found).sum(axis=1)
     spreads = [total**2 - (side**2).sum(axis=1) for side in (truth, found)]
     return _ratio(covariance, np.sqrt(spreads[0] * spreads[1]))
-
-
-def _group_scores(
-    name: str,
-    groups: Sequence[str],
-    truth: npt.NDArray[np.int64],
-    found: npt.NDArray[np.int64],
-) -> Floats:
-    """Return a score per group, in the order of the groups' first examples."""
-    members: dict[str, list[int]] = defaultdict(list)
-    for index, group in enumerate(groups):
-        members[group].append(index)
-    if name == "group_exact":
-        return np.array([float((truth[m] == found[m]).all()) for m in members.values()])
-    return np.array([float(len(set(found[m].tolist())) == 1) for m in members.values()])
 
 
 def _span_scores(
@@ -494,3 +481,83 @@ def best_threshold(
     if answered == 0:
         return float(mean), float(ordered[0] - 1.0)
     return float(mean), float(ordered[answered - 1])
+
+
+_DEPTH = 10
+"""Places of a ranking that ``ndcg_at_10`` and ``mrr_at_10`` count."""
+
+
+def ranking_counts(
+    name: str, relevance: Sequence[Sequence[float]], scores: Sequence[Sequence[float]]
+) -> Floats:
+    """Return a metric of each query, and 1 where it counts: float64 ``[queries, 2]``.
+
+    The metrics are expected values over all orders of passages with equal scores (McSherry and
+    Najork 2008, "Computing Information Retrieval Performance Measures Efficiently in the Presence
+    of Tied Scores"), so that the order of the passages in a file does not matter. Queries without
+    a relevant passage do not count, as in trec_eval.
+
+    Args:
+        name: ``ndcg_at_10`` (gain: the relevance, as in scikit-learn), ``mrr_at_10`` or ``map``,
+            for which every relevance above 0 is relevant.
+        relevance: of the passages of each query.
+        scores: of the same passages.
+    """
+    counts = np.zeros((len(scores), 2))
+    for query, (labels, found) in enumerate(zip(relevance, scores, strict=True)):
+        gains = np.array(labels, np.float64)
+        if gains.any():
+            counts[query] = _RANKING_METRICS[name](gains, np.array(found, np.float64)), 1.0
+    return counts
+
+
+def ranks(scores: Sequence[float]) -> list[int]:
+    """Return the rank of each passage, from 1; of equal scores, the first comes first."""
+    order = np.argsort(-np.array(scores), kind="stable")
+    found = np.empty(len(order), np.int64)
+    found[order] = np.arange(1, len(order) + 1)
+    return [int(rank) for rank in found]
+
+
+def _ties(gains: Floats, scores: Floats) -> Iterator[tuple[int, Floats]]:
+    """Yield the passages of each score, best first: the number of those before, and their gains."""
+    order = np.argsort(-scores, kind="stable")
+    starts = np.flatnonzero(np.diff(scores[order], prepend=np.inf))
+    for start, part in zip(starts, np.split(gains[order], starts[1:]), strict=True):
+        yield int(start), part
+
+
+def _ndcg(gains: Floats, scores: Floats) -> float:
+    discounts = 1 / np.log2(np.arange(2, len(gains) + 2))
+    discounts[_DEPTH:] = 0
+    ideal = np.sort(gains)[::-1] @ discounts
+    found = sum(
+        part.mean() * discounts[at : at + len(part)].sum() for at, part in _ties(gains, scores)
+    )
+    return float(found / ideal)
+
+
+def _reciprocal_rank(gains: Floats, scores: Floats) -> float:
+    for at, part in _ties(gains, scores):
+        size, relevant = len(part), int((part > 0).sum())
+        if relevant:
+            # The first relevant one is number i of its score.
+            return sum(
+                comb(size - 1 - i, relevant - 1) / comb(size, relevant) / (at + 1 + i)
+                for i in range(min(size, _DEPTH - at))
+            )
+    return 0.0
+
+
+def _average_precision(gains: Floats, scores: Floats) -> float:
+    total = before = 0.0
+    for at, part in _ties(gains, scores):
+        size, relevant = len(part), float((part > 0).sum())
+        place = np.arange(size)
+        others = (relevant - 1) / max(1, size - 1)
+        total += float((relevant / size * (before + 1 + place * others) / (at + 1 + place)).sum())
+        before += relevant
+    return total / before
+
+
+_RANKING_METRICS = {"ndcg_at_10": _ndcg, "mrr_at_10": _reciprocal_rank, "map": _average_precision}

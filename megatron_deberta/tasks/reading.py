@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -14,43 +15,23 @@ from megatron_deberta.errors import (
     MegatronDebertaError,
     MissingInputError,
 )
+from megatron_deberta.tasks import formats, records
 from megatron_deberta.tasks.examples import Example, build_examples
-from megatron_deberta.tasks.formats import (
-    in_part,
-    read_conll,
-    read_copa_xml,
-    read_multirc,
-    read_quail,
-    read_race,
-    read_record,
-    read_squad,
-    read_squad_passages,
-    read_wic,
-    read_wsc,
-    with_sentence,
-)
-from megatron_deberta.tasks.records import (
-    Record,
-    read_datasets,
-    read_delimited,
-    read_jsonl,
-    read_parquet,
-    require_below,
-)
+from megatron_deberta.tasks.records import Record, require_below
 from megatron_deberta.tasks.task import TaskConfig, is_labelled, load_task
 
 READERS: Mapping[str, Callable[[Path], Iterator[Record]]] = {
-    "jsonl": partial(read_jsonl, is_lenient=True),
-    "parquet": read_parquet,
-    "datasets": read_datasets,
-    "squad": read_squad,
-    "record": read_record,
-    "multirc": read_multirc,
-    "wic": read_wic,
-    "wsc": read_wsc,
-    "race": read_race,
-    "quail": read_quail,
-    "copa_xml": read_copa_xml,
+    "jsonl": partial(records.read_jsonl, is_lenient=True),
+    "parquet": records.read_parquet,
+    "datasets": records.read_datasets,
+    "squad": formats.read_squad,
+    "record": formats.read_record,
+    "multirc": formats.read_multirc,
+    "wic": formats.read_wic,
+    "wsc": formats.read_wsc,
+    "race": formats.read_race,
+    "quail": formats.read_quail,
+    "copa_xml": formats.read_copa_xml,
 }
 """Readers that need nothing but the path."""
 
@@ -78,7 +59,7 @@ def read_records(task: TaskConfig, split: str, path: Path) -> Iterator[Record]:
         raise MalformedInputError(f"{path}: is a folder; reader {reader} reads files")
     if name in ("tsv", "csv"):
         own = task.splits[split].header
-        return read_delimited(
+        return records.read_delimited(
             path,
             "\t" if name == "tsv" else ",",
             header=task.header if own is None else own,
@@ -87,10 +68,10 @@ def read_records(task: TaskConfig, split: str, path: Path) -> Iterator[Record]:
         )
     if name == "squad_passages":
         part, others = task.splits[split].part, task.random_passages
-        return read_squad_passages(path, part=part, others=others, seed=task.passage_seed)
+        return formats.read_squad_passages(path, part=part, others=others, seed=task.passage_seed)
     if name == "conll":
-        found = read_conll(path, labelled=is_labelled(split), merge=task.merge_sentences)
-        return found if task.head == "tokens" else map(with_sentence, found)
+        found = formats.read_conll(path, labelled=is_labelled(split), merge=task.merge_sentences)
+        return found if task.head == "tokens" else map(formats.with_sentence, found)
     return READERS[name](path)
 
 
@@ -130,7 +111,7 @@ def read_examples(task: TaskConfig, data: str | os.PathLike[str], split: str) ->
         raise MalformedInputError(f"{', '.join(map(str, paths))}: no examples")
     if not (part := task.splits[split].part):
         return examples
-    return [example for example in examples if in_part(example.group or example.id, part)]
+    return [example for example in examples if formats.in_part(example.group or example.id, part)]
 
 
 def split_files(task: TaskConfig, data: str | os.PathLike[str], split: str) -> list[Path]:
@@ -158,16 +139,13 @@ def split_to_predict(name: str, data: str | os.PathLike[str]) -> str:
         name: task file or name of a packaged task.
         data: folder of the data.
     """
-    try:
+    ignored = suppress(MegatronDebertaError, OSError)
+    with ignored:
         task = load_task(name)
-    except (MegatronDebertaError, OSError):
-        return _TEST
-    for split in (_TEST, *(each for each in task.splits if not is_labelled(each)), "dev"):
-        try:
-            split_files(task, data, split)
-        except (MegatronDebertaError, OSError):
-            continue
-        return split
+        for split in (_TEST, *(each for each in task.splits if not is_labelled(each)), "dev"):
+            with ignored:
+                split_files(task, data, split)
+                return split
     return _TEST
 
 

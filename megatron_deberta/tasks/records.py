@@ -343,29 +343,38 @@ def read_jsonl(path: Path, *, is_lenient: bool = False) -> Iterator[Record]:
     for number, line in numbered_lines(read_text(path)):
         if not line.strip():
             continue
-        try:
-            record = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            if is_lenient and (record := _read_leniently(line)) is not None:
-                yield Record(Place(path, number), record)
-                continue
-            is_document = number == 1 and line.strip() in ("[", "{")
-            Place(path, number).fail(
-                f"not valid JSON: {error.msg} at character {error.colno}"
-                f"{'; write one object per line, not one document' * is_document}"
-            )
-        if not isinstance(record, dict):
-            Place(path, number).fail(f"expected a JSON object, found {kind_of(record)}")
-        yield Record(Place(path, number), record)
+        place, is_document = Place(path, number), number == 1 and line.strip() in ("[", "{")
+        remedy = "; write one object per line, not one document" * is_document
+        yield Record(place, json_object(place, line, remedy, is_lenient=is_lenient))
 
 
-def _read_leniently(line: str) -> dict[str, Any] | None:
-    """Read a JSON object as Python does; None: it is none."""
+def json_object(
+    place: Place, line: str, remedy: str, *, is_lenient: bool = False
+) -> dict[str, Any]:
+    """Parse a line of JSON Lines.
+
+    Args:
+        place: names file and line in messages.
+        line: the line.
+        remedy: end of the message if it is not valid JSON.
+        is_lenient: see `read_jsonl`.
+
+    Raises:
+        DataError: it is not a JSON object.
+    """
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        try:
+            # Python accepts more.
+            record = json.loads(line) if is_lenient else None
+        except (ValueError, RecursionError):
+            record = None
+        if not isinstance(record, dict):
+            place.fail(f"not valid JSON: {error.msg} at character {error.colno}{remedy}")
+    if not isinstance(record, dict):
+        place.fail(f"expected a JSON object, found {kind_of(record)}")
+    return record
 
 
 def read_parquet(path: Path) -> Iterator[Record]:

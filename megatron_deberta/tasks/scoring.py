@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from megatron_deberta.tasks.metrics import (
     group_accuracies,
     paired_metric,
 )
-from megatron_deberta.tasks.task import SCORE_HEADS, LongText, TaskConfig
+from megatron_deberta.tasks.task import EXAMPLE_HEADS, SCORE_HEADS, LongText, TaskConfig
 
 Outputs = npt.NDArray[np.float32]
 
@@ -59,34 +59,47 @@ def predict(
         ValueError: the outputs have another shape.
     """
     _check_outputs(task, examples, encoded, outputs)
-    if task.head in GROUPED_HEADS:
-        to_scores = sigmoid if uses_sigmoid else None
-        return _predict_choices(task, examples, encoded, outputs, to_scores)
-    if task.head == "embed":
-        return _predict_embeddings(task, examples, encoded, outputs)
-    if task.head == "classification":
-        to_probabilities = sigmoid if uses_sigmoid else softmax
-        found = _predict_classes(task, examples, encoded, outputs, to_probabilities)
-    elif task.head == "multilabel":
-        found = _predict_labels(task, examples, encoded, outputs)
-    elif task.head == "regression":
-        found = _predict_scores(task, examples, encoded, outputs)
+    fields: dict[str, Sequence[Any]]
+    if task.head == "spans":
+        found = best_spans(task, examples, encoded, outputs)
+        threshold = null_threshold if task.unanswerable else np.inf
+        fields = {
+            "value": ["" if null > threshold else text for text, null in found],
+            "null_score": [null for _, null in found],
+        }
+    elif task.head in GROUPED_HEADS:
+        fields = _predict_choices(task, encoded, outputs, uses_sigmoid)
+    elif task.head == "classification":
+        fields = _predict_classes(task, encoded, outputs, uses_sigmoid)
     elif task.head == "tokens":
-        found = _predict_tags(task, examples, encoded, outputs)
+        fields = _predict_tags(task, examples, encoded, outputs)
+    elif task.head == "multilabel":
+        probabilities = pool_windows(sigmoid(outputs), encoded, task.long_text)
+        is_label = probabilities >= (task.thresholds or DEFAULT_THRESHOLD)
+        names = np.array(task.labels, dtype=object)
+        fields = {
+            "value": [tuple(names[chosen].tolist()) for chosen in is_label],
+            "probabilities": tuples_of(probabilities),
+        }
+    elif task.head == "regression":
+        low, high = task.label_range or (-np.inf, np.inf)
+        pooled = pool_windows(outputs.astype(np.float64), encoded, task.long_text)
+        fields = {"value": np.clip(pooled, low, high).tolist()}
+    elif encoded.num_rows == len(examples):
+        fields = {"value": [""] * len(examples), "embedding": tuples_of(outputs)}
     else:
-        found = [
-            Prediction(
-                id=example.id,
-                value="" if task.unanswerable and best.null_score > null_threshold else best.text,
-                null_score=best.null_score,
-                group=example.group,
-            )
-            for example, best in zip(
-                examples, best_spans(task, examples, encoded, outputs), strict=True
-            )
-        ]
-    counts = np.diff(encoded.example_offsets).tolist()
-    return [replace(each, windows=count) for each, count in zip(found, counts, strict=True)]
+        fields = {"value": cosines(encoded, outputs).tolist()}
+    if task.head not in EXAMPLE_HEADS:
+        fields["windows"] = np.diff(encoded.example_offsets).tolist()
+    return [
+        Prediction(id=example.id, group=example.group, **dict(zip(fields, values, strict=True)))
+        for example, *values in zip(examples, *fields.values(), strict=True)
+    ]
+
+
+def tuples_of(rows: Iterable[npt.NDArray[Any]]) -> list[tuple[Any, ...]]:
+    """Return the values of each row."""
+    return [tuple(row.tolist()) for row in rows]
 
 
 def score(
@@ -163,21 +176,12 @@ def nonfinite_rows(encoded: EncodedDataset, outputs: Outputs) -> int:
 def _check_outputs(
     task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset, outputs: Outputs
 ) -> None:
-    rows, total, classes = encoded.num_rows, len(encoded.input_ids), len(task.labels)
-    shapes: dict[str, tuple[int, ...]] = {
-        "classification": (rows, classes),
-        "multilabel": (rows, classes),
-        "regression": (rows,),
-        "spans": (total, 2),
-        "tokens": (total, classes),
-        "choices": (rows,),
-        "embed": (rows, *outputs.shape[1:2]),
-        "rerank": (rows,),
-    }
-    if outputs.shape != shapes[task.head]:
-        raise ValueError(
-            f"head {task.head}: outputs are {list(outputs.shape)}, not {list(shapes[task.head])}"
-        )
+    is_per_token = task.head in ("spans", "tokens")
+    places = len(encoded.input_ids) if is_per_token else encoded.num_rows
+    width = outputs.shape[1:2] if task.head == "embed" else (task.num_labels,)
+    shape = (places,) if task.head in ("regression", *GROUPED_HEADS) else (places, *width)
+    if outputs.shape != shape:
+        raise ValueError(f"head {task.head}: outputs are {list(outputs.shape)}, not {list(shape)}")
     if encoded.num_examples != len(examples):
         raise ValueError(f"{len(examples)} examples, but {encoded.num_examples} were encoded")
     # The largest of such outputs is no prediction, but numpy names one.
@@ -224,45 +228,18 @@ def pool_windows(
 
 
 def _predict_classes(
-    task: TaskConfig,
-    examples: Sequence[Example],
-    encoded: EncodedDataset,
-    outputs: Outputs,
-    to_probabilities: Callable[[Outputs], npt.NDArray[np.float64]],
-) -> list[Prediction]:
+    task: TaskConfig, encoded: EncodedDataset, outputs: Outputs, uses_sigmoid: bool
+) -> dict[str, Sequence[Any]]:
+    to_probabilities = sigmoid if uses_sigmoid else softmax
     probabilities = pool_windows(to_probabilities(outputs), encoded, task.long_text)
     # Of single rows by the logits, as large ones all have the probability 1 by sigmoid.
     is_single = len(probabilities) == len(outputs)
     indices = (outputs if is_single else probabilities).argmax(axis=1).tolist()
-    return [
-        Prediction(
-            id=example.id,
-            index=index,
-            value=task.labels[index],
-            probabilities=tuple(row.tolist()),
-            group=example.group,
-        )
-        for example, index, row in zip(examples, indices, probabilities, strict=True)
-    ]
-
-
-def _predict_labels(
-    task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset, outputs: Outputs
-) -> list[Prediction]:
-    probabilities = pool_windows(sigmoid(outputs), encoded, task.long_text)
-    names = np.array(task.labels, dtype=object)
-    return [
-        Prediction(
-            id=example.id,
-            value=tuple(names[chosen].tolist()),
-            probabilities=tuple(row.tolist()),
-            group=example.group,
-        )
-        for example, chosen, row in zip(
-            examples, probabilities >= (task.thresholds or DEFAULT_THRESHOLD), probabilities,
-            strict=True,
-        )
-    ]  # fmt: skip
+    return {
+        "index": indices,
+        "value": [task.labels[index] for index in indices],
+        "probabilities": tuples_of(probabilities),
+    }
 
 
 def with_best_thresholds(
@@ -317,15 +294,6 @@ def best_label_threshold(
     return float(middle[best][np.abs(middle[best] - DEFAULT_THRESHOLD).argmin()])
 
 
-def _predict_scores(
-    task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset, outputs: Outputs
-) -> list[Prediction]:
-    low, high = task.label_range or (-np.inf, np.inf)
-    pooled = pool_windows(outputs.astype(np.float64), encoded, task.long_text)
-    values = np.clip(pooled, low, high).tolist()
-    return [Prediction(id=e.id, value=value) for e, value in zip(examples, values, strict=True)]
-
-
 def cosines(encoded: EncodedDataset, embeddings: Outputs) -> npt.NDArray[np.float64]:
     """Return the cosine of the first two texts of each example, float64 ``[examples]``."""
     unit = embeddings.astype(np.float64)
@@ -335,72 +303,33 @@ def cosines(encoded: EncodedDataset, embeddings: Outputs) -> npt.NDArray[np.floa
     return result
 
 
-def _predict_embeddings(
-    task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset, outputs: Outputs
-) -> list[Prediction]:
-    if encoded.num_rows == len(examples):
-        rows = zip(examples, map(tuple, outputs.tolist()), strict=True)
-        return [Prediction(id=example.id, value="", embedding=row) for example, row in rows]
-    pairs = zip(examples, cosines(encoded, outputs).tolist(), strict=True)
-    return [Prediction(id=example.id, value=value) for example, value in pairs]
-
-
 def _predict_choices(
-    task: TaskConfig,
-    examples: Sequence[Example],
-    encoded: EncodedDataset,
-    outputs: Outputs,
-    to_scores: Callable[[Outputs], npt.NDArray[np.float64]] | None = None,
-) -> list[Prediction]:
-    if to_scores is None:
-        # Scores of passages are returned unchanged.
-        to_scores = np.float64 if task.head == "rerank" else softmax
-    found = []
-    for example, logits in zip(
-        examples, np.split(outputs, encoded.example_offsets[1:-1]), strict=True
-    ):
-        index = int(logits.argmax())
-        found.append(
-            Prediction(
-                id=example.id,
-                index=index,
-                value=task.labels[index] if task.labels else str(index),
-                probabilities=tuple(to_scores(logits).tolist()),
-                group=example.group,
-            )
-        )
-    return found
+    task: TaskConfig, encoded: EncodedDataset, outputs: Outputs, uses_sigmoid: bool
+) -> dict[str, Sequence[Any]]:
+    # Scores of passages are returned unchanged.
+    unchanged = np.float64 if task.head == "rerank" else softmax
+    to_scores: Callable[[Outputs], npt.NDArray[np.float64]] = sigmoid if uses_sigmoid else unchanged
+    logits = np.split(outputs, encoded.example_offsets[1:-1])
+    indices = [int(each.argmax()) for each in logits]
+    return {
+        "index": indices,
+        "value": [task.labels[index] if task.labels else str(index) for index in indices],
+        "probabilities": tuples_of(map(to_scores, logits)),
+    }
 
 
 def _predict_tags(
     task: TaskConfig, examples: Sequence[Example], encoded: EncodedDataset, outputs: Outputs
-) -> list[Prediction]:
+) -> dict[str, Sequence[Any]]:
     # Each word is labelled once, and windows are in the order of the text.
     at = np.flatnonzero(encoded.word_index >= 0)
-    classes = outputs[at].argmax(axis=1)
-    names = np.array(task.labels, dtype=object)[classes]
+    names = np.array(task.labels, dtype=object)[outputs[at].argmax(axis=1)]
     sure = softmax(outputs[at]).max(axis=1)
     ends = np.cumsum([len(example.words) for example in examples])[:-1]
-    return [
-        Prediction(id=example.id, value=tuple(part.tolist()), probabilities=tuple(scores.tolist()))
-        for example, part, scores in zip(
-            examples, np.split(names, ends), np.split(sure, ends), strict=True
-        )
-    ]
-
-
-class BestSpan(NamedTuple):
-    """The best answer of a question.
-
-    Attributes:
-        text: its text.
-        score: sum of its start and end logits; -inf if no span is possible.
-        null_score: score of no answer minus ``score``.
-    """
-
-    text: str
-    score: float
-    null_score: float
+    return {
+        "value": tuples_of(np.split(names, ends)),
+        "probabilities": tuples_of(np.split(sure, ends)),
+    }
 
 
 def best_spans(
@@ -408,8 +337,8 @@ def best_spans(
     examples: Sequence[Example],
     encoded: EncodedDataset,
     outputs: npt.NDArray[np.float32],
-) -> list[BestSpan]:
-    """Return the best span of each question over all its windows.
+) -> list[tuple[str, float]]:
+    """Return the best answer of each question over all its windows.
 
     Candidates that are in no window are counted in a warning.
 
@@ -418,6 +347,10 @@ def best_spans(
         examples: the questions.
         encoded: their rows.
         outputs: fp32 ``[tokens, 2]``, logits of the first and of the last token of an answer.
+
+    Returns:
+        Text, and score of no answer minus that of the answer: the sum of its start and end logits,
+        -inf if no span is possible.
     """
     offsets = encoded.example_offsets
     found = []
@@ -436,7 +369,7 @@ def best_spans(
         else:
             spans = [_best_pieces(*window, task.max_answer_length) for window in windows]
         best, place = max(spans, key=lambda span: span[0], default=(-np.inf, (0, 0)))
-        found.append(BestSpan(context[place[0] : place[1]], best, null - best))
+        found.append((context[place[0] : place[1]], null - best))
     if unplaced:
         logger.warning(
             "task %s: %s of %s candidates are in no window and cannot be predicted; raise "

@@ -58,36 +58,19 @@ METRICS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-COLUMNS: Mapping[str, tuple[str, ...]] = {
-    "classification": ("text", "text_pair", "label", "id", "group"),
-    "multilabel": ("text", "text_pair", "label", "id", "group"),
-    "regression": ("text", "text_pair", "label", "id"),
+COLUMNS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "classification": (("text",), ("text_pair", "label", "id", "group")),
+    "multilabel": (("text",), ("text_pair", "label", "id", "group")),
+    "regression": (("text",), ("text_pair", "label", "id")),
     "spans": (
-        "question",
-        "context",
-        "answers",
-        "answer_text",
-        "answer_start",
-        "candidates",
-        "id",
+        ("question", "context"), ("answers", "answer_text", "answer_start", "candidates", "id"),
     ),
-    "tokens": ("words", "tags", "id"),
-    "choices": ("text", "question", "choices", "label", "id", "group"),
-    "embed": ("text", "text_pair", "negative", "label", "id"),
-    "rerank": ("query", "passages", "labels", "positives", "negatives", "id", "group"),
-}
-
-
-REQUIRED_COLUMNS: Mapping[str, tuple[str, ...]] = {
-    "classification": ("text",),
-    "multilabel": ("text",),
-    "regression": ("text",),
-    "spans": ("question", "context"),
-    "tokens": ("words",),
-    "choices": ("choices",),
-    "embed": ("text",),
-    "rerank": ("query",),
-}
+    "tokens": (("words",), ("tags", "id")),
+    "choices": (("choices",), ("text", "question", "label", "id", "group")),
+    "embed": (("text",), ("text_pair", "negative", "label", "id")),
+    "rerank": (("query",), ("passages", "labels", "positives", "negatives", "id", "group")),
+}  # fmt: skip
+"""Roles of columns by head: the required ones, then the others."""
 
 
 EXAMPLE_HEADS = ("choices", "embed", "rerank")
@@ -126,15 +109,8 @@ _PATH_KEYS = (
 """Keys of a run that name files or commands."""
 
 
-_TYPED_KEYS = (
-    "label_range", "thresholds", "max_length", "stride", "max_answer_length", "unanswerable",
-    "merge_sentences", "header", "quoting", "skip_short_rows", "max_passages", "random_passages",
-    "passage_seed",
-)  # fmt: skip
-"""Keys whose values are numbers or booleans; all others but ``settings`` hold text."""
-
-
-_TYPED_SPLIT_KEYS = ("part", "header")
+_TYPES = ("int", "bool", "bool | None", "tuple[float, ...]")
+"""Types of keys whose values are numbers or truth values; others but ``settings`` hold text."""
 
 
 _LABEL_KEYS = ("labels", "label_names", "leaderboard_labels", "skip_labels")
@@ -293,7 +269,10 @@ def task_from_dict(data: Mapping[str, Any], source: str) -> TaskConfig:
         ConfigError: unknown key, wrong type, or inconsistent values.
     """
     expanded = _expand_shorthands(data, source)
-    _check_names(expanded, source)
+    check_keys(expanded, TaskConfig, source)
+    required = ("name", "head", "reader", "splits", "metrics", "max_length")
+    if missing := [key for key in required if key not in expanded]:
+        raise ConfigError(f"{source}: {', '.join(missing)} missing; every task states them")
     # OmegaConf takes 80 us per item, and there may be thousands of labels.
     labels = {key: expanded.pop(key) for key in _LABEL_KEYS if key in expanded}
     try:
@@ -379,7 +358,7 @@ def _read_layers(path: Path, ancestors: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"{path}: extends itself through `base`; remove one of the references")
     if path.exists() and not path.is_file():
         raise MissingInputError(f"{path}: not a regular file; give a task file on disk")
-    data = _typed(read_yaml(path, TextLoader), str(path))
+    data: dict[str, Any] = _typed(read_yaml(path, TextLoader), str(path), TaskConfig)
     base = data.pop("base", None)
     if base is None:
         return data
@@ -419,54 +398,49 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     parsed: Any = parse_yaml(value, OVERRIDES, TextLoader)
     for key in reversed(keys):
         parsed = {key: parsed}
-    parsed = _typed(parsed, OVERRIDES)
+    parsed = _typed(parsed, OVERRIDES, TaskConfig)
     for key in keys:
         parsed = parsed[key]
     data[last] = parsed
 
 
-def _typed(data: Mapping[str, Any], source: str) -> dict[str, Any]:
+def _typed(data: Any, source: str, config: type[Any]) -> Any:
     """Return the values of a task file, in which the type of a key decides what is text.
 
     Args:
         data: with ``PlainScalar`` for scalars whose text was kept: ``no``, ``01`` and
             ``2024-01-01`` are labels.
         source: file or command line, for messages.
+        config: the dataclass with the keys.
 
     Raises:
         ConfigError: a number in a notation that is refused.
     """
+    if not isinstance(data, Mapping):
+        return _text(data)
+    types = {item.name: item.type for item in fields(config)}
     typed: dict[str, Any] = {}
     for key, value in data.items():
+        is_null = isinstance(value, PlainScalar) and value.value is None
         if key == "splits" and isinstance(value, Mapping):
-            typed[key] = {name: _typed_split(split, source) for name, split in value.items()}
+            typed[key] = {name: _typed(split, source, SplitConfig) for name, split in value.items()}
         elif key == "settings" and isinstance(value, Mapping):
             typed[key] = {name: _typed_settings(each, source) for name, each in value.items()}
+        elif types.get(key) not in _TYPES and not is_null:
+            typed[key] = _text(value)
         else:
-            typed[key] = _typed_value(key, value, _TYPED_KEYS, source)
+            try:
+                typed[key] = plain_value(value)
+            except ValueError as error:
+                problem = f"{source}: {key}: {error}; write it as a decimal number"
+                raise ConfigError(problem) from error
     return typed
-
-
-def _typed_split(split: Any, source: str) -> Any:
-    if not isinstance(split, Mapping):
-        return _text(split)
-    return {key: _typed_value(key, each, _TYPED_SPLIT_KEYS, source) for key, each in split.items()}
 
 
 def _typed_settings(settings: Any, source: str) -> Any:
     if not isinstance(settings, Mapping):
         return _text(settings)
     return {key: read_alternatives(key, value, source) for key, value in settings.items()}
-
-
-def _typed_value(key: str, value: Any, typed_keys: Sequence[str], source: str) -> Any:
-    is_null = isinstance(value, PlainScalar) and value.value is None
-    if key not in typed_keys and not is_null:
-        return _text(value)
-    try:
-        return plain_value(value)
-    except ValueError as error:
-        raise ConfigError(f"{source}: {key}: {error}; write it as a decimal number") from error
 
 
 def _text(value: Any) -> Any:
@@ -529,19 +503,24 @@ def _metrics_of_scheme(task: TaskConfig, source: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _check_names(data: Mapping[str, Any], source: str) -> None:
-    known = [item.name for item in fields(TaskConfig)]
+def check_keys(data: Mapping[str, Any], config: type[Any], source: str, note: str = "") -> None:
+    """Check that the keys of plain data are the fields of a config.
+
+    Args:
+        data: values by key.
+        config: a dataclass.
+        source: origin of the data, for messages.
+        note: end of the message.
+
+    Raises:
+        ConfigError: a key is unknown.
+    """
+    known = [item.name for item in fields(config)]
     for key in data:
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else f"; the keys are {', '.join(known)}"
-            raise ConfigError(f"{source}: no key {key!r}{hint}")
-    missing = [
-        key for key in ("name", "head", "reader", "splits", "metrics", "max_length")
-        if key not in data
-    ]  # fmt: skip
-    if missing:
-        raise ConfigError(f"{source}: {', '.join(missing)} missing; every task states them")
+            hint = f"did you mean {close[0]}?" if close else f"the keys are {', '.join(known)}"
+            raise ConfigError(f"{source}: no key {key!r}; {hint}{note}")
 
 
 def _check_file_names(task: TaskConfig, source: str) -> None:
@@ -585,7 +564,8 @@ def _check(task: TaskConfig, source: str) -> None:
             not part or (len(part) == 2 and 0 <= part[0] < part[1] <= 1),
             f"splits.{split}.part={list(part)}: write two fractions, as in [0, 0.8]",
         )
-    allowed, required = COLUMNS[task.head], REQUIRED_COLUMNS[task.head]
+    required, others = COLUMNS[task.head]
+    allowed = (*required, *others)
     for split, columns in _columns_by_split(task):
         for role in columns:
             require(
@@ -632,10 +612,9 @@ def _check(task: TaskConfig, source: str) -> None:
     )
     require(not task.hypothesis or task.labels, "labels: a task with hypothesis names them")
     require(task.max_passages != 1, "max_passages=1: a query needs 2 or more; 0: all")
-    for key in ("max_passages", "random_passages"):
+    for key in ("max_passages", "random_passages", "stride"):
         require(getattr(task, key) >= 0, f"{key}={getattr(task, key)}: is negative")
     require(task.max_length >= 8, f"max_length={task.max_length}: must be at least 8")
-    require(task.stride >= 0, f"stride={task.stride}: is negative")
     require(
         task.long_text == "truncate" or task.head in POOLED_HEADS,
         f"long_text={task.long_text}: is for the heads {', '.join(POOLED_HEADS)}, not for "
@@ -687,18 +666,17 @@ _SCHEMES = ("BI", "BIES", "BILU", "BMES", "BMEW")
 _AS_IOBES = {"B": "B", "I": "I", "M": "I", "E": "E", "L": "E", "S": "S", "U": "S", "W": "S"}
 
 
-_BEFORE = re.compile(r"([BIELMSUWbi])[-_:](.+)", re.DOTALL)
-
-
-_AFTER = re.compile(r"(.+)[-_:]([BIELMSUW])", re.DOTALL)
+_PATTERNS = (
+    re.compile(r"(?P<at>[BIELMSUWbi])[-_:](?P<type>.+)", re.DOTALL),
+    re.compile(r"(?P<type>.+)[-_:](?P<at>[BIELMSUW])", re.DOTALL),
+)
+"""Labels of entities: the position in the entity before or after its type."""
 
 
 def entity_type(label: str) -> str:
     """Return the type of an entity from the label of a word, without its position in the entity."""
-    for pattern, group in ((_BEFORE, 2), (_AFTER, 1)):
-        if match := pattern.fullmatch(label):
-            return match[group]
-    return label
+    matches = (pattern.fullmatch(label) for pattern in _PATTERNS)
+    return next((match["type"] for match in matches if match), label)
 
 
 class SchemeError(ValueError):
@@ -727,16 +705,18 @@ def entity_labels(labels: tuple[str, ...]) -> Mapping[str, str] | None:
     if not named:
         return None
     parsed: dict[str, tuple[str, str]] = {}
-    for pattern in (_BEFORE, _AFTER):
+    odd: tuple[str, str] | None = None
+    for pattern in _PATTERNS:
         found = {label: match for label in named if (match := pattern.fullmatch(label))}
         if len(found) == len(named):
-            position, type_ = (1, 2) if pattern is _BEFORE else (2, 1)
-            parsed = {label: (m[position], m[type_]) for label, m in found.items()}
+            parsed = {label: (match["at"], match["type"]) for label, match in found.items()}
             break
+        if odd is None and {"B", "I"} & {match["at"] for match in found.values()}:
+            odd = next(iter(found)), next(label for label in named if label not in found)
     else:
         if set(named) <= set(_AS_IOBES) and "B" in named:
             parsed = {label: (label, "") for label in named}
-        elif odd := _odd_label(named):
+        elif odd:
             raise SchemeError(
                 f"{odd[0]!r} has a position in an entity, as in BIO, but {odd[1]!r} has none; "
                 f"write every label but {OUTSIDE} with its position"
@@ -767,12 +747,3 @@ def entities(
     scheme = entity_labels(labels)
     assert scheme is not None
     return set(get_entities([[scheme[label] for label in tags] for tags in sentences]))
-
-
-def _odd_label(named: Sequence[str]) -> tuple[str, str] | None:
-    """Return a label that begins or ends with B or I as in BIO, and one that does not."""
-    for pattern, group in ((_BEFORE, 1), (_AFTER, 2)):
-        has = {label: match[group] for label in named if (match := pattern.fullmatch(label))}
-        if {"B", "I"} & set(has.values()):
-            return next(iter(has)), next(label for label in named if label not in has)
-    return None

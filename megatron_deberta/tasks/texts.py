@@ -15,7 +15,7 @@ import orjson
 from megatron_deberta.errors import ConfigError, MalformedInputError, MissingInputError
 from megatron_deberta.files import did_you_mean, open_regular
 from megatron_deberta.tasks.examples import Example, hypotheses
-from megatron_deberta.tasks.records import Place, Record, kind_of, list_of, string_of
+from megatron_deberta.tasks.records import Place, Record, json_object, kind_of, list_of, string_of
 from megatron_deberta.tasks.task import TaskConfig
 
 Format = Literal["auto", "jsonl", "text"]
@@ -130,7 +130,8 @@ def read_text_lines(
         if text_format == "text":
             yield Record(place, {TEXT_KEYS[0]: line})
             continue
-        values = _parse(place, line)
+        remedy = "; write an object per line, or use --format text"
+        values = json_object(place, line, remedy)
         if tuple(keys) != TEXT_KEYS[: len(keys)]:
             named = {
                 name: values[key]
@@ -150,17 +151,6 @@ def _is_object(line: str, keys: Sequence[str]) -> bool:
     except orjson.JSONDecodeError:
         return False
     return isinstance(values, dict) and not values.keys().isdisjoint((keys[0], "words", "query"))
-
-
-def _parse(place: Place, line: str) -> dict[str, Any]:
-    try:
-        values = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        place.fail(f"not valid JSON: {error.msg} at character {error.colno}; write an object per "
-                   "line, or use --format text")  # fmt: skip
-    if not isinstance(values, dict):
-        place.fail(f"expected a JSON object, found {kind_of(values)}")
-    return values
 
 
 def text_examples(task: TaskConfig, records: Iterable[Record]) -> Iterator[Example]:

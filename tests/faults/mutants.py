@@ -260,7 +260,7 @@ MUTANTS = (
         "unit/train/test_callbacks.py::test_a_validation_of_exit_step_selects_nothing",
     ),
     Mutant(
-        "encoded examples are not compared with their fingerprint", "tasks/encoding.py",
+        "encoded examples are not compared with their fingerprint", "tasks/encoded.py",
         "if loaded.fingerprint != recorded:", "if False:",
         "unit/tasks/test_encoding.py::test_a_flipped_bit_of_the_cache_is_found",
     ),

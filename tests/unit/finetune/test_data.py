@@ -276,10 +276,11 @@ def test_balanced_weights_are_counted_once_and_are_in_the_config_of_the_run(
     data = write_task(tmp_path / "data")
     model = open_source_model(MODEL)
     overrides = ["finetune.class_weights=balanced", "data.sequence_length=24"]
+    overrides += [f"train.run_dir={tmp_path / 'run'}"]
     config = finetune_config(str(data / "task.yaml"), model, str(data), overrides)
     assert config.finetune.class_weights == ("balanced",)
     groups = single_process_groups(torch.device("cpu"))
-    resolved, _ = open_task_data(replace_run_dir(config, tmp_path), groups)
+    resolved, _ = open_task_data(config, groups)
     lines = (data / "train.tsv").read_text().splitlines()[1:]
     counts = [sum(line.endswith(label) for line in lines) for label in ("bad", "good")]
     weights = [len(lines) / (2 * count) for count in counts]
@@ -289,10 +290,6 @@ def test_balanced_weights_are_counted_once_and_are_in_the_config_of_the_run(
     assert again.finetune.class_weights == resolved.finetune.class_weights
     described = dict(found.describe(again, 1))["class weights"]
     assert described == f"bad {weights[0]:.3g}, good {weights[1]:.3g}"
-
-
-def replace_run_dir(config: RunConfig, folder: Path) -> RunConfig:
-    return replace(config, train=replace(config.train, run_dir=str(folder / "run")))
 
 
 def order(*, by_length: bool = True, seed: int = 1) -> EpochOrder:

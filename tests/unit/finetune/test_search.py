@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
-import os
 import shutil
 import signal
 import sys
@@ -18,14 +18,13 @@ import pytest
 
 from megatron_deberta.checkpoint.layout import checkpoints_dir
 from megatron_deberta.cli.main import main
-from megatron_deberta.config.loader import CONFIG_ROOTS
 from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE, ConfigError
 from megatron_deberta.evaluate.models import open_source_model
+from megatron_deberta.files import FileLock
 from megatron_deberta.finetune.local_runs import (
     LOG_FILE,
     Outcome,
     StopRequest,
-    lock_folder,
     run_all,
     slot_environments,
 )
@@ -73,6 +72,18 @@ def runs(search: SearchConfig) -> list[ConfiguredRun]:
     return configure_runs(search, load_task(search.task), open_source_model(MODEL))
 
 
+@pytest.fixture
+def refused(search_file: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that starts the search with arguments, and returns its error."""
+
+    def start(*arguments: str) -> str:
+        capsys.readouterr()
+        assert main(["search", str(search_file), *arguments]) == EXIT_USAGE
+        return capsys.readouterr().err
+
+    return start
+
+
 def finish(run: ConfiguredRun, score: float) -> None:
     """Write the result of a run."""
     run.folder.mkdir(parents=True, exist_ok=True)
@@ -101,28 +112,28 @@ def test_text_of_a_search_stands_as_it_is(tmp_path: Path) -> None:
             load_search(str(path), [wrong])
 
 
-def test_grids_are_those_of_the_papers_table_9(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "rates", "batches", "dropout", "count"),
+    [
+        ("base", {1.5e-5, 2e-5, 3e-5, 4e-5}, {16, 32, 48, 64}, {0, 0.1, 0.15}, 192),
+        ("large", {5e-6, 8e-6, 9e-6, 1e-5}, {16, 32, 48, 64}, {0, 0.1, 0.15}, 192),
+        ("1.5b", {1e-6, 3e-6, 5e-6}, {16, 32, 64}, {0, 0.15, 0.3}, 108),
+    ],
+)
+def test_grids_are_those_of_the_papers_table_9(
+    name: str, rates: set[float], batches: set[int], dropout: set[float], count: int
+) -> None:
     given = ("task=mnli", "model=m", "data=d")
-    sizes = {}
-    for name in ("base", "large", "1.5b"):
-        search = load_search(f"configs/searches/paper_{name}.yaml", given)
-        cells = list_cells(search, load_task("mnli"))
-        sizes[name] = len(cells)
-        rates = sorted({cell.values["optimizer.learning_rate"] for cell in cells})
-        batches = sorted({cell.values["train.global_batch_size"] for cell in cells})
-        dropout = sorted({cell.values["model.head_dropout"] for cell in cells})
-        warmup = sorted({cell.values["optimizer.warmup_steps"] for cell in cells})
-        assert warmup == [50, 100, 500, 1000]
-        assert search.seeds == (1, 2, 3, 4, 5)
-        expected = {
-            "base": ([1.5e-5, 2e-5, 3e-5, 4e-5], [16, 32, 48, 64], [0, 0.1, 0.15]),
-            "large": ([5e-6, 8e-6, 9e-6, 1e-5], [16, 32, 48, 64], [0, 0.1, 0.15]),
-            "1.5b": ([1e-6, 3e-6, 5e-6], [16, 32, 64], [0, 0.15, 0.3]),
-        }
-        assert (rates, batches, dropout) == expected[name]
-    assert sizes == {"base": 192, "large": 192, "1.5b": 108}
-    files = next(r for r in CONFIG_ROOTS if (r / "configs").is_dir()) / "configs" / "searches"
-    assert {path.stem.removeprefix("paper_") for path in files.glob("paper_*.yaml")} == set(sizes)
+    search = load_search(f"configs/searches/paper_{name}.yaml", given)
+    cells = list_cells(search, load_task("mnli"))
+    expected = {
+        "optimizer.learning_rate": rates,
+        "train.global_batch_size": batches,
+        "model.head_dropout": dropout,
+        "optimizer.warmup_steps": {50, 100, 500, 1000},
+    }
+    assert {key: {cell.values[key] for cell in cells} for key in expected} == expected
+    assert (len(cells), search.seeds) == (count, (1, 2, 3, 4, 5))
 
 
 @pytest.mark.parametrize(
@@ -143,10 +154,9 @@ def test_grids_are_those_of_the_papers_table_9(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_keys_and_values_are_errors_of_one_line(
-    search_file: Path, argument: str, message: str, capsys: pytest.CaptureFixture[str]
+    search_file: Path, argument: str, message: str, refused: Callable[..., str]
 ) -> None:
-    assert main(["search", str(search_file), argument]) == EXIT_USAGE
-    error = capsys.readouterr().err
+    error = refused(argument)
     assert message in error
     assert error.count("\n") == 1
     assert not (search_file.parent / "out").exists()
@@ -197,7 +207,7 @@ def test_a_sample_is_that_of_the_whole_grid(search: SearchConfig) -> None:
     ],
 )
 def test_searches_without_bounds_are_refused_at_once(
-    search_file: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, refused: Callable[..., str]
 ) -> None:
     lists = {
         "LARGE": f"train.global_batch_size={list(range(1, 1001))}",
@@ -205,8 +215,7 @@ def test_searches_without_bounds_are_refused_at_once(
     }
     given = [lists.get(argument, argument) for argument in arguments]
     for option in ("--dry-run", "--table"):
-        assert main(["search", str(search_file), option, *given]) == EXIT_USAGE
-        error = capsys.readouterr().err
+        error = refused(option, *given)
         assert message in error
         assert error.count("\n") == 1
 
@@ -234,15 +243,14 @@ def test_finished_means_the_last_step_and_its_validation(
 
 
 def test_results_of_another_metric_are_not_shown(
-    search_file: Path, runs: list[ConfiguredRun], capsys: pytest.CaptureFixture[str]
+    search_file: Path, runs: list[ConfiguredRun], refused: Callable[..., str]
 ) -> None:
     """The order of the task's metrics was changed; the old one has selected the checkpoints."""
     finish(runs[0], 0.5)
     task = search_file.parent / "data" / "task.yaml"
     task.write_text(task.read_text().replace("[accuracy]", "[f1, accuracy]"))
-    for options in (["--table"], ["--no-check"]):
-        assert main(["search", str(search_file), *options]) == EXIT_USAGE
-        error = capsys.readouterr().err
+    for option in ("--table", "--no-check"):
+        error = refused(option)
         assert "accuracy has selected this checkpoint, but the task's first metric is f1" in error
 
 
@@ -267,7 +275,7 @@ def test_a_run_without_a_score_does_not_end_the_search(
 
 
 def test_a_search_is_not_continued_with_other_inputs(
-    search_file: Path, runs: list[ConfiguredRun], capsys: pytest.CaptureFixture[str]
+    search_file: Path, runs: list[ConfiguredRun], refused: Callable[..., str]
 ) -> None:
     for run in runs:
         finish(run, 0.5)
@@ -275,15 +283,13 @@ def test_a_search_is_not_continued_with_other_inputs(
     assert main(["search", str(search_file)]) == EXIT_DONE
     dev = Path(json.loads(search_file.read_text())["data"]) / "dev.tsv"
     dev.write_text(dev.read_text().replace("good", "bad", 1))
-    capsys.readouterr()
-    assert main(["search", str(search_file)]) == EXIT_USAGE
-    error = capsys.readouterr().err
+    error = refused()
     assert "has runs with data_fingerprint=" in error
     assert "give the search another output" in error
 
 
 def test_a_run_is_not_continued_with_other_values(
-    search_file: Path, runs: list[ConfiguredRun], capsys: pytest.CaptureFixture[str]
+    runs: list[ConfiguredRun], refused: Callable[..., str]
 ) -> None:
     run = runs[0]
     run.write_config()
@@ -293,8 +299,8 @@ def test_a_run_is_not_continued_with_other_values(
         replace(run, config=changed).write_config()
     # Nor is the result of a finished one shown beside others.
     finish(run, 0.5)
-    assert main(["search", str(search_file), "optimizer.weight_decay=0.5"]) == EXIT_USAGE
-    assert "optimizer.weight_decay was 0.01 and is now 0.5" in capsys.readouterr().err
+    shown = refused("optimizer.weight_decay=0.5")
+    assert "optimizer.weight_decay was 0.01 and is now 0.5" in shown
 
 
 def test_table_and_files_have_the_statistics_of_each_cell(
@@ -347,32 +353,34 @@ def test_prune_keeps_the_best_cell_and_unfinished_ones(
 
 
 def test_a_search_is_submitted_by_one_command_at_a_time(
-    search_file: Path, search: SearchConfig, capsys: pytest.CaptureFixture[str]
+    search: SearchConfig, refused: Callable[..., str]
 ) -> None:
-    descriptor = lock_folder(Path(search.output))
-    command = ["search", str(search_file), "--cluster", "local", "--no-check"]
-    assert main(command) == EXIT_USAGE
-    assert "another search runs in this folder" in capsys.readouterr().err
+    Path(search.output).mkdir()
+    lock = FileLock(Path(search.output) / ".lock")
+    assert lock.acquire()
+    error = refused("--cluster", "local", "--no-check")
+    assert "another search runs in this folder" in error
     assert not (Path(search.output) / "submissions").exists()
-    os.close(descriptor)
+    lock.release()
 
 
 def test_the_data_of_a_search_are_checked_before_it_is_submitted(
-    search_file: Path, search: SearchConfig, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    search_file: Path, tmp_path: Path, refused: Callable[..., str]
 ) -> None:
     empty = tmp_path / "data" / "train.tsv"
     empty.write_text("text\tlabel\n")
-    command = ["search", str(search_file), "--cluster", "local", "--dry-run"]
-    assert main(command) == EXIT_USAGE
-    assert "train.tsv: no examples" in capsys.readouterr().err
-    assert main([*command, "--no-check"]) == EXIT_DONE
+    options = ["--cluster", "local", "--dry-run"]
+    assert "train.tsv: no examples" in refused(*options)
+    assert main(["search", str(search_file), *options, "--no-check"]) == EXIT_DONE
 
 
 def test_dry_run_and_table_of_a_search(
-    search_file: Path, runs: list[ConfiguredRun], capsys: pytest.CaptureFixture[str]
+    search_file: Path,
+    runs: list[ConfiguredRun],
+    refused: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["search", str(search_file), "--table"]) == EXIT_USAGE
-    assert "no run has begun" in capsys.readouterr().err
+    assert "no run has begun" in refused("--table")
     assert main(["search", str(search_file), "--dry-run"]) == EXIT_DONE
     shown = capsys.readouterr().out
     assert "4 cells x 3 seeds = 12 runs, 0 finished" in shown
@@ -432,11 +440,8 @@ print("end", time.monotonic())
         first, last = (run.folder / LOG_FILE).read_text().splitlines()
         assert first.split()[1] in ("4,5", "6,7")
         events += [(float(first.split()[2]), 1), (float(last.split()[1]), -1)]
-    active = most = 0
-    for _, change in sorted(events):
-        active += change
-        most = max(most, active)
-    assert most == 2
+    active = itertools.accumulate(change for _, change in sorted(events))
+    assert max(active) == 2
 
 
 def test_failures_end_a_search_only_before_the_first_success(runs: list[ConfiguredRun]) -> None:

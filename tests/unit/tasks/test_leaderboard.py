@@ -25,16 +25,18 @@ def written(folder: Path, task: str, found: list[Prediction], split: str = "test
     return f"{path.name}\n{path.read_text()}"
 
 
-def test_glue(tmp_path: Path) -> None:
-    found = [Prediction(id="0", index=1, value="1"), Prediction(id="1", index=0, value="0")]
-    assert written(tmp_path, "cola", found) == "CoLA.tsv\nindex\tprediction\n0\t1\n1\t0\n"
-    found = [Prediction(id="0", index=2, value="entailment")]
-    expected = "MNLI-mm.tsv\nindex\tprediction\n0\tentailment\n"
-    assert written(tmp_path, "mnli", found, "test_mismatched") == expected
-    found = [Prediction(id="0", value=4.98765)]
-    assert written(tmp_path, "stsb", found) == "STS-B.tsv\nindex\tprediction\n0\t4.988\n"
-    found = [Prediction(id="0", index=2, value="entailment")]
-    assert written(tmp_path, "ax", found) == "AX.tsv\nindex\tprediction\n0\tentailment\n"
+@pytest.mark.parametrize(
+    ("task", "split", "value", "file", "line"),
+    [
+        ("cola", "test", "1", "CoLA.tsv", "3\t1"),
+        ("mnli", "test_mismatched", "entailment", "MNLI-mm.tsv", "3\tentailment"),
+        ("stsb", "test", 4.98765, "STS-B.tsv", "3\t4.988"),
+        ("ax", "test", "entailment", "AX.tsv", "3\tentailment"),
+    ],
+)
+def test_glue(tmp_path: Path, task: str, split: str, value: Any, file: str, line: str) -> None:
+    found = [Prediction(id="3", value=value)]
+    assert written(tmp_path, task, found, split) == f"{file}\nindex\tprediction\n{line}\n"
 
 
 @pytest.mark.parametrize(

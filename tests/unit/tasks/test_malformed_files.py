@@ -8,7 +8,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -45,38 +45,28 @@ def replaced(old: bytes, new: bytes, number: int = -1) -> Damage:
     return damage
 
 
-def in_last_line(pattern: bytes, new: bytes) -> Damage:
-    """Replace a pattern in the last line of a file of lines."""
+def in_part(
+    part: Callable[[bytes], tuple[int, int]], pattern: bytes, new: bytes, line: int = 0
+) -> Damage:
+    """Replace a pattern once in a part of a file, whose first line is named unless another is."""
 
     def damage(content: bytes) -> tuple[bytes, int]:
-        lines = content.rstrip(b"\n").split(b"\n")
-        lines[-1], count = re.subn(pattern, new, lines[-1], count=1)
+        begin, end = part(content)
+        changed, count = re.subn(pattern, new, content[begin:end], count=1)
         assert count, f"{pattern!r} does not match"
-        return b"\n".join(lines) + b"\n", len(lines)
+        return content[:begin] + changed + content[end:], line or line_of(content, begin)
 
     return damage
 
 
-def in_first_line(pattern: bytes, new: bytes, line: int = 1) -> Damage:
-    def damage(content: bytes) -> tuple[bytes, int]:
-        first, rest = content.split(b"\n", 1)
-        changed, count = re.subn(pattern, new, first, count=1)
-        assert count, f"{pattern!r} does not match"
-        return changed + b"\n" + rest, line
-
-    return damage
+def last_line(content: bytes) -> tuple[int, int]:
+    end = len(content.rstrip(b"\n"))
+    return content.rfind(b"\n", 0, end) + 1, end
 
 
-def in_last_item(pattern: bytes, new: bytes) -> Damage:
-    """Replace a pattern in the last element <item>."""
-
-    def damage(content: bytes) -> tuple[bytes, int]:
-        at = content.rindex(b"<item")
-        changed, count = re.subn(pattern, new, content[at:], count=1)
-        assert count, f"{pattern!r} does not match"
-        return content[:at] + changed, line_of(content, at)
-
-    return damage
+in_last_line = partial(in_part, last_line)
+in_first_line = partial(in_part, lambda content: (0, content.index(b"\n")))
+in_last_item = partial(in_part, lambda content: (content.rindex(b"<item"), len(content)))
 
 
 def not_text(byte: bytes) -> Damage:
@@ -316,14 +306,9 @@ REAL_CASES = [(*key, message, damage) for key, cases in REAL.items() for message
     ids=[f"{case[2]}: {case[3]}" for case in REAL_CASES],
 )
 def test_real_files(
-    task: str,
-    split: str,
-    file: str,
-    message: str,
-    damage: Damage,
-    tmp_path: Path,
+    task: str, split: str, file: str, message: str, damage: Damage, tmp_path: Path,
     tokenizer: Tokenizer,
-) -> None:
+) -> None:  # fmt: skip
     source = corpus_path(file)
     content = source.read_bytes()
     if source.suffix == ".gz":

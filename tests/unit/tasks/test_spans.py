@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import unicodedata
 from dataclasses import replace
@@ -130,7 +131,7 @@ def test_windows_cover_everything(size: int, width: int, stride: int) -> None:
     assert found[-1][1] == size
     assert all(end - begin <= width for begin, end in found)
     shared = min(stride, width // 2)
-    assert all(b[0] == a[1] - shared for a, b in zip(found, found[1:], strict=False))
+    assert all(b[0] == a[1] - shared for a, b in itertools.pairwise(found))
     assert windows(0, width, stride) == [(0, 0)]
 
 

@@ -30,20 +30,6 @@ def test_packaged_tasks_load_under_their_file_name(name: str) -> None:
     assert not task.transfer_from or load_task(task.transfer_from)
 
 
-def test_the_settings_of_the_release_and_the_paper() -> None:
-    task = load_task("mrpc")
-    assert task.default_settings == "release_base"
-    assert task.settings["release_v3_large"] == {
-        "optimizer.learning_rate": 6e-6,
-        "optimizer.warmup_steps": 50,
-        "train.global_batch_size": 32,
-        "finetune.epochs": 6,
-        "model.head_dropout": 0.2,
-    }
-    assert task.settings["paper_large"]["optimizer.learning_rate"] == [5e-6, 8e-6, 9e-6, 1e-5]
-    assert task.transfer_from == "mnli"
-
-
 def test_labels_are_written_as_in_the_files() -> None:
     task = task_from_dict({**PLAIN, "labels": [False, True], "label_names": ["no", "yes"]}, "x")
     assert task.labels == ("false", "true")
