@@ -54,7 +54,6 @@ def contents(prefix):
 def test_merging_is_writing_all_documents_at_once(parts, tmp_path, workers, monkeypatch):
     # Several chunks a shard.
     monkeypatch.setattr(merge_module, "_CHUNK_BYTES", 900)
-    monkeypatch.setattr(writer_module, "_CHUNK_BYTES", 1000)
     monkeypatch.setattr(writer_module, "_CHUNK_ROWS", 7)
     prefixes, documents = parts
     whole, merged = str(tmp_path / "whole"), str(tmp_path / "out" / "merged")
@@ -241,7 +240,7 @@ def test_hashes_are_of_what_was_meant_to_be_written(parts, tmp_path, monkeypatch
 
     def damage(file, content, offset):
         name = os.readlink(f"/proc/self/fd/{file}")
-        if not flipped and offset and name.endswith((f"staged/0.{end}", f".{end}.unfinished")):
+        if not flipped and offset and name.endswith((f"staged/0.{end}", f".unfinished/0.{end}")):
             flipped.append(offset)
             content = bytes([content[0] ^ 1]) + bytes(content[1:])
         return pwrite(file, content, offset)
