@@ -121,20 +121,10 @@ class ShardLayout:
         Raises:
             OSError: the disk is full.
         """
-        _, sequences, first = self._begins[part]
-        offsets_begin = HEADER.size + 4 * self.total.sequences
-        begin = sequences
-        for starts, _ in self._chunk_offsets(lengths, self.token_offset(part)):
-            chunk = lengths[begin - sequences :][: len(starts)]
-            write_at(idx_file, chunk, HEADER.size + 4 * begin)
-            write_at(idx_file, starts, offsets_begin + 8 * begin)
-            begin += len(starts)
-        num_documents = self._begins[part + 1].documents - first
-        if document_ends is None:
-            document_ends = np.arange(1, num_documents + 1)
-        for begin in range(0, num_documents, _CHUNK_ROWS):
-            boundaries = document_ends[begin : begin + _CHUNK_ROWS] + sequences
-            write_at(idx_file, boundaries, self._boundary_offset(first + begin + 1))
+        for offset, chunks in self._sections(part, lengths, document_ends):
+            for chunk in chunks:
+                write_at(idx_file, chunk, offset)
+                offset += chunk.nbytes
 
     def idx_sha256(self, parts: Callable[[], Iterable[PartIndex]]) -> str:
         """Return the SHA-256 of the ``.idx`` file from what is to be written.
@@ -144,38 +134,49 @@ class ShardLayout:
                 ``write_index``.
         """
         digest = hashlib.sha256(self._header())
-        for lengths, _ in parts():
-            digest.update(lengths.tobytes())
-        offset = 0
-        for lengths, _ in parts():
-            for starts, end in self._chunk_offsets(lengths, offset):
-                digest.update(starts.tobytes())
-                offset = end
-        digest.update(bytes(8))
-        sequences = 0
-        for lengths, document_ends in parts():
-            ends = np.arange(1, len(lengths) + 1) if document_ends is None else document_ends
-            digest.update((ends + sequences).tobytes())
-            sequences += len(lengths)
+        for section in range(3):
+            if section == 2:
+                digest.update(bytes(8))
+            for part, index in enumerate(parts()):
+                for chunk in self._sections(part, *index)[section][1]:
+                    digest.update(chunk.tobytes())
         return digest.hexdigest()
 
     def _header(self) -> bytes:
         code, total = CODES_OF_DTYPES[self.dtype], self.total
         return HEADER.pack(MAGIC, VERSION, code, total.sequences, total.documents + 1)
 
-    def _chunk_offsets(
-        self, lengths: npt.NDArray[np.int32], offset: int
-    ) -> Iterator[tuple[npt.NDArray[np.int64], int]]:
-        """Yield the byte offsets of sequences by chunks, and where each chunk ends."""
-        for begin in range(0, len(lengths), _CHUNK_ROWS):
-            chunk = lengths[begin : begin + _CHUNK_ROWS]
-            ends = offset + np.cumsum(chunk, dtype=np.int64) * self.dtype.itemsize
-            starts = np.concatenate([[offset], ends[:-1]])
-            offset = int(ends[-1])
-            yield starts, offset
+    def _sections(
+        self, part: int, lengths: npt.NDArray[np.int32], document_ends: Integers | None
+    ) -> list[tuple[int, Iterator[npt.NDArray[Any]]]]:
+        """Return a part's lengths, offsets and boundaries: first byte in ``.idx``, and chunks."""
+        _, sequences, first = self._begins[part]
+
+        def offsets() -> Iterator[npt.NDArray[Any]]:
+            begin = self.token_offset(part)
+            for chunk in _chunks(lengths):
+                ends = begin + np.cumsum(chunk, dtype=np.int64) * self.dtype.itemsize
+                yield np.concatenate([[begin], ends[:-1]])
+                begin = int(ends[-1])
+
+        def boundaries() -> Iterator[npt.NDArray[np.int64]]:
+            ends = np.arange(1, len(lengths) + 1) if document_ends is None else document_ends
+            for chunk in _chunks(ends):
+                yield chunk + sequences
+
+        offsets_begin = HEADER.size + 4 * self.total.sequences
+        return [
+            (HEADER.size + 4 * sequences, _chunks(lengths)),
+            (offsets_begin + 8 * sequences, offsets()),
+            (self._boundary_offset(first + 1), boundaries()),
+        ]
 
     def _boundary_offset(self, document: int) -> int:
         return HEADER.size + 12 * self.total.sequences + 8 * document
+
+
+def _chunks(values: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+    return (values[begin : begin + _CHUNK_ROWS] for begin in range(0, len(values), _CHUNK_ROWS))
 
 
 @contextmanager
