@@ -15,6 +15,7 @@ from megatron_deberta.cli.main import main
 from megatron_deberta.config import load_config
 from megatron_deberta.config.phases import segments
 from megatron_deberta.data.build import open_corpora, train_loader
+from megatron_deberta.data.shards.manifest import read_manifest
 from megatron_deberta.data.shards.writer import write_shard
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.tokenizer import load_tokenizer
@@ -278,10 +279,8 @@ def test_verify_of_a_folder_names_a_shard_without_its_index(shard, tmp_path, cap
 def test_verify_reads_the_quarantine(shard, tmp_path, capsys):
     for suffix in (".bin", ".idx", ".manifest.json"):
         Path(shard + suffix).rename(f"{tmp_path}/my_books_long_key_document{suffix}")
-    path = tmp_path / "my_books_long_key_document.manifest.json"
-    fields = json.loads(path.read_text())
     digest = hashlib.sha256(b"{}\n").hexdigest()
-    path.write_text(json.dumps(fields | {"quarantine_sha256": digest}))
+    path = edit_manifest(tmp_path / "my_books_long_key_document", quarantine_sha256=digest)
     # Without the list the shard itself is as good as before.
     assert main(["verify", str(path)]) == 0
     assert capsys.readouterr().out.endswith("; quarantine list missing\n")
@@ -293,10 +292,16 @@ def test_verify_reads_the_quarantine(shard, tmp_path, capsys):
 
 
 def test_verify_reports_another_tokenizer(shard, tokenizer_file, capsys):
-    path = Path(f"{shard}.manifest.json")
-    path.write_text(re.sub(r'(fingerprint": ")\w+', r"\g<1>another", path.read_text()))
+    edit_manifest(shard, tokenizer_fingerprint="another")
     assert main(["verify", "--prefix", shard, "--tokenizer", tokenizer_file]) == 1
     assert "made with tokenizer another" in capsys.readouterr().err
+
+
+def edit_manifest(prefix, **fields):
+    """Change fields of a shard's manifest and return its path."""
+    path = Path(f"{prefix}.manifest.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return path
 
 
 COUNTED = {
@@ -323,8 +328,7 @@ COUNTED = {
     ],
 )
 def test_verify_compares_a_manifest_with_itself(shard, capsys, fields, message):
-    path = Path(f"{shard}.manifest.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    path = edit_manifest(shard, **fields)
     assert main(["verify", shard]) == bool(message)
     if message:
         (line,) = capsys.readouterr().err.splitlines()
@@ -333,12 +337,11 @@ def test_verify_compares_a_manifest_with_itself(shard, capsys, fields, message):
 
 
 def test_verify_compares_the_tokenizers_size(shard, tokenizer_file, capsys):
-    path = Path(f"{shard}.manifest.json")
-    fields = json.loads(path.read_text())
-    path.write_text(json.dumps(fields | {"vocab_size": 1000}))
+    own = read_manifest(shard).vocab_size
+    edit_manifest(shard, vocab_size=1000)
     assert main(["verify", shard]) == 0
     assert main(["verify", shard, "--tokenizer", tokenizer_file]) == 1
-    message = f"vocab_size 1000 is not the tokenizer's {fields['vocab_size']}"
+    message = f"vocab_size 1000 is not the tokenizer's {own}"
     assert message in capsys.readouterr().err
 
 
