@@ -21,10 +21,10 @@ class Command:
         self._arguments = arguments
 
     def __call__(self, *options: str) -> str:
-        """Run it with further options, which succeeds; return what it printed on both streams."""
-        return "".join(self._run(0, *options))
+        """Run it with further options, which succeeds; return its output."""
+        return self._run(0, *options)[0]
 
-    def fails(self, code: int, *options: str) -> str:
+    def errors(self, code: int, *options: str) -> str:
         """Run it with further options, which ends with this exit code; return its error output."""
         return self._run(code, *options)[1]
 

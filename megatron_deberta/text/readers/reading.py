@@ -218,19 +218,16 @@ class RecordReader:
     @property
     def _text(self) -> TextStream:
         if self._stream is None:
-            self._stream = self._open()
+            source = self._source
+            try:
+                file = open(source.path, "rb", buffering=0)
+                status = os.fstat(file.fileno())
+                file.seek(self.offset if self.can_seek else 0)
+            except OSError as error:
+                raise DataError(f"{source.path}: {error.strerror}; check --input") from error
+            self._refuse_changed(status)
+            self._stream = TextStream(file, source.name, source.compression)
         return self._stream
-
-    def _open(self) -> TextStream:
-        source = self._source
-        try:
-            file = open(source.path, "rb", buffering=0)
-            status = os.fstat(file.fileno())
-            file.seek(self.offset if self.can_seek else 0)
-        except OSError as error:
-            raise DataError(f"{source.path}: {error.strerror}; check --input") from error
-        self._refuse_changed(status)
-        return TextStream(file, source.name, source.compression)
 
     def _refuse_changed(self, status: os.stat_result) -> None:
         source = self._source

@@ -98,11 +98,11 @@ def test_a_torn_plan_is_one_line(content: bytes, make: Command, tmp_path: Path) 
     folder = tmp_path / "c.unfinished"
     folder.mkdir()
     (folder / PLAN).write_bytes(content)
-    assert len(make.fails(1).splitlines()) == 1
+    assert len(make.errors(1).splitlines()) == 1
     make("--restart")
     for deep in (b"[" * 100_000, b'{"sources":' + b"[" * 100_000):
         (tmp_path / "c_text_document.manifest.json").write_bytes(deep)
-        assert "c_text_document.bin: exists" in make.fails(2)
+        assert "c_text_document.bin: exists" in make.errors(2)
 
 
 def test_a_zstd_window_of_two_gib_is_refused(tokenizer_dir: str, tmp_path: Path) -> None:

@@ -351,20 +351,20 @@ def test_a_changed_plan_is_refused_by_name(
 ) -> None:
     with open(corpus, "a") as stream:
         stream.write("{broken\n")
-    assert "1 of 61 records are bad" in make.fails(1)
+    assert "1 of 61 records are bad" in make.errors(1)
     for change, message in (
         (["--keys", "title"], '--keys was "text" when this run began and is "title" now'),
         (["--normalize", "nfc"], '--normalize was "none"'),
         (["--max-document-mb", "1"], "--max-document-mb"),
         (["--sentences"], "--sentences was"),
     ):
-        assert message in make.fails(2, *change)
+        assert message in make.errors(2, *change)
     with monkeypatch.context() as newer:
         # Units that another release cut may end elsewhere.
         newer.setattr(reading, "READING_VERSION", reading.READING_VERSION + 1)
-        assert "version of reading was" in make.fails(2)
+        assert "version of reading was" in make.errors(2)
     os.utime(corpus, (1, 1))
-    assert f"{corpus} has changed" in make.fails(2, "--max-bad-fraction", "0.1")
+    assert f"{corpus} has changed" in make.errors(2, "--max-bad-fraction", "0.1")
     make("--max-bad-fraction", "0.1", "--restart")
 
 
@@ -375,11 +375,11 @@ def test_nothing_of_the_users_is_removed(
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
     for restart in ([], ["--restart"]):
-        assert "holds notes.txt and no plan.json" in make.fails(2, *restart)
+        assert "holds notes.txt and no plan.json" in make.errors(2, *restart)
     mine.unlink()
     quarantine = tmp_path / "c.quarantine.jsonl"
     quarantine.write_bytes(Path(corpus).read_bytes())
-    message = make_from.fails(2, "--input", str(quarantine))
+    message = make_from.errors(2, "--input", str(quarantine))
     assert "is an input and would be replaced" in message
     quarantine.unlink()
     make()
@@ -389,10 +389,10 @@ def test_a_broken_result_is_not_taken_for_whole(make: Command, tmp_path: Path) -
     make()
     make()
     os.truncate(tmp_path / "c_text_document.bin", 100)
-    assert "exists" in make.fails(2)
+    assert "exists" in make.errors(2)
     make("--force")
     # Another key would replace the list of what was set aside for the first.
-    assert "c.quarantine.jsonl: exists, of other shards" in make.fails(2, "--keys", "title")
+    assert "c.quarantine.jsonl: exists, of other shards" in make.errors(2, "--keys", "title")
 
 
 def test_a_refused_run_does_not_keep_standard_input(
@@ -401,26 +401,26 @@ def test_a_refused_run_does_not_keep_standard_input(
     content = Path(corpus).read_bytes()
     for options, code in (([], 0), (["--keys", "title"], 2)):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
-        make_from.fails(code, "--input", "-", *options)
+        make_from.errors(code, "--input", "-", *options)
         assert not (tmp_path / "c.unfinished").exists()
 
 
 def test_options_about_other_input_are_refused(
     make: Command, make_from: Command, tmp_path: Path
 ) -> None:
-    message = make.fails(2, "--text-mode", "line")
+    message = make.errors(2, "--text-mode", "line")
     assert "--text-mode line is for plain text" in message
     assert "; leave it out for JSON Lines" in message
     (tmp_path / "a.txt").write_text("A line of text.\n")
     plain = ["--input", str(tmp_path / "a.txt")]
-    message = make_from.fails(2, *plain, "--keys", "title")
+    message = make_from.errors(2, *plain, "--keys", "title")
     assert "--keys title is for JSON Lines and tables" in message
     make(*plain, "--text-mode", "line")
 
 
 def test_an_empty_input_is_a_mistake_of_the_user(make_from: Command, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").touch()
-    message = make_from.fails(2, "--input", str(tmp_path / "a.jsonl"))
+    message = make_from.errors(2, "--input", str(tmp_path / "a.jsonl"))
     assert f"{tmp_path / 'a.jsonl'}: the file is empty" in message
 
 
@@ -437,7 +437,7 @@ def test_options_that_cannot_be(make: Command, corpus: str, tmp_path: Path) -> N
             "--keys 'a/b': cannot be part of a file name",
         ),
     ):
-        assert message in make.fails(2, *change)
+        assert message in make.errors(2, *change)
     assert list(tmp_path.iterdir()) == [Path(corpus)]
 
 
@@ -501,21 +501,20 @@ def test_a_key_that_no_record_has_is_refused_at_once(
     # The message comes before the tokenizer is looked at, and before any work.
     call = call.with_options(*(["--tokenizer", "none"] if command == "preprocess" else []))
     for keys, missing in ((["body"], "body"), (["text,body", "id"], "body,id")):
-        (line,) = call.fails(2, "--keys", *keys).splitlines()
+        (line,) = call.errors(2, "--keys", *keys).splitlines()
         assert f"--keys {missing}: no such key with text in the first records of {corpus}" in line
         assert line.endswith("choose from: text, title")
     assert list(tmp_path.iterdir()) == [Path(corpus)]
-    assert "a key is empty" in call.fails(2, "--keys", "text,,title")
+    assert "a key is empty" in call.errors(2, "--keys", "text,,title")
 
 
 def test_leave_given_afterwards_says_that_nothing_was_left(make: Command, corpus: str) -> None:
     with open(corpus, "a") as stream:
         stream.write("{}\n")
-    assert "1 of 61 records are bad" in make.fails(1)
-    done = make("--max-bad-fraction", "0.1")
-    shown = [line for line in done.splitlines() if "encode" in line]
-    assert shown[0] == "preprocess: encode 100%"
-    assert ": 60 documents" in done
+    assert "1 of 61 records are bad" in make.errors(1)
+    shown = make.errors(0, "--max-bad-fraction", "0.1")
+    assert shown.splitlines()[0] == "preprocess: encode 100%"
+    assert ": 60 documents" in make()
 
 
 def test_both_sides_of_a_split_do_not_become_one_shard(
@@ -526,7 +525,7 @@ def test_both_sides_of_a_split_do_not_become_one_shard(
     assert main([*call, "--workers", "0"]) == 0
     train, validation = parted / "train", parted / "validation"
     for inputs in ([parted], [train, validation], [f"{parted}/*/part-*"]):
-        message = make_from.fails(2, "--input", *map(str, inputs))
+        message = make_from.errors(2, "--input", *map(str, inputs))
         assert f"{train} and {validation} are the two sides of a split" in message
         for side in (train, validation):
             assert f"--input {side} --output {tmp_path}/c_{side.name}" in message

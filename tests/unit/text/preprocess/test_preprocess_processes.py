@@ -16,6 +16,7 @@ from megatron_deberta.text.jobs.units import plan_units, usual_unit_bytes
 from megatron_deberta.text.preprocess import encoding, worker
 from megatron_deberta.text.preprocess.pipeline import preprocess
 from megatron_deberta.text.readers.sources import find_sources
+from tests.support.commands import Command
 
 
 def test_workers_load_nothing_again(
@@ -54,12 +55,11 @@ def test_units_by_the_size_of_the_input(megabytes: int, unit: int, units: int, c
 
 
 def test_estimate_is_of_the_tokens_and_the_nodes(
-    corpus: str, tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    corpus: str, tokenizer_dir: str, tmp_path: Path, cli: Command
 ) -> None:
     make = ["preprocess", "--input", corpus, "--tokenizer", tokenizer_dir, "--workers", "4"]
     make += ["--output", str(tmp_path / "c")]
-    assert main([*make, "--estimate", "--nodes", "16"]) == 0
-    described = capsys.readouterr().out
+    described = cli(*make, "--estimate", "--nodes", "16")
     assert list(tmp_path.iterdir()) == [Path(corpus)]
     assert "with 16 x 4 workers" in described
     for word in ("text ", "time ", "disk ", "memory "):
