@@ -183,6 +183,10 @@ def _chunks(values: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
 def open_flushed(*paths: str, flags: int = os.O_WRONLY) -> Iterator[list[int]]:
     """Open files and yield their descriptors; the files are flushed at the end and closed.
 
+    Args:
+        paths: the files.
+        flags: as for ``os.open``.
+
     Raises:
         OSError: a file cannot be opened or flushed.
     """
@@ -331,7 +335,16 @@ def _check_document(name: str, sentences: list[npt.NDArray[Any]], dtype: np.dtyp
 
 
 def write_at(file: int, content: npt.NDArray[Any] | bytes, offset: int) -> None:
-    """Write all of ``content`` at an offset of a file, given by its descriptor."""
+    """Write bytes at a place of a file.
+
+    Args:
+        file: descriptor, open for writing.
+        content: all of it is written.
+        offset: first byte.
+
+    Raises:
+        OSError: the disk is full.
+    """
     view = memoryview(content if isinstance(content, bytes) else content.tobytes())
     while view:
         written = os.pwrite(file, view, offset)
