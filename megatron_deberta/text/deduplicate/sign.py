@@ -178,7 +178,13 @@ def unit_starts(work: Work) -> npt.NDArray[np.int64]:
 
 
 def gather_signatures(work: Work, documents: npt.NDArray[np.int64], name: str) -> Any:
-    """Return rows of ``digest`` or ``sketch`` of documents of any units."""
+    """Return rows of a file that ``sign_unit`` wrote, of documents of any units.
+
+    Args:
+        work: the run.
+        documents: their numbers, in any order.
+        name: of the file: ``digest`` or ``sketch``.
+    """
     dtype, columns = _FILES[name]
     starts = unit_starts(work)
     rows = np.empty((len(documents), *columns), dtype)

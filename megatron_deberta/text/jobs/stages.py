@@ -14,7 +14,7 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import astuple, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -177,8 +177,7 @@ class TaskFolder:
             name: of the file.
             compression: ``none``, ``gz`` or ``zst``.
         """
-        file = HashedFile(self.path / name)
-        try:
+        with closing(HashedFile(self.path / name)) as file:
             if compression == "gz":
                 with gzip.GzipFile("", "wb", 6, cast(BinaryIO, file), mtime=0) as compressed:
                     yield compressed
@@ -190,8 +189,6 @@ class TaskFolder:
                 yield file
             self._sha256[name] = file.take_digest()
             file.commit()
-        finally:
-            file.close()
 
     def save_array(self, name: str, array: Array) -> None:
         """Save an array that ``Work.load`` maps."""

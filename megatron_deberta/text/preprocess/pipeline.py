@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
@@ -279,8 +280,7 @@ class _Merger:
             raise DataError(f"{error}; run the same command again to repeat this unit") from error
 
     def _list_quarantined(self) -> _QuarantineRecord:
-        quarantine = HashedFile(self._folder.staged / _QUARANTINE)
-        try:
+        with contextlib.closing(HashedFile(self._folder.staged / _QUARANTINE)) as quarantine:
             lines: Counter[int] = Counter()
             for name, record in self._records.items():
                 bases = []
@@ -294,8 +294,6 @@ class _Merger:
                         quarantine.write(line)
             listed = _QuarantineRecord(sha256=quarantine.take_digest())
             quarantine.commit()
-        finally:
-            quarantine.close()
         fsync_path(self._folder.staged)
         self._folder.record("quarantine", {**listed})
         return listed
