@@ -13,8 +13,6 @@ from torch import Tensor
 
 from megatron_deberta.model.inputs import ModelInputs, RowPacking
 
-# Label of a padding position.
-
 _Self = TypeVar("_Self", bound="MicroBatch")
 
 

@@ -212,8 +212,12 @@ def train_loader(
         dp_rank=dp_rank,
         dp_size=dp_size,
     )
+    rows = training_rows(config, vocabulary, corpora, stage)
+    builder, *others = _builders(config, vocabulary, rows, Purpose.TRAINING_MASK)
+    if others:
+        builder = TwoFormBuilder(builder, others[0], step_forms(config, consumed_samples))
     return TrainLoader(
-        _training_builder(config, vocabulary, corpora, stage, consumed_samples),
+        builder,
         sampler,
         consumed_samples,
         num_workers=config.data.num_workers,
@@ -239,8 +243,7 @@ def validation_loader(
     rows = validation_rows(config, vocabulary, corpora)
     if rows is None:
         return None
-    length = config.data.sequence_length
-    builder, *others = _builders(config, vocabulary, rows, length, Purpose.VALIDATION_MASK)
+    builder, *others = _builders(config, vocabulary, rows, Purpose.VALIDATION_MASK)
     return ValidationLoader(
         builder,
         min(config.train.eval_batches * config.train.global_batch_size, rows.rows_per_epoch),
@@ -316,27 +319,11 @@ def _check_memory(config: RunConfig) -> None:
         )
 
 
-def _training_builder(
-    config: RunConfig,
-    vocabulary: Vocabulary,
-    corpora: Corpora,
-    stage: Stage,
-    consumed_samples: int,
-) -> Builder[Batch]:
-    rows = training_rows(config, vocabulary, corpora, stage)
-    first, *others = _builders(config, vocabulary, rows, config.data.sequence_length)
-    forms = step_forms(config, consumed_samples)
-    return TwoFormBuilder(first, others[0], forms) if others else first
-
-
 def _builders(
-    config: RunConfig,
-    vocabulary: Vocabulary,
-    rows: RowSource,
-    length: int,
-    purpose: Purpose = Purpose.TRAINING_MASK,
+    config: RunConfig, vocabulary: Vocabulary, rows: RowSource, purpose: Purpose
 ) -> list[Builder[Batch]]:
     """Return a builder of each form of the objective's batches, masked before autoregressive."""
+    length = config.data.sequence_length
     return [
         BatchBuilder(
             rows,

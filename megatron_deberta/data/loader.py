@@ -144,15 +144,31 @@ class TrainLoader(Generic[_Batch]):
             while True:
                 yield [self._next(batches) for _ in range(self._sampler.num_micro_batches)]
         finally:
-            _end(batches, workers)
+            # The order matters: a worker killed while it checks torch's "done" event keeps the
+            # event's lock, for which torch's shutdown would then wait forever.
+            if workers:
+                batches._shutdown_workers()
+            kill()
             atexit.unregister(kill)
 
     def _next(self, batches: Iterator[_Batch | _Failure]) -> _Batch:
-        batch = _next_batch(batches)
+        """Return the next batch; raise ``DataError`` if its worker failed or died."""
+        try:
+            batch = next(batches)
+        except (RuntimeError, OSError, EOFError) as error:
+            # OSError and EOFError: the worker died while passing the batch.
+            if isinstance(error, RuntimeError) and _WORKER_DIED not in str(error):
+                raise
+            raise DataError(
+                f"a loader process died ({' '.join(repr(error).split())}); was it killed for "
+                "memory, or is /dev/shm full? lower data.num_workers (0: no processes)"
+            ) from error
+        if isinstance(batch, _Failure):
+            raise DataError(batch.message)
         # A whole step of shared memory would exceed the limit of open files and fill /dev/shm.
         return batch.clone() if self._num_workers and not self._pin_memory else batch
 
-    def _start(self) -> tuple[Iterator[_Batch | _Failure], list[BaseProcess]]:
+    def _start(self) -> tuple[Any, list[BaseProcess]]:
         """Start the workers; return the iterator over batches and the worker processes."""
         workers = self._num_workers
         # Prefetch one whole step beyond the current one, if that is not too much.
@@ -225,34 +241,6 @@ class ValidationLoader(Generic[_Batch]):
                 begin = (number * self.dp_size + self.dp_rank) * self.micro_batch_size
                 samples = range(begin, begin + self.micro_batch_size)
                 yield builder.build([s if s < self.num_samples else FILLER for s in samples])
-
-
-def _next_batch(batches: Iterator[_Batch | _Failure]) -> _Batch:
-    """Return the next batch; raise ``DataError`` if its worker failed or died."""
-    try:
-        batch = next(batches)
-    except (RuntimeError, OSError, EOFError) as error:
-        # OSError and EOFError: the worker died while passing the batch.
-        if isinstance(error, RuntimeError) and _WORKER_DIED not in str(error):
-            raise
-        raise DataError(
-            f"a loader process died ({' '.join(repr(error).split())}); was it killed for memory, "
-            "or is /dev/shm full? lower data.num_workers (0: no processes)"
-        ) from error
-    if isinstance(batch, _Failure):
-        raise DataError(batch.message)
-    return batch
-
-
-def _end(batches: Any, workers: list[BaseProcess]) -> None:
-    """Shut workers down through torch, then kill those that are left.
-
-    The order matters: a worker killed while it checks torch's "done" event keeps the event's lock,
-    for which torch's shutdown would then wait forever.
-    """
-    if workers:
-        batches._shutdown_workers()
-    _kill(workers)
 
 
 def _kill(workers: list[BaseProcess]) -> None:

@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_deberta.data import Booleans, Integers
 from megatron_deberta.errors import DataError
 
-
-class TokenizerFacts(Protocol):
-    """Attributes of a tokenizer that ``Vocabulary.of`` reads; see ``Vocabulary``."""
-
-    vocab_size: int
-    num_tokens: int
-    pad_id: int
-    cls_id: int
-    sep_id: int
-    mask_id: int
-    special_ids: tuple[int, ...]
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the tokenizer's content."""
-
-    def word_starts(self) -> Booleans:
-        """[vocab_size] bool, True = the piece begins a word."""
-
-    def single_marks(self) -> Booleans:
-        """[vocab_size] bool, True = the piece is one character of punctuation or white space."""
+if TYPE_CHECKING:
+    from megatron_deberta.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,7 +52,7 @@ class Vocabulary:
     ordinary_ids: Integers = field(init=False, repr=False)
 
     @classmethod
-    def of(cls, tokenizer: TokenizerFacts) -> Vocabulary:
+    def of(cls, tokenizer: Tokenizer) -> Vocabulary:
         """Read the attributes of a tokenizer."""
         return cls(
             size=tokenizer.vocab_size,

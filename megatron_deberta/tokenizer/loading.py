@@ -100,11 +100,16 @@ def _load(path: str) -> Tokenizer:
     if location.is_dir():
         if (location / JSON_FILE).is_file():
             return _load_json(location / JSON_FILE)
-        model = _find_sentencepiece(location)
+        model = _find_one(location, SENTENCEPIECE_FILE, "*.model", "name one of them")
         if model is not None:
             return _load_sentencepiece(model)
-        if (files := _find_byte_level(location)) is not None:
-            return _load_byte_level(*files, f"tokenizer {location}")
+        # GPT-2's are also called ``gpt2-vocab.json``.
+        vocabulary, merges = (
+            _find_one(location, name, f"*{name}", f"rename one {name}")
+            for name in ("vocab.json", "merges.txt")
+        )
+        if vocabulary is not None and merges is not None:
+            return _load_byte_level(vocabulary, merges, f"tokenizer {location}")
         raise MissingInputError(f"tokenizer {path}: expected {_FILES} in this folder")
     if not location.is_file():
         raise MissingInputError(
@@ -132,12 +137,13 @@ def sentencepiece_tokenizer(content: bytes, where: str) -> Tokenizer:
     )
 
 
-def _find_sentencepiece(folder: Path) -> Path | None:
-    if (folder / SENTENCEPIECE_FILE).is_file():
-        return folder / SENTENCEPIECE_FILE
-    found = sorted(folder.glob("*.model"))
+def _find_one(folder: Path, name: str, pattern: str, remedy: str) -> Path | None:
+    """Find the file of this name, or else the only one that matches ``pattern``."""
+    if (folder / name).is_file():
+        return folder / name
+    found = sorted(folder.glob(pattern))
     if len(found) > 1:
-        raise DataError(f"tokenizer {folder}: {len(found)} *.model files; name one of them")
+        raise DataError(f"tokenizer {folder}: {len(found)} {pattern} files; {remedy}")
     return found[0] if found else None
 
 
@@ -150,19 +156,6 @@ def _load_sentencepiece(path: Path) -> Tokenizer:
                 f"SentencePiece model; convert it to {JSON_FILE} first"
             )
     return sentencepiece_tokenizer(_read(path), f"tokenizer {path}")
-
-
-def _find_byte_level(folder: Path) -> tuple[Path, Path] | None:
-    """Find the vocabulary and the merges; GPT-2's are also called ``gpt2-vocab.json``."""
-    found = []
-    for name in ("vocab.json", "merges.txt"):
-        others = sorted(folder.glob(f"*{name}"))
-        if (folder / name).is_file():
-            others = [folder / name]
-        if len(others) > 1:
-            raise DataError(f"tokenizer {folder}: {len(others)} *{name} files; rename one {name}")
-        found += others
-    return (found[0], found[1]) if len(found) == 2 else None
 
 
 def _load_byte_level(vocabulary: Path, merges: Path, where: str) -> Tokenizer:

@@ -98,19 +98,15 @@ class Tokenizer:
         self.mask_id = ids[special.mask]
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = tuple(sorted(id_ for id_, token in added.items() if token.special))
-        self._plain_backend = self._without_separators()
-
-    def _without_separators(self) -> Backend | None:
-        """Build the faster pipeline for plain texts around the same model, which is not copied."""
-        if not is_longest_match(self.spec["normalizer"]):
-            return None
-        plain = self._with_same_model(self.plain_normalizer)
-        if plain is not None:
-            plain.encode_special_tokens = True
-        return plain
+        self._plain_backend: Backend | None = None
+        if is_longest_match(self.spec["normalizer"]):
+            self._plain_backend = self._with_same_model(self.plain_normalizer)
 
     def _with_same_model(self, normalizer: Mapping[str, Any] | None) -> Backend | None:
-        """Build a pipeline around the same model; None: the library orders added tokens anew."""
+        """Build a pipeline around the same model, which is not copied.
+
+        It encodes the names of special tokens as text. None: the library orders added tokens anew.
+        """
         shell = {
             **self.spec,
             "normalizer": normalizer,
@@ -120,6 +116,7 @@ class Tokenizer:
         }
         built = Backend.from_str(orjson.dumps(shell).decode())
         built.model = self._backend.model
+        built.encode_special_tokens = True
         added = self._backend.get_added_tokens_decoder()
         for _, token in sorted(added.items()):
             (built.add_special_tokens if token.special else built.add_tokens)([token])

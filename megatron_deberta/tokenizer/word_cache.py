@@ -202,7 +202,7 @@ def _cut(text: str) -> Iterator[str]:
 
 
 def _stretches(
-    interacts: npt.NDArray[np.bool_], offsets: Lengths, first_words: Lengths
+    interacts: npt.NDArray[np.int32], offsets: Lengths, first_words: Lengths
 ) -> Iterator[tuple[int, int, int]]:
     """Find the ranges of words that must be encoded together.
 
@@ -320,7 +320,7 @@ class _EncodedWords:
         encoder: encodes missing words.
 
     Attributes:
-        interacts: bool, which words depend on their neighbours.
+        interacts: int32, by slot: 1 for a word that depends on its neighbours, else 0.
     """
 
     def __init__(self, encoder: _WordEncoder) -> None:
@@ -332,10 +332,12 @@ class _EncodedWords:
         self._characters = 0
         self._ids = np.empty(4 * _MAX_WORDS, np.int32)
         self._used = 0
-        self._sizes = np.zeros(_MAX_WORDS, np.int32)
-        self._starts = np.zeros(_MAX_WORDS, np.int32)
-        self._uses = np.zeros(_MAX_WORDS, np.int32)
-        self.interacts = np.zeros(_MAX_WORDS, np.bool_)
+        self._set_columns(np.zeros((4, _MAX_WORDS), np.int32))
+
+    def _set_columns(self, columns: npt.NDArray[np.int32]) -> None:
+        """Use [4, slots] columns: size, start, uses, and if a word depends on its neighbours."""
+        self._columns = columns
+        self._sizes, self._starts, self._uses, self.interacts = columns
 
     def find(self, words: list[str]) -> npt.NDArray[np.int32]:
         """Return the int32 slots of unique words; encode missing ones."""
@@ -373,7 +375,7 @@ class _EncodedWords:
         words: list[str],
         ids: Ids,
         sizes: npt.NDArray[np.integer[Any]],
-        interacts: npt.NDArray[np.bool_] | bool = False,
+        interacts: npt.NDArray[Any] | bool = False,
     ) -> Lengths:
         """Add missing words; return their slots."""
         first = len(self._slots)
@@ -386,11 +388,7 @@ class _EncodedWords:
         last = len(self._slots)
         if last > self._sizes.size:
             # One batch may have more words than the cache; the next one evicts them.
-            more = last - self._sizes.size
-            self._sizes = np.pad(self._sizes, (0, more))
-            self._starts = np.pad(self._starts, (0, more))
-            self._uses = np.pad(self._uses, (0, more))
-            self.interacts = np.pad(self.interacts, (0, more))
+            self._set_columns(np.pad(self._columns, ((0, 0), (0, last - self._sizes.size))))
         self._sizes[first:last] = sizes
         self._starts[first:last] = self._used + np.cumsum(sizes) - sizes
         self.interacts[first:last] = interacts

@@ -13,7 +13,7 @@ import numpy as np
 from megatron_deberta.data import Integers
 from megatron_deberta.data.dataset.corpus import Corpus
 from megatron_deberta.data.dataset.index_cache import IndexCache, LatestTwo, Parts
-from megatron_deberta.data.dataset.rows import TokenSpans
+from megatron_deberta.data.dataset.rows import Layout, TokenSpans
 from megatron_deberta.data.randomness import Purpose, keyed_generator
 
 
@@ -71,7 +71,7 @@ def _fill(
     return taken
 
 
-class BestFit:
+class BestFit(Layout):
     """Rows of whole documents; of a longer one, its last part shares a row.
 
     Documents of the same length change places in every epoch; the number of rows does not depend
@@ -91,10 +91,6 @@ class BestFit:
         self._rest_of = LatestTwo(self._read_rest)
         self.index_entries = len(corpus)
         self.num_rows = self._num_whole + self._rest_of(0)[1].size
-
-    def epoch_rows(self, epoch: int) -> int:
-        """Return the number of rows of an epoch."""
-        return self.num_rows
 
     def spans(self, epoch: int, rows: Integers) -> TokenSpans:
         """Return the token spans of the given rows of an epoch."""

@@ -180,7 +180,7 @@ class Corpus:
         return Sentences(arrays["ends"], arrays["bounds"])
 
     def _list_documents(self) -> Parts:
-        for chunk in self._chunks():
+        for chunk in self.chunks():
             yield "starts", chunk.starts
             yield "lengths", _narrowed(chunk.lengths)
 
@@ -188,14 +188,14 @@ class Corpus:
         tokens = sentences = 0
         yield "ends", np.zeros(1, np.int64)
         yield "bounds", np.zeros(1, np.int64)
-        for chunk in self._chunks():
+        for chunk in self.chunks():
             lengths, bounds = chunk.shard.sentence_lengths(chunk.first, chunk.kept)
             yield "ends", tokens + np.cumsum(lengths, dtype=np.int64)
             yield "bounds", sentences + bounds
             tokens += int(lengths.sum(dtype=np.int64))
             sentences += lengths.size
 
-    def _chunks(self) -> Iterator[_Chunk]:
+    def chunks(self) -> Iterator[_Chunk]:
         """Yield the documents in chunks of bounded size."""
         splits = self.splits or (None,) * len(self.shards)
         for shard, base, split in zip(self.shards, self._first_tokens, splits, strict=False):
@@ -296,22 +296,19 @@ def split_validation(
     held_out = min(max(1, round(fraction * len(everything))), len(everything) - 1)
     key = mix64(seed, Purpose.SPLIT)
     firsts = np.cumsum([0] + [len(shard) for shard in shards])[:-1].tolist()
-    bound = _smallest_hash(shards, firsts, key, held_out)
+    bound = _smallest_hash(everything, firsts, key, held_out)
     training = [Split("training", key, bound, first) for first in firsts]
     validation = [Split("validation", key, bound, first) for first in firsts]
     return Corpus(shards, training, cache), Corpus(shards, validation, cache)
 
 
-def _smallest_hash(
-    shards: Sequence[IndexedDataset], firsts: Sequence[int], key: int, rank: int
-) -> int:
+def _smallest_hash(everything: Corpus, firsts: Sequence[int], key: int, rank: int) -> int:
     """Return the ``rank``-th smallest hash of the non-empty documents, in bounded memory."""
+    first_of = dict(zip(everything.shards, firsts, strict=True))
 
     def hashes() -> Iterator[Bits]:
-        for shard, base in zip(shards, firsts, strict=True):
-            for first in range(0, len(shard), _CHUNK):
-                offsets = shard.document_range(first, min(first + _CHUNK, len(shard)))
-                yield hash_values(key, base + first + np.flatnonzero(np.diff(offsets)))
+        for chunk in everything.chunks():
+            yield hash_values(key, first_of[chunk.shard] + chunk.first + chunk.kept)
 
     counts = np.zeros(1 << 16, np.int64)
     for part in hashes():

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
@@ -20,7 +19,13 @@ from megatron_deberta.data.dataset.best_fit import BestFit
 from megatron_deberta.data.dataset.corpus import Corpus
 from megatron_deberta.data.dataset.index_cache import IndexCache, LatestTwo, Parts
 from megatron_deberta.data.dataset.pairs import Pairs
-from megatron_deberta.data.dataset.rows import RowBatch, TokenSpans, assemble, read_groups
+from megatron_deberta.data.dataset.rows import (
+    Layout,
+    RowBatch,
+    TokenSpans,
+    assemble,
+    read_groups,
+)
 from megatron_deberta.data.randomness import (
     KeyedPermutation,
     Purpose,
@@ -38,18 +43,7 @@ _FRAME_TOKENS = 2
 _CHUNK = 1 << 22
 
 
-class _Layout(Protocol):
-    num_rows: int
-    index_entries: int
-
-    def epoch_rows(self, epoch: int) -> int:
-        """Return the number of rows of an epoch, of which ``num_rows`` are used."""
-
-    def spans(self, epoch: int, rows: Integers) -> TokenSpans:
-        """Return the token spans of the given rows of an epoch."""
-
-
-class _FullSentences:
+class _FullSentences(Layout):
     """Rows cut from the concatenated documents of an epoch, with separators between them."""
 
     def __init__(self, corpus: Corpus, content_length: int, key: int, cache: IndexCache) -> None:
@@ -61,9 +55,6 @@ class _FullSentences:
         self.num_rows = -(-self._stream_length // content_length)
         self.index_entries = len(corpus)
         self._order_of = LatestTwo(self._read_order)
-
-    def epoch_rows(self, epoch: int) -> int:
-        return self.num_rows
 
     def _read_order(self, epoch: int) -> tuple[Integers, Integers]:
         """Return an epoch's document order and the documents' cumulative ends with separators."""
@@ -107,7 +98,7 @@ class _FullSentences:
         return TokenSpans(counts, starts, taken)
 
 
-class _DocSentences:
+class _DocSentences(Layout):
     """Rows that end with their document; a long document fills several rows."""
 
     def __init__(self, corpus: Corpus, content_length: int, cache: IndexCache) -> None:
@@ -119,9 +110,6 @@ class _DocSentences:
         self.num_rows = int(self._row_ends[-1])
         # The rows' ends are those of every epoch.
         self.index_entries = 0
-
-    def epoch_rows(self, epoch: int) -> int:
-        return self.num_rows
 
     def _count_rows(self) -> Parts:
         total = 0
@@ -183,7 +171,7 @@ class PackedRows:
         self._vocabulary = vocabulary
         self._key = key
         self._static_masks = static_masks
-        self._layout: _Layout
+        self._layout: Layout
         if packing in PAIR_PACKINGS:
             most = PAIR_PACKINGS[packing]
             self._layout = Pairs(corpus, content_length - 1, most, key, cache)

@@ -30,6 +30,26 @@ class TokenSpans(NamedTuple):
     is_random_next: Integers | None = None
 
 
+class Layout:
+    """Base class of the ways to pack documents into the rows of an epoch.
+
+    Attributes:
+        num_rows: rows that are used of every epoch.
+        index_entries: documents or sentences in an epoch's index; 0: epochs have none.
+    """
+
+    num_rows: int
+    index_entries: int
+
+    def epoch_rows(self, epoch: int) -> int:
+        """Return the number of rows of an epoch."""
+        return self.num_rows
+
+    def spans(self, epoch: int, rows: Integers) -> TokenSpans:
+        """Return the token spans of the given rows of an epoch."""
+        raise NotImplementedError
+
+
 class Row(NamedTuple):
     """One row, for display and tests.
 

@@ -125,20 +125,6 @@ def verify_hash(path: str, expected: str) -> None:
         found = sha256_file(path)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; preprocess again") from error
-    compare_hash(path, found, expected)
-
-
-def compare_hash(path: str, found: str, expected: str) -> None:
-    """Compare a file's SHA-256, already computed, with its manifest's.
-
-    Args:
-        path: the file.
-        found: hexadecimal digest of its content.
-        expected: digest in the manifest.
-
-    Raises:
-        DataError: they differ.
-    """
     if found != expected:
         raise DataError(
             f"{path}: SHA-256 {found} is not the manifest's {expected}; preprocess again"

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,7 +27,13 @@ from megatron_deberta.data.shards.manifest import (
     read_manifest,
 )
 from megatron_deberta.data.shards.reader import IndexedDataset
-from megatron_deberta.data.shards.writer import PartIndex, PartSize, ShardLayout
+from megatron_deberta.data.shards.writer import (
+    PartIndex,
+    PartSize,
+    ShardLayout,
+    open_flushed,
+    write_at,
+)
 from megatron_deberta.errors import DataError
 from megatron_deberta.files import sha256_file
 
@@ -146,21 +152,31 @@ def copy_parts(
         DamagedPartError: a part is damaged.
         OSError: the disk is full, or a file cannot be read.
     """
-    descriptors = [os.open(path, os.O_WRONLY) for path in files]
-    try:
+    with open_flushed(*files) as (bin_file, idx_file):
         for number, part in enumerate(parts, 1):
-            found = hashlib.sha256()
-            with open(part.path, "rb") as stream:
-                layout.copy_tokens(descriptors[0], number, stream.fileno(), found.update)
-            check_part(part.name, part.path, found.hexdigest(), part.sha256[0])
-            layout.write_index(descriptors[1], number, *read_index(part))
-        for descriptor in descriptors:
-            os.fsync(descriptor)
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
-    begin, end = layout.token_range(1)[0], layout.token_range(len(parts))[1]
-    return {"text_bytes": end - begin}
+            offset = layout.token_offset(number)
+            for chunk in _read_tokens(part, layout):
+                write_at(bin_file, chunk, offset)
+                offset += len(chunk)
+            layout.write_index(idx_file, number, *read_index(part))
+    return {"text_bytes": sum(part.size.tokens for part in parts) * layout.dtype.itemsize}
+
+
+def _read_tokens(part: ShardPart, layout: ShardLayout) -> Iterator[bytes]:
+    """Yield the bytes of a part's tokens in chunks.
+
+    Raises:
+        DamagedPartError: the part is damaged, which shows at its end.
+        OSError: its file cannot be read.
+    """
+    found = hashlib.sha256()
+    left = part.size.tokens * layout.dtype.itemsize
+    with open(part.path, "rb") as stream:
+        while left and (chunk := stream.read(min(left, _CHUNK_BYTES))):
+            left -= len(chunk)
+            found.update(chunk)
+            yield chunk
+    check_part(part.name, part.path, found.hexdigest(), part.sha256[0])
 
 
 def hash_parts(
@@ -178,16 +194,9 @@ def hash_parts(
         OSError: a file cannot be read.
     """
     digest = hashlib.sha256()
-    for number, part in enumerate(parts):
-        found = hashlib.sha256()
-        begin, end = layout.token_range(number)
-        left = end - begin
-        with open(part.path, "rb") as stream:
-            while left and (chunk := stream.read(min(left, _CHUNK_BYTES))):
-                left -= len(chunk)
-                found.update(chunk)
-                digest.update(chunk)
-        check_part(part.name, part.path, found.hexdigest(), part.sha256[0])
+    for part in parts:
+        for chunk in _read_tokens(part, layout):
+            digest.update(chunk)
     idx_sha256 = layout.idx_sha256(lambda: map(read_index, parts))
     return {"bin_sha256": digest.hexdigest(), "idx_sha256": idx_sha256}
 

@@ -7,12 +7,11 @@ any order, by any number of threads or processes. ``preprocess`` and ``merge`` w
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,9 +30,8 @@ from megatron_deberta.data.shards.format import (
 )
 from megatron_deberta.data.shards.manifest import ShardManifest, encode_manifest
 from megatron_deberta.errors import DataError
-from megatron_deberta.files import fsync_path, write_durably
+from megatron_deberta.files import FileLock, fsync_path, write_durably
 
-_CHUNK_BYTES = 1 << 23
 _CHUNK_ROWS = 1 << 20
 Document = npt.NDArray[Any] | Sequence[npt.NDArray[Any]]
 PartIndex = tuple[npt.NDArray[np.int32], Integers | None]
@@ -84,40 +82,25 @@ class ShardLayout:
         """Size of the ``.idx`` file."""
         return HEADER.size + 12 * self.total.sequences + 8 * (self.total.documents + 1)
 
-    def token_range(self, part: int) -> tuple[int, int]:
-        """Return the bytes [begin, end) of a part's tokens in the ``.bin`` file."""
-        begin, end = self._begins[part].tokens, self._begins[part + 1].tokens
-        return begin * self.dtype.itemsize, end * self.dtype.itemsize
+    def token_offset(self, part: int) -> int:
+        """Return the first byte of a part's tokens in the ``.bin`` file."""
+        return self._begins[part].tokens * self.dtype.itemsize
 
     def create(self, bin_file: str, idx_file: str) -> None:
-        """Create both files with ``allocate`` and flush them.
+        """Create both files with all their blocks, the header and the first boundary; flush them.
+
+        A full disk is thus found before anything is copied.
 
         Raises:
             OSError: the disk is full, or the folder is not writable.
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        descriptors = [os.open(path, flags, 0o666) for path in (bin_file, idx_file)]
-        try:
-            self.allocate(*descriptors)
-            for descriptor in descriptors:
-                os.fsync(descriptor)
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
-
-    def allocate(self, bin_file: int, idx_file: int) -> None:
-        """Allocate all blocks of two empty files; write the header and the first boundary.
-
-        A full disk is thus found before anything is copied.
-
-        Raises:
-            OSError: the disk is full.
-        """
-        if self.bin_bytes:
-            os.posix_fallocate(bin_file, 0, self.bin_bytes)
-        os.posix_fallocate(idx_file, 0, self.idx_bytes)
-        _write_at(idx_file, self._header(), 0)
-        _write_at(idx_file, bytes(8), self._boundary_offset(0))
+        with open_flushed(bin_file, idx_file, flags=flags) as (tokens, index):
+            if self.bin_bytes:
+                os.posix_fallocate(tokens, 0, self.bin_bytes)
+            os.posix_fallocate(index, 0, self.idx_bytes)
+            write_at(index, self._header(), 0)
+            write_at(index, bytes(8), self._boundary_offset(0))
 
     def write_index(
         self,
@@ -138,21 +121,10 @@ class ShardLayout:
         Raises:
             OSError: the disk is full.
         """
-        tokens, sequences, first = self._begins[part]
-        offset = tokens * self.dtype.itemsize
-        offsets_begin = HEADER.size + 4 * self.total.sequences
-        begin = sequences
-        for starts, _ in self._chunk_offsets(lengths, offset):
-            chunk = lengths[begin - sequences :][: len(starts)]
-            _write_at(idx_file, chunk, HEADER.size + 4 * begin)
-            _write_at(idx_file, starts, offsets_begin + 8 * begin)
-            begin += len(starts)
-        num_documents = self._begins[part + 1].documents - first
-        if document_ends is None:
-            document_ends = np.arange(1, num_documents + 1)
-        for begin in range(0, num_documents, _CHUNK_ROWS):
-            boundaries = document_ends[begin : begin + _CHUNK_ROWS] + sequences
-            _write_at(idx_file, boundaries, self._boundary_offset(first + begin + 1))
+        for offset, chunks in self._sections(part, lengths, document_ends):
+            for chunk in chunks:
+                write_at(idx_file, chunk, offset)
+                offset += chunk.nbytes
 
     def idx_sha256(self, parts: Callable[[], Iterable[PartIndex]]) -> str:
         """Return the SHA-256 of the ``.idx`` file from what is to be written.
@@ -162,139 +134,70 @@ class ShardLayout:
                 ``write_index``.
         """
         digest = hashlib.sha256(self._header())
-        for lengths, _ in parts():
-            digest.update(lengths.tobytes())
-        offset = 0
-        for lengths, _ in parts():
-            for starts, end in self._chunk_offsets(lengths, offset):
-                digest.update(starts.tobytes())
-                offset = end
-        digest.update(bytes(8))
-        sequences = 0
-        for lengths, document_ends in parts():
-            ends = np.arange(1, len(lengths) + 1) if document_ends is None else document_ends
-            digest.update((ends + sequences).tobytes())
-            sequences += len(lengths)
+        for section in range(3):
+            if section == 2:
+                digest.update(bytes(8))
+            for part, index in enumerate(parts()):
+                for chunk in self._sections(part, *index)[section][1]:
+                    digest.update(chunk.tobytes())
         return digest.hexdigest()
 
     def _header(self) -> bytes:
         code, total = CODES_OF_DTYPES[self.dtype], self.total
         return HEADER.pack(MAGIC, VERSION, code, total.sequences, total.documents + 1)
 
-    def _chunk_offsets(
-        self, lengths: npt.NDArray[np.int32], offset: int
-    ) -> Iterator[tuple[npt.NDArray[np.int64], int]]:
-        """Yield the byte offsets of sequences by chunks, and where each chunk ends."""
-        for begin in range(0, len(lengths), _CHUNK_ROWS):
-            chunk = lengths[begin : begin + _CHUNK_ROWS]
-            ends = offset + np.cumsum(chunk, dtype=np.int64) * self.dtype.itemsize
-            starts = np.concatenate([[offset], ends[:-1]])
-            offset = int(ends[-1])
-            yield starts, offset
+    def _sections(
+        self, part: int, lengths: npt.NDArray[np.int32], document_ends: Integers | None
+    ) -> list[tuple[int, Iterator[npt.NDArray[Any]]]]:
+        """Return a part's lengths, offsets and boundaries: first byte in ``.idx``, and chunks."""
+        _, sequences, first = self._begins[part]
 
-    def copy_tokens(
-        self,
-        bin_file: int,
-        part: int,
-        source: int,
-        on_chunk: Callable[[bytes], None] = lambda _: None,
-    ) -> None:
-        """Copy a part's tokens from the beginning of a file into the ``.bin`` file.
+        def offsets() -> Iterator[npt.NDArray[Any]]:
+            begin = self.token_offset(part)
+            for chunk in _chunks(lengths):
+                ends = begin + np.cumsum(chunk, dtype=np.int64) * self.dtype.itemsize
+                yield np.concatenate([[begin], ends[:-1]])
+                begin = int(ends[-1])
 
-        Args:
-            bin_file: descriptor, open for writing.
-            part: index of the part.
-            source: descriptor of the file with the tokens.
-            on_chunk: called with each chunk that was copied.
+        def boundaries() -> Iterator[npt.NDArray[np.int64]]:
+            ends = np.arange(1, len(lengths) + 1) if document_ends is None else document_ends
+            for chunk in _chunks(ends):
+                yield chunk + sequences
 
-        Raises:
-            OSError: the disk is full, or ``source`` is too short.
-        """
-        begin, end = self.token_range(part)
-        for offset in range(begin, end, _CHUNK_BYTES):
-            size = min(_CHUNK_BYTES, end - offset)
-            chunk = os.pread(source, size, offset - begin)
-            if len(chunk) != size:
-                raise OSError(5, "a part is shorter than its record says")
-            _write_at(bin_file, chunk, offset)
-            on_chunk(chunk)
+        offsets_begin = HEADER.size + 4 * self.total.sequences
+        return [
+            (HEADER.size + 4 * sequences, _chunks(lengths)),
+            (offsets_begin + 8 * sequences, offsets()),
+            (self._boundary_offset(first + 1), boundaries()),
+        ]
 
     def _boundary_offset(self, document: int) -> int:
         return HEADER.size + 12 * self.total.sequences + 8 * document
 
 
-@dataclass(frozen=True, slots=True)
-class StagedShard:
-    """The unfinished files of a shard, see ``staged_shard``.
-
-    Attributes:
-        prefix: path of the shard without suffix.
-        layout: of the shard.
-        bin_file: descriptor of the ``.bin`` file.
-        idx_file: descriptor of the ``.idx`` file.
-    """
-
-    prefix: str
-    layout: ShardLayout
-    bin_file: int
-    idx_file: int
-
-    @property
-    def bin_path(self) -> str:
-        """Path of the unfinished ``.bin`` file."""
-        return _unfinished_path(self.prefix, "bin")
-
-    @property
-    def idx_path(self) -> str:
-        """Path of the unfinished ``.idx`` file."""
-        return _unfinished_path(self.prefix, "idx")
-
-    def publish(self, manifest: ShardManifest | None) -> None:
-        """Flush the files and rename them; the index last, without which no reader sees a shard.
-
-        Args:
-            manifest: written beside the shard; None: no manifest.
-        """
-        folder = Path(self.prefix).parent
-        staged = Path(_unfinished_path(self.prefix, "manifest.json"))
-        os.fsync(self.bin_file)
-        os.fsync(self.idx_file)
-        try:
-            staged.unlink(missing_ok=True)
-            if manifest is not None:
-                write_durably(staged, encode_manifest(manifest))
-            remove_indices([self.prefix])
-            os.replace(_unfinished_path(self.prefix, "bin"), bin_path(self.prefix))
-            if manifest is not None:
-                os.replace(staged, manifest_path(self.prefix))
-            fsync_path(folder)
-            os.replace(_unfinished_path(self.prefix, "idx"), idx_path(self.prefix))
-            fsync_path(folder)
-        finally:
-            staged.unlink(missing_ok=True)
+def _chunks(values: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+    return (values[begin : begin + _CHUNK_ROWS] for begin in range(0, len(values), _CHUNK_ROWS))
 
 
 @contextmanager
-def staged_shard(prefix: str, layout: ShardLayout) -> Iterator[StagedShard]:
-    """Open the allocated files of a new shard under temporary names.
-
-    They are locked, and removed at the end unless they have been published. Files that a killed
-    process left are overwritten.
+def open_flushed(*paths: str, flags: int = os.O_WRONLY) -> Iterator[list[int]]:
+    """Open files and yield their descriptors; the files are flushed at the end and closed.
 
     Args:
-        prefix: path of the shard without suffix; the folder is created.
-        layout: of the shard.
+        paths: the files.
+        flags: as for ``os.open``.
 
     Raises:
-        DataError: another process writes this shard, the folder is not writable or the disk full.
+        OSError: a file cannot be opened or flushed.
     """
-    try:
-        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-        with _unfinished(prefix, "bin") as bin_file, _unfinished(prefix, "idx") as idx_file:
-            layout.allocate(bin_file, idx_file)
-            yield StagedShard(prefix, layout, bin_file, idx_file)
-    except OSError as error:
-        raise DataError(f"{prefix}: cannot write the shard: {error}; is the disk full?") from error
+    with ExitStack() as stack:
+        descriptors = []
+        for path in paths:
+            descriptors.append(os.open(path, flags, 0o666))
+            stack.callback(os.close, descriptors[-1])
+        yield descriptors
+        for descriptor in descriptors:
+            os.fsync(descriptor)
 
 
 def remove_indices(prefixes: Sequence[str]) -> None:
@@ -367,23 +270,54 @@ def write_shard(
     lengths = np.array([sentence.size for sentence in sentences], np.int32)
     tokens = np.concatenate(sentences).astype(dtype, copy=False)
     layout = ShardLayout(dtype, [PartSize(tokens.size, lengths.size, len(document_ends))])
-    with staged_shard(prefix, layout) as shard:
-        _write_at(shard.bin_file, tokens, 0)
-        index = lengths, np.array(document_ends)
-        layout.write_index(shard.idx_file, 0, *index)
-        manifest = ShardManifest(
-            tokenizer_fingerprint=tokenizer_fingerprint,
-            tokenizer_path=tokenizer_path,
-            vocab_size=vocab_size,
-            dtype=dtype.name,
-            num_documents=len(document_ends),
-            num_sequences=lengths.size,
-            num_tokens=tokens.size,
-            bin_sha256=hashlib.sha256(tokens.tobytes()).hexdigest(),
-            idx_sha256=layout.idx_sha256(lambda: [index]),
-            sources=sources,
-        )
-        shard.publish(manifest if tokenizer_fingerprint else None)
+    index = lengths, np.array(document_ends)
+    manifest = ShardManifest(
+        tokenizer_fingerprint=tokenizer_fingerprint,
+        tokenizer_path=tokenizer_path,
+        vocab_size=vocab_size,
+        dtype=dtype.name,
+        num_documents=len(document_ends),
+        num_sequences=lengths.size,
+        num_tokens=tokens.size,
+        bin_sha256=hashlib.sha256(tokens.tobytes()).hexdigest(),
+        idx_sha256=layout.idx_sha256(lambda: [index]),
+        sources=sources,
+    )
+    with _staged(prefix) as staged:
+        files = bin_path(staged), idx_path(staged)
+        layout.create(*files)
+        with open_flushed(*files) as (bin_file, idx_file):
+            write_at(bin_file, tokens, 0)
+            layout.write_index(idx_file, 0, *index)
+        if tokenizer_fingerprint:
+            write_durably(Path(manifest_path(staged)), encode_manifest(manifest))
+        remove_indices([prefix])
+        publish_shards([staged], [prefix])
+
+
+@contextmanager
+def _staged(prefix: str) -> Iterator[str]:
+    """Yield a temporary prefix, in a folder that is locked, emptied before and removed at the end.
+
+    Raises:
+        DataError: another process writes this shard, the folder is not writable or the disk full.
+    """
+    staging, lock_path = Path(f"{prefix}.shard.unfinished"), Path(f"{prefix}.lock")
+    lock = FileLock(lock_path)
+    try:
+        staging.parent.mkdir(parents=True, exist_ok=True)
+        if not lock.acquire():
+            raise DataError(f"{prefix}: another process is writing it; wait for that one")
+        try:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir()
+            yield str(staging / "0")
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+            lock_path.unlink(missing_ok=True)
+            lock.release()
+    except OSError as error:
+        raise DataError(f"{prefix}: cannot write the shard: {error}; is the disk full?") from error
 
 
 def _check_document(name: str, sentences: list[npt.NDArray[Any]], dtype: np.dtype[Any]) -> None:
@@ -400,31 +334,18 @@ def _check_document(name: str, sentences: list[npt.NDArray[Any]], dtype: np.dtyp
             )
 
 
-def _write_at(file: int, content: npt.NDArray[Any] | bytes, offset: int) -> None:
+def write_at(file: int, content: npt.NDArray[Any] | bytes, offset: int) -> None:
+    """Write bytes at a place of a file.
+
+    Args:
+        file: descriptor, open for writing.
+        content: all of it is written.
+        offset: first byte.
+
+    Raises:
+        OSError: the disk is full.
+    """
     view = memoryview(content if isinstance(content, bytes) else content.tobytes())
     while view:
         written = os.pwrite(file, view, offset)
         view, offset = view[written:], offset + written
-
-
-def _unfinished_path(prefix: str, end: str) -> str:
-    return f"{prefix}.{end}.unfinished"
-
-
-@contextmanager
-def _unfinished(prefix: str, end: str) -> Iterator[int]:
-    """Open, lock and empty a file under its temporary name."""
-    path = _unfinished_path(prefix, end)
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(f"{path}: another process is writing it; wait for that one") from error
-        try:
-            os.ftruncate(file, 0)
-            yield file
-        finally:
-            Path(path).unlink(missing_ok=True)
-    finally:
-        os.close(file)

@@ -7,6 +7,7 @@ grow with the corpus. Documents are numbered over the whole input.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from megatron_deberta.text.deduplicate.sign import (
     gather_signatures,
     map_signature,
     settings_of,
+    unit_starts,
 )
 from megatron_deberta.text.jobs.stages import TaskFolder, Work, load_array
 
@@ -39,16 +41,6 @@ def num_parts(documents: int) -> int:
     while parts < RANGES and documents > parts * PART_DOCUMENTS:
         parts *= 2
     return parts
-
-
-@lru_cache(maxsize=1)
-def unit_starts(work: Work) -> Numbers:
-    """Return [units + 1] numbers of the units' first documents, and of all documents.
-
-    They are known, and stay what they are, once all units are signed.
-    """
-    counts = [work.info("sign", unit)["documents"] for unit in range(len(work.units))]
-    return np.cumsum([0, *counts], dtype=np.int64)
 
 
 def find_exact(work: Work, task: int, folder: TaskFolder) -> None:
@@ -84,23 +76,25 @@ def mark_exact(work: Work, task: int, folder: TaskFolder) -> None:
 
     Arguments as in ``check_task``.
     """
-    total = int(unit_starts(work)[-1])
-    flags = folder.new_map("exact", np.uint8, total)
-    for part in range(num_parts(total)):
-        flags[work.load("exact", part, "duplicate")] = 1
-    with folder.open("exact.raw") as stream:
+    parts = range(num_parts(int(unit_starts(work)[-1])))
+    _write_flags(work, folder, "exact.raw", [("exact", part, "duplicate") for part in parts])
+
+
+def _write_flags(
+    work: Work, folder: TaskFolder, name: str, arrays: Sequence[tuple[str, int, str]]
+) -> None:
+    """Write a byte per document: 1 if it is in one of the arrays, of stage, task and name."""
+    flags = folder.new_map(name, np.uint8, int(unit_starts(work)[-1]))
+    for array in arrays:
+        flags[work.load(*array)] = 1
+    with folder.open(name) as stream:
         stream.write(flags.data)
 
 
-def is_exact(work: Work, begin: int, end: int) -> npt.NDArray[np.bool_]:
-    """Return whether each of the documents ``[begin, end)`` is the same as an earlier one.
-
-    Args:
-        work: the run.
-        begin: first document.
-        end: one past the last.
-    """
-    path = work.task_folder("mark", 0) / "exact.raw"
+def _read_flags(work: Work, stage: str, name: str, unit: int) -> npt.NDArray[np.bool_]:
+    """Read what ``_write_flags`` wrote of a unit's documents."""
+    begin, end = unit_starts(work)[unit : unit + 2].tolist()
+    path = work.task_folder(stage, 0) / name
     return np.fromfile(path, np.uint8, end - begin, offset=begin).astype(np.bool_)
 
 
@@ -123,7 +117,7 @@ def find_candidates(work: Work, task: int, folder: TaskFolder) -> None:
         bounds = work.load("sign", unit, "band_starts")
         if not len(bounds):
             continue
-        fresh = ~is_exact(work, int(first), int(starts[unit + 1]))
+        fresh = ~_read_flags(work, "mark", "exact.raw", unit)
         unit_keys = map_signature(work, unit, "band_key")
         unit_documents = map_signature(work, unit, "band_document")
         for part in _slices(bounds[:, band], part_number, parts):
@@ -203,7 +197,7 @@ def estimate_pairs(work: Work, task: int, folder: TaskFolder) -> None:
     starts = unit_starts(work)
     begin, total = int(starts[task]), int(starts[-1])
     waiting = [np.empty(0, np.uint64)]
-    for part in range(num_candidate_tasks(work, total)):
+    for part in range(num_candidate_tasks(work)):
         bounds = work.load("candidates", part, "unit_begins")
         which = slice(bounds[task], bounds[task + 1])
         later = work.load("candidates", part, "later")[which] - begin
@@ -215,14 +209,14 @@ def estimate_pairs(work: Work, task: int, folder: TaskFolder) -> None:
     pairs = np.unique(np.concatenate(waiting))
     later = (pairs // np.uint64(max(total, 1))).astype(np.int64) + begin
     earlier = (pairs % np.uint64(max(total, 1))).astype(np.int64)
-    alike = _estimates(work, starts, later, earlier) >= settings_of(work).least_estimate
+    alike = _estimates(work, later, earlier) >= settings_of(work).least_estimate
     folder.save_array("later", later[alike])
     folder.save_array("earlier", earlier[alike])
 
 
-def num_candidate_tasks(work: Work, total: int) -> int:
+def num_candidate_tasks(work: Work) -> int:
     """Return the number of tasks of the stage that finds candidates."""
-    return settings_of(work).bands * num_parts(total)
+    return settings_of(work).bands * num_parts(int(unit_starts(work)[-1]))
 
 
 def mark_needed(work: Work, task: int, folder: TaskFolder) -> None:
@@ -230,16 +224,13 @@ def mark_needed(work: Work, task: int, folder: TaskFolder) -> None:
 
     Arguments as in ``check_task``.
     """
-    total = int(unit_starts(work)[-1])
-    flags = folder.new_map("needed", np.uint8, total)
-    for unit in range(len(work.units)):
-        for name in ("later", "earlier"):
-            flags[work.load("estimate", unit, name)] = 1
-    for part in range(num_candidate_tasks(work, total)):
-        # Which of them ``resolve`` compares depends on what stays.
-        flags[work.load("candidates", part, "crowded_document")] = 1
-    with folder.open("needed.raw") as stream:
-        stream.write(flags.data)
+    arrays = [
+        ("estimate", unit, name) for unit in range(len(work.units)) for name in ("later", "earlier")
+    ]
+    # Which of the crowded ones ``resolve`` compares depends on what stays.
+    tasks = range(num_candidate_tasks(work))
+    arrays += [("candidates", task, "crowded_document") for task in tasks]
+    _write_flags(work, folder, "needed.raw", arrays)
 
 
 def collect_runs(work: Work, task: int, folder: TaskFolder) -> None:
@@ -250,10 +241,7 @@ def collect_runs(work: Work, task: int, folder: TaskFolder) -> None:
 
     Arguments as in ``check_task``.
     """
-    starts = unit_starts(work)
-    begin, end = int(starts[task]), int(starts[task + 1])
-    path = work.task_folder("needed", 0) / "needed.raw"
-    needed = np.fromfile(path, np.uint8, end - begin, offset=begin)
+    needed = _read_flags(work, "needed", "needed.raw", task)
     sizes = [0]
     with folder.open("runs.raw") as stream:
         if needed.any():
@@ -263,7 +251,7 @@ def collect_runs(work: Work, task: int, folder: TaskFolder) -> None:
                     runs = np.unique(shingler(record.text)[1])
                     stream.write(runs.tobytes())
                     sizes.append(runs.size)
-    folder.save_array("document", np.flatnonzero(needed).astype(np.int64) + begin)
+    folder.save_array("document", np.flatnonzero(needed) + unit_starts(work)[task])
     folder.save_array("bounds", np.cumsum(sizes, dtype=np.int64))
 
 
@@ -274,9 +262,8 @@ def verify_pairs(work: Work, task: int, folder: TaskFolder) -> None:
 
     Arguments as in ``check_task``.
     """
-    starts = unit_starts(work)
     later, earlier = (work.load("estimate", task, name) for name in ("later", "earlier"))
-    runs = RunSets(work, starts)
+    runs = RunSets(work)
     jaccard = np.zeros(len(later))
     for number, (left, right) in enumerate(zip(later.tolist(), earlier.tolist(), strict=True)):
         jaccard[number] = jaccard_of(runs.of(left), runs.of(right))
@@ -296,13 +283,11 @@ class RunSets:
 
     Args:
         work: with its runs of words collected.
-        starts: see ``unit_starts``.
     """
 
-    def __init__(self, work: Work, starts: Numbers) -> None:
+    def __init__(self, work: Work) -> None:
         """See the class."""
         self._work = work
-        self._starts = starts
         self._unit = lru_cache(maxsize=64)(self._open_unit)
         self.of = lru_cache(maxsize=64)(self._read)
 
@@ -312,7 +297,7 @@ class RunSets:
         return folder / "runs.raw", document, bounds
 
     def _read(self, document: int) -> Hashes:
-        unit = int(np.searchsorted(self._starts, document, side="right")) - 1
+        unit = int(np.searchsorted(unit_starts(self._work), document, side="right")) - 1
         path, documents, bounds = self._unit(unit)
         place = int(np.searchsorted(documents, document))
         begin, end = bounds[place : place + 2].tolist()
@@ -320,17 +305,15 @@ class RunSets:
         return np.fromfile(path, np.uint64, end - begin, offset=8 * begin)
 
 
-def _estimates(
-    work: Work, starts: Numbers, later: Numbers, earlier: Numbers
-) -> npt.NDArray[np.float64]:
+def _estimates(work: Work, later: Numbers, earlier: Numbers) -> npt.NDArray[np.float64]:
     """Return the share of equal sketch values of each pair."""
     estimates = np.empty(len(later))
     # By the earlier document, so that a piece of the list needs few units.
     order = np.argsort(earlier, kind="stable")
     for begin in range(0, len(order), _PAIRS_AT_ONCE):
         part = order[begin : begin + _PAIRS_AT_ONCE]
-        left = gather_signatures(work, starts, later[part], "sketch")
-        right = gather_signatures(work, starts, earlier[part], "sketch")
+        left = gather_signatures(work, later[part], "sketch")
+        right = gather_signatures(work, earlier[part], "sketch")
         estimates[part] = (left == right).mean(axis=1)
     return estimates
 

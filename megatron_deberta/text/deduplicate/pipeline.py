@@ -16,7 +16,13 @@ from megatron_deberta.errors import DataError
 from megatron_deberta.parsing import read_json
 from megatron_deberta.text.deduplicate import pairs
 from megatron_deberta.text.deduplicate.resolve import EXACT, KEPT, resolve
-from megatron_deberta.text.deduplicate.sign import Settings, map_signature, settings_of, sign_unit
+from megatron_deberta.text.deduplicate.sign import (
+    Settings,
+    map_signature,
+    settings_of,
+    sign_unit,
+    unit_starts,
+)
 from megatron_deberta.text.jobs.executors import RunOptions
 from megatron_deberta.text.jobs.stages import (
     QUARANTINE,
@@ -37,6 +43,7 @@ from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import Source
 
 CLUSTERS = "clusters.npy"
+_RECORDED_SETTINGS = ("exact_only", "threshold", "ngram", "bands", "rows")
 
 
 def deduplicate(
@@ -80,7 +87,7 @@ def deduplicate(
 def _run_stages(work: Work, runner: StageRunner) -> None:
     units = len(work.units)
     runner.run("sign", sign_unit, units)
-    total = int(pairs.unit_starts(work)[-1])
+    total = int(unit_starts(work)[-1])
     if not total:
         raise NoDocumentsError(
             f"no documents with words in {len(work.sources)} input file(s); check --input and "
@@ -89,7 +96,7 @@ def _run_stages(work: Work, runner: StageRunner) -> None:
     runner.run("exact", pairs.find_exact, pairs.num_parts(total))
     if not settings_of(work).exact_only:
         runner.run("mark", pairs.mark_exact, 1)
-        runner.run("candidates", pairs.find_candidates, pairs.num_candidate_tasks(work, total))
+        runner.run("candidates", pairs.find_candidates, pairs.num_candidate_tasks(work))
         runner.run("estimate", pairs.estimate_pairs, units)
         runner.run("needed", pairs.mark_needed, 1)
         runner.run("collect", pairs.collect_runs, units)
@@ -133,9 +140,8 @@ class _Reporter:
     """Describes documents that are removed."""
 
     def __init__(self, work: Work, unit: int) -> None:
-        starts = pairs.unit_starts(work)
         self._work = work
-        self._starts = starts.tolist()
+        self._starts: list[int] = unit_starts(work).tolist()
         self._unit = unit
         self.begin, self.end = self._starts[unit], self._starts[unit + 1]
         self.decision, self._kept, self._jaccard = (
@@ -170,18 +176,13 @@ def _gather(work: Work, staged: Path) -> dict[str, Any]:
     Raises:
         DataError: the documents do not add up.
     """
-    summary = _summarise(work)
     take_parts(work, "kept.jsonl", staged)
     for name in ("removed.jsonl", QUARANTINE):
         concatenate(work, "write", name, staged)
     shutil.copyfile(work.task_folder("resolve", 0) / CLUSTERS, staged / CLUSTERS)
-    return summary
-
-
-def _summarise(work: Work) -> dict[str, Any]:
     counts, quarantined = add_counts(work)
     settings = settings_of(work)
-    documents = int(pairs.unit_starts(work)[-1]) + quarantined.total()
+    documents = int(unit_starts(work)[-1]) + quarantined.total()
     accounted = counts.total() + quarantined.total()
     if documents != accounted:
         raise DataError(f"{documents} documents were read but {accounted} accounted for")
@@ -193,10 +194,6 @@ def _summarise(work: Work) -> dict[str, Any]:
         "characters": sum(work.info("sign", u)["characters"] for u in range(len(work.units))),
         "keys": list(work.options.keys),
         "normalization": work.options.normalization,
-        "exact_only": settings.exact_only,
-        "threshold": settings.threshold,
-        "ngram": settings.ngram,
-        "bands": settings.bands,
-        "rows": settings.rows,
+        **{name: getattr(settings, name) for name in _RECORDED_SETTINGS},
         "sources": [source.name for source in work.sources],
     }

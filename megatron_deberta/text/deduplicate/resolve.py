@@ -22,9 +22,13 @@ from megatron_deberta.text.deduplicate.pairs import (
     jaccard_of,
     num_candidate_tasks,
     num_parts,
+)
+from megatron_deberta.text.deduplicate.sign import (
+    PERMUTATIONS,
+    gather_signatures,
+    settings_of,
     unit_starts,
 )
-from megatron_deberta.text.deduplicate.sign import PERMUTATIONS, gather_signatures, settings_of
 from megatron_deberta.text.jobs.stages import TaskFolder, Work
 
 # Fates of a document.
@@ -44,8 +48,7 @@ def resolve(work: Work, task: int, folder: TaskFolder) -> None:
 
     Arguments as in ``check_task``.
     """
-    starts = unit_starts(work)
-    total = max(int(starts[-1]), 1)
+    total = max(int(unit_starts(work)[-1]), 1)
     decision = folder.new_map("decision", np.uint8, total)
     kept = folder.new_map("kept", np.int64, total)
     jaccard = folder.new_map("jaccard", np.float64, total)
@@ -55,30 +58,24 @@ def resolve(work: Work, task: int, folder: TaskFolder) -> None:
         kept[begin:end] = parent[begin:end] = np.arange(begin, end)
     jaccard[:] = 1.0
     if not settings_of(work).exact_only:
-        _resolve_near(work, starts, folder, parent, decision, kept, jaccard)
-    for part in range(num_parts(int(starts[-1]))):
+        _resolve_near(work, folder, parent, decision, kept, jaccard)
+    for part in range(num_parts(total)):
         duplicates = work.load("exact", part, "duplicate")
         firsts = work.load("exact", part, "first")
         # What the first is a near duplicate of, so are its copies.
         decision[duplicates] = np.where(decision[firsts] == KEPT, EXACT, NEAR)
         kept[duplicates] = kept[firsts]
         jaccard[duplicates] = jaccard[firsts]
-    _save_clusters(work, starts, parent, folder)
+    _save_clusters(work, parent, folder)
     for name, array in (("decision", decision), ("kept", kept), ("jaccard", jaccard)):
         folder.save_array(name, array)
     folder.save_json("lines", _lines_before(work))
 
 
 def _resolve_near(
-    work: Work,
-    starts: Numbers,
-    folder: TaskFolder,
-    parent: Any,
-    decision: Any,
-    kept: Any,
-    jaccard: Any,
+    work: Work, folder: TaskFolder, parent: Any, decision: Any, kept: Any, jaccard: Any
 ) -> None:
-    crowded = CrowdedBuckets(work, starts, folder)
+    crowded = CrowdedBuckets(work, folder)
     for unit in range(len(work.units)):
         for document, pairs, buckets in _by_document(work, crowded, unit):
             best, similarity = -1, 0.0
@@ -130,7 +127,7 @@ def _join(parent: Any, left: int, right: int) -> None:
     parent[max(left, right)] = min(left, right)
 
 
-def _save_clusters(work: Work, starts: Numbers, parent: Any, folder: TaskFolder) -> None:
+def _save_clusters(work: Work, parent: Any, folder: TaskFolder) -> None:
     """Save ``clusters`` [members, 4] uint64, sorted: a member's digest, its cluster's digest.
 
     Documents are named by what they say, so that the file fits the corpus however it is cut and
@@ -139,10 +136,10 @@ def _save_clusters(work: Work, starts: Numbers, parent: Any, folder: TaskFolder)
     """
     rows = [np.empty((0, 4), np.uint64)]
     for unit in range(len(work.units)):
-        begin, end = int(starts[unit]), int(starts[unit + 1])
+        begin, end = unit_starts(work)[unit : unit + 2].tolist()
         members = np.flatnonzero(parent[begin:end] != np.arange(begin, end)) + begin
         roots = np.array([_root(parent, document) for document in members.tolist()], np.int64)
-        digests = (gather_signatures(work, starts, each, "digest") for each in (members, roots))
+        digests = (gather_signatures(work, each, "digest") for each in (members, roots))
         rows.append(np.concatenate(list(digests), axis=1))
     clusters = np.concatenate(rows)
     folder.save_array("clusters", clusters[np.lexsort((clusters[:, 1], clusters[:, 0]))])
@@ -165,21 +162,19 @@ class CrowdedBuckets:
 
     Args:
         work: with its runs of words collected.
-        starts: see ``unit_starts``.
         folder: of the task, for temporary maps.
     """
 
-    def __init__(self, work: Work, starts: Numbers, folder: TaskFolder) -> None:
+    def __init__(self, work: Work, folder: TaskFolder) -> None:
         """See the class."""
         self._work = work
-        self._starts = starts
-        self._runs = RunSets(work, starts)
-        self._tasks = range(num_candidate_tasks(work, int(starts[-1])))
+        self._runs = RunSets(work)
+        self._tasks = range(num_candidate_tasks(work))
         sizes = [work.load("candidates", task, CROWDED[2]) for task in self._tasks]
         self._first_bucket = np.cumsum([0, *(len(each) for each in sizes)])
         self._begins = np.cumsum(np.concatenate([np.zeros(1, np.int64), *sizes]))
         entries = int(self._begins[-1])
-        most = min(entries, int(starts[-1]))
+        most = min(entries, int(unit_starts(work)[-1]))
         # Of each document that stays, in order: its number and its sketch, which many ask for.
         self._count = 0
         self._documents = folder.new_map("documents", np.int64, most)
@@ -190,7 +185,7 @@ class CrowdedBuckets:
 
     def of_unit(self, unit: int) -> tuple[Numbers, Numbers]:
         """Return the unit's documents that are in crowded buckets, and the buckets, by document."""
-        begin, end = self._starts[unit : unit + 2]
+        begin, end = unit_starts(self._work)[unit : unit + 2]
         documents, buckets = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for task in self._tasks:
             document, bucket = (self._work.load("candidates", task, name) for name in CROWDED[:2])
@@ -233,4 +228,4 @@ class CrowdedBuckets:
         self._count += 1
 
     def _sketch(self, document: int) -> Any:
-        return gather_signatures(self._work, self._starts, np.array([document]), "sketch")[0]
+        return gather_signatures(self._work, np.array([document]), "sketch")[0]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -166,9 +167,26 @@ def map_signature(work: Work, unit: int, name: str) -> npt.NDArray[Any]:
     return flat.reshape(-1, *columns)
 
 
-def gather_signatures(work: Work, starts: npt.NDArray[np.int64], documents: Any, name: str) -> Any:
-    """Return rows of ``digest`` or ``sketch`` of documents of any units; see ``unit_starts``."""
+@lru_cache(maxsize=1)
+def unit_starts(work: Work) -> npt.NDArray[np.int64]:
+    """Return [units + 1] numbers of the units' first documents, and of all documents.
+
+    They are known, and stay what they are, once all units are signed.
+    """
+    counts = [work.info("sign", unit)["documents"] for unit in range(len(work.units))]
+    return np.cumsum([0, *counts], dtype=np.int64)
+
+
+def gather_signatures(work: Work, documents: npt.NDArray[np.int64], name: str) -> Any:
+    """Return rows of a file that ``sign_unit`` wrote, of documents of any units.
+
+    Args:
+        work: the run.
+        documents: their numbers, in any order.
+        name: of the file: ``digest`` or ``sketch``.
+    """
     dtype, columns = _FILES[name]
+    starts = unit_starts(work)
     rows = np.empty((len(documents), *columns), dtype)
     order = np.argsort(documents, kind="stable")
     units = np.searchsorted(starts, documents[order], side="right") - 1

@@ -136,23 +136,22 @@ class SerialExecutor(Executor):
         return future
 
 
-@contextlib.contextmanager
-def remote_engine(options: ExecutorOptions) -> Iterator[Engine | None]:
-    """Open an engine that other programs started; None for ``local`` and ``slurm-array``.
+def remote_engine(
+    options: ExecutorOptions,
+) -> contextlib.AbstractContextManager[Engine | None]:
+    """Return an engine that other programs started; None for ``local`` and ``slurm-array``.
 
     Raises:
-        ConfigError: an optional package is missing, or the engine cannot be reached.
+        ConfigError: when it is opened: an optional package is missing, or the engine cannot be
+            reached.
         DataError: its workers died.
         SystemExit: this process is an MPI rank that has served the first one's units.
     """
     if options.kind == "mpi":
-        with _mpi_engine() as engine:
-            yield engine
-    elif options.kind == "dask":
-        with _dask_engine(options.dask, options.dask_jobs) as engine:
-            yield engine
-    else:
-        yield None
+        return _mpi_engine()
+    if options.kind == "dask":
+        return _dask_engine(options.dask, options.dask_jobs)
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -204,9 +204,8 @@ class JobFolder:
 
     def remove_attempts(self) -> None:
         """Remove temporary files of attempts that were killed; no worker may run."""
-        for folder in (self.parts, self.done, self.staged):
-            for path in folder.glob(".*.tmp"):
-                path.unlink(missing_ok=True)
+        for path in self.work.glob("*/.*.tmp"):
+            path.unlink(missing_ok=True)
 
     def record(self, name: str, content: dict[str, Any]) -> None:
         """Record durably that a unit is done; its files must be renamed before.

@@ -14,7 +14,7 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import astuple, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -177,8 +177,7 @@ class TaskFolder:
             name: of the file.
             compression: ``none``, ``gz`` or ``zst``.
         """
-        file = HashedFile(self.path / name)
-        try:
+        with closing(HashedFile(self.path / name)) as file:
             if compression == "gz":
                 with gzip.GzipFile("", "wb", 6, cast(BinaryIO, file), mtime=0) as compressed:
                     yield compressed
@@ -190,8 +189,6 @@ class TaskFolder:
                 yield file
             self._sha256[name] = file.take_digest()
             file.commit()
-        finally:
-            file.close()
 
     def save_array(self, name: str, array: Array) -> None:
         """Save an array that ``Work.load`` maps."""
@@ -343,9 +340,7 @@ class StageRunner:
                 shutil.rmtree(unfinished, ignore_errors=True)
         order = order_tasks(tasks, self.share)
         left = [task for task in order if not work.task_folder(stage, task).exists()]
-        calls: list[Call] = [
-            (_run_task_in, (str(work.folder), stage, function, task)) for task in left
-        ]
+        calls: list[Call] = [(_run_task_in, (work.folder, stage, function, task)) for task in left]
         run_stage(self.engine, stage, tasks, calls, self.advance)
 
     def check(self) -> None:
@@ -357,7 +352,7 @@ class StageRunner:
         self.run(_CHECK, check_task, self._most_tasks)
 
 
-def _run_task_in(folder: str, stage: str, function: Task, task: int) -> Counter[str]:
+def _run_task_in(folder: Path, stage: str, function: Task, task: int) -> Counter[str]:
     """Do one task in this process; return what it counted.
 
     Raises:
@@ -377,10 +372,8 @@ def _run_task_in(folder: str, stage: str, function: Task, task: int) -> Counter[
         raise DataError(f"{work.folder}: {stage}: {error}; is the disk full?") from error
 
 
-@lru_cache(maxsize=1)
-def _open_work(folder: str) -> Work:
-    # The folder's name has the plan's hash.
-    return Work(Path(folder))
+# The folder's name has the plan's hash.
+_open_work = lru_cache(maxsize=1)(Work)
 
 
 def refuse_inputs(output: Path, sources: Sequence[Source]) -> None:

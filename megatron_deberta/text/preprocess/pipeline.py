@@ -29,8 +29,8 @@ from megatron_deberta.data.shards.merge import (
 )
 from megatron_deberta.data.shards.writer import PartIndex, PartSize
 from megatron_deberta.errors import ConfigError, DataError, MalformedInputError
-from megatron_deberta.files import HashedFile, fsync_path
-from megatron_deberta.parsing import parse_json
+from megatron_deberta.files import HashedFile, fsync_path, write_atomically
+from megatron_deberta.parsing import dump_json, parse_json
 from megatron_deberta.text.jobs.executors import Call, Engine, RunOptions, run_calls, run_job
 from megatron_deberta.text.jobs.folder import RESTART, JobFolder, plan_digest
 from megatron_deberta.text.jobs.units import Unit, plan_units, usual_unit_bytes
@@ -120,8 +120,10 @@ def preprocess(
             keep_empty=encoding.keep_empty,
             use_sentencepiece=encoding.use_sentencepiece,
         )
-        with _disk_errors(output):
-            return _Run(job, plan, run).run()
+        Path(output).parent.mkdir(parents=True, exist_ok=True)
+        return _Run(job, plan, run).run()
+    except OSError as error:
+        raise DataError(f"{output}: cannot write shard: {error}; is the disk full?") from error
     finally:
         # The files may be others at the next call.
         load_once.cache_clear()
@@ -159,7 +161,8 @@ class _Run:
         folder.begin(self._plan)
         if not is_shared:
             folder.remove_attempts()
-        self._job.write(folder.work / JOB)
+        # Array tasks do so at the same time.
+        write_atomically(folder.work / JOB, dump_json(self._job))
 
     def _encode(self) -> None:
         """Encode what is not done yet, also of other array tasks, of which one may have died."""
@@ -240,28 +243,30 @@ class _Merger:
     def __init__(self, job: Job, chunks: Sequence[Chunk], folder: JobFolder) -> None:
         self._job = job
         self._folder = folder
-        self._chunks = chunks
+        self._records = {chunk.name: read_record(folder, chunk) for chunk in chunks}
         self._reasons: Counter[str] = Counter()
-        self._documents = 0
-        self._empty: Counter[int] = Counter()
-        parts: list[list[ShardPart]] = [[] for _ in job.options.keys]
+        for record in self._records.values():
+            self._reasons.update(record["reasons"])
+        self._documents = sum(record["documents"] for record in self._records.values())
         self._shards = StagedShards(
             folder=folder,
             prefixes=shard_prefixes(job.output, job.options.keys, job.language),
             dtype=job.dtype,
-            parts=parts,
+            parts=[self._parts(key) for key in range(len(job.options.keys))],
             read_index=partial(_read_index, job.dtype.name, job.counts_sequences),
             others={_QUARANTINE: quarantine_path(job.output)},
         )
-        for chunk in chunks:
-            record = read_record(folder, chunk)
-            self._reasons.update(record["reasons"])
-            self._documents += record["documents"]
-            for key, (*size, empty) in enumerate(record["sizes"]):
-                digests = record["sha256"][2 * key], record["sha256"][2 * key + 1]
-                path = str(folder.parts / f"{chunk.name}.{key}")
-                parts[key].append(ShardPart(chunk.name, PartSize(*size), path, digests))
-                self._empty[key] += empty
+
+    def _parts(self, key: int) -> list[ShardPart]:
+        return [
+            ShardPart(
+                name,
+                PartSize(*record["sizes"][key][:3]),
+                str(self._folder.parts / f"{name}.{key}"),
+                (record["sha256"][2 * key], record["sha256"][2 * key + 1]),
+            )
+            for name, record in self._records.items()
+        ]
 
     def run(self, engine: Engine, options: RunOptions) -> None:
         """Merge and publish, with copies and hashes on the engine."""
@@ -275,11 +280,9 @@ class _Merger:
             raise DataError(f"{error}; run the same command again to repeat this unit") from error
 
     def _list_quarantined(self) -> _QuarantineRecord:
-        quarantine = HashedFile(self._folder.staged / _QUARANTINE)
-        try:
+        with contextlib.closing(HashedFile(self._folder.staged / _QUARANTINE)) as quarantine:
             lines: Counter[int] = Counter()
-            for chunk in self._chunks:
-                record = read_record(self._folder, chunk)
+            for name, record in self._records.items():
                 bases = []
                 for source, begin, range_lines in record["pieces"]:
                     if begin == 0:
@@ -287,23 +290,21 @@ class _Merger:
                     bases.append(lines[source])
                     lines[source] += range_lines
                 if record["sha256"][-1]:
-                    for line in self._quarantined(chunk, record["sha256"][-1], bases):
+                    for line in self._quarantined(name, record["sha256"][-1], bases):
                         quarantine.write(line)
             listed = _QuarantineRecord(sha256=quarantine.take_digest())
             quarantine.commit()
-        finally:
-            quarantine.close()
         fsync_path(self._folder.staged)
         self._folder.record("quarantine", {**listed})
         return listed
 
-    def _quarantined(self, chunk: Chunk, sha256: str, bases: list[int]) -> Iterator[bytes]:
-        path = self._folder.parts / f"{chunk.name}.bad"
-        check_part(chunk.name, path, hashlib.sha256(path.read_bytes()).hexdigest(), sha256)
+    def _quarantined(self, chunk: str, sha256: str, bases: list[int]) -> Iterator[bytes]:
+        path = self._folder.parts / f"{chunk}.bad"
+        check_part(chunk, path, hashlib.sha256(path.read_bytes()).hexdigest(), sha256)
         with path.open("rb") as stream:
             for entry in stream:
                 source, place, line, offset, reason, detail = parse_json(
-                    entry, tuple[int, int, int, int, str, str], chunk.name, "a bad record",
+                    entry, tuple[int, int, int, int, str, str], chunk, "a bad record",
                     remedy=RESTART,
                 )  # fmt: skip
                 defect = Defect(line, offset, reason, detail)
@@ -335,7 +336,7 @@ class _Merger:
             **hashes,
             sources=tuple(source.name for source in self._job.sources),
             documents_in=self._documents + quarantined,
-            documents_empty=self._empty[key],
+            documents_empty=sum(record["sizes"][key][3] for record in self._records.values()),
             documents_quarantined=quarantined,
             quarantine=dict(sorted(self._reasons.items())),
             quarantine_sha256=quarantine_sha256,
@@ -363,18 +364,14 @@ class _Progress:
         self._advance = options.advance
         self._seen: set[str] = set()
         self._total: Counter[str] = Counter()
-        self._read()
-        self._before = self._total.copy()
-        self._show()
+        self._before: Counter[str] | None = None
+        self._last_look = 0.0
+        self.look(last=True)
 
     def look(self, *, last: bool = False) -> None:
         """Read the new records, at most every few seconds but for the ``last`` time."""
         if not last and time.monotonic() - self._last_look < _SECONDS_BETWEEN_LOOKS:
             return
-        self._read()
-        self._show()
-
-    def _read(self) -> None:
         self._last_look = time.monotonic()
         for name in filter(names_chunk, self._folder.records() - self._seen):
             record = self._folder.recorded(name, ChunkRecord)
@@ -388,8 +385,8 @@ class _Progress:
                     quarantined=sum(record["reasons"].values()),
                 )
             self._seen.add(name)
-
-    def _show(self) -> None:
+        if self._before is None:
+            self._before = self._total.copy()
         done = min(self._total["file_bytes"], self._size)
         self._advance("encode", self._size, done, self._total - self._before)
 
@@ -448,12 +445,3 @@ def _is_whole(manifest: ShardManifest, prefix: str) -> bool:
     layout = shard_layout(manifest.dtype, [shard_part(prefix, manifest)])
     sizes = ((bin_path(prefix), layout.bin_bytes), (idx_path(prefix), layout.idx_bytes))
     return all(os.path.exists(path) and os.path.getsize(path) == size for path, size in sizes)
-
-
-@contextlib.contextmanager
-def _disk_errors(output: str) -> Iterator[None]:
-    try:
-        Path(output).parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise DataError(f"{output}: cannot write shard: {error}; is the disk full?") from error

@@ -19,8 +19,8 @@ from typing_extensions import TypedDict
 
 from megatron_deberta.data.shards.format import dtype_for_vocab
 from megatron_deberta.errors import DataError
-from megatron_deberta.files import HashedFile, write_atomically
-from megatron_deberta.parsing import Count, dump_json, read_json
+from megatron_deberta.files import HashedFile
+from megatron_deberta.parsing import Count, read_json
 from megatron_deberta.text.jobs.executors import Share, order_tasks
 from megatron_deberta.text.jobs.folder import RESTART, JobFolder
 from megatron_deberta.text.jobs.units import FileRange, Unit
@@ -126,10 +126,6 @@ class Job:
         """Token type."""
         return dtype_for_vocab(self.vocab_size)
 
-    def write(self, path: Path) -> None:
-        """Write the job for ``open_worker``; array tasks do so at the same time."""
-        write_atomically(path, dump_json(self))
-
     def choose_encoder(self) -> BatchEncoder:
         """Load the tokenizer and choose how to encode.
 
@@ -165,7 +161,7 @@ def open_worker(job_path: str, thread: int) -> UnitWorker:
     """Return the encoder of a job, which stays open between the calls of a thread.
 
     Args:
-        job_path: file written by ``Job.write``.
+        job_path: file with the ``Job`` as JSON.
         thread: identifier of the thread, as a Dask worker may have several.
 
     Raises:

@@ -25,8 +25,8 @@ from megatron_deberta.text.readers.records import (
     ReadOptions,
     Record,
     RecordBatch,
+    UnusableError,
     decode_text,
-    describe_bad_utf8,
     finish_texts,
     kind_of,
     parse_records,
@@ -218,19 +218,16 @@ class RecordReader:
     @property
     def _text(self) -> TextStream:
         if self._stream is None:
-            self._stream = self._open()
+            source = self._source
+            try:
+                file = open(source.path, "rb", buffering=0)
+                status = os.fstat(file.fileno())
+                file.seek(self.offset if self.can_seek else 0)
+            except OSError as error:
+                raise DataError(f"{source.path}: {error.strerror}; check --input") from error
+            self._refuse_changed(status)
+            self._stream = TextStream(file, source.name, source.compression)
         return self._stream
-
-    def _open(self) -> TextStream:
-        source = self._source
-        try:
-            file = open(source.path, "rb", buffering=0)
-            status = os.fstat(file.fileno())
-            file.seek(self.offset if self.can_seek else 0)
-        except OSError as error:
-            raise DataError(f"{source.path}: {error.strerror}; check --input") from error
-        self._refuse_changed(status)
-        return TextStream(file, source.name, source.compression)
 
     def _refuse_changed(self, status: os.stat_result) -> None:
         source = self._source
@@ -425,11 +422,10 @@ def read_rows(source: Source, begin: int, end: int, options: ReadOptions) -> Ite
         size = 0
         for line, values in enumerate(_values(batch, options.keys), row + 1):
             size += sum(len(value) for value in values if isinstance(value, bytes))
-            texts = _texts_of(values, options)
-            if isinstance(texts, tuple):
-                documents.append(Document(line, -1, texts))
-            else:
-                defects.append(Defect(line, -1, *texts.split(": ", 1)))
+            try:
+                documents.append(Document(line, -1, _texts_of(values, options)))
+            except UnusableError as error:
+                defects.append(Defect(line, -1, *error.args))
         yield RecordBatch(documents, defects, size)
 
 
@@ -481,19 +477,16 @@ def _values(batch: Any, keys: Sequence[str]) -> Iterator[tuple[object, ...]]:
     return zip(*columns, strict=True)
 
 
-def _texts_of(values: tuple[object, ...], options: ReadOptions) -> tuple[str, ...] | str:
+def _texts_of(values: tuple[object, ...], options: ReadOptions) -> tuple[str, ...]:
     texts = []
     for key, value in zip(options.keys, values, strict=True):
         if value is _ABSENT:
-            return f"{NO_KEY}: no column {key!r}"
+            raise UnusableError(NO_KEY, f"no column {key!r}")
         if not isinstance(value, bytes):
-            return f"{NOT_TEXT}: column {key!r} is {kind_of(value)}"
+            raise UnusableError(NOT_TEXT, f"column {key!r} is {kind_of(value)}")
         if len(value) >= options.longest_bytes:
-            return f"{LONG}: {len(value)} bytes"
-        text = decode_text(value)
-        if isinstance(text, UnicodeDecodeError):
-            return describe_bad_utf8(text, -1)
-        texts.append(text)
+            raise UnusableError(LONG, f"{len(value)} bytes")
+        texts.append(decode_text(value, -1))
     return finish_texts(tuple(texts), options)
 
 

@@ -91,6 +91,10 @@ class Defect(NamedTuple):
         return json.dumps(content, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
 
 
+class UnusableError(ValueError):
+    """Reason and detail, as of a ``Defect``, why a record cannot be used."""
+
+
 class RecordBatch(NamedTuple):
     """Some records of one file.
 
@@ -139,43 +143,48 @@ def parse_records(
                 continue
         if content.isspace():
             continue
-        texts = read(content, keys, offset)
-        if isinstance(texts, tuple):
-            texts = finish_texts(texts, options)
-        if isinstance(texts, tuple):
-            documents.append(Document(line, offset, texts))
+        try:
+            texts = finish_texts(read(content, keys, offset), options)
+        except UnusableError as error:
+            defects.append(Defect(line, offset, *error.args))
         else:
-            defects.append(Defect(line, offset, *texts.split(": ", 1)))
+            documents.append(Document(line, offset, texts))
     return documents, defects
 
 
-def finish_texts(texts: tuple[str, ...], options: ReadOptions) -> tuple[str, ...] | str:
-    """Normalize texts; a string instead says ``reason: detail`` of one that cannot be used."""
+def finish_texts(texts: tuple[str, ...], options: ReadOptions) -> tuple[str, ...]:
+    """Normalize texts.
+
+    Raises:
+        UnusableError: one cannot be used.
+    """
     for key, text in zip(options.keys, texts, strict=True):
         if "\0" in text:
-            return f"{NUL}: at character {text.index(chr(0))} of key {key!r}"
+            raise UnusableError(NUL, f"at character {text.index(chr(0))} of key {key!r}")
     if options.normalization == "none":
         return texts
     form: Literal["NFC", "NFKC"] = "NFC" if options.normalization == "nfc" else "NFKC"
     return tuple(unicodedata.normalize(form, text) for text in texts)
 
 
-def decode_text(content: bytes) -> str | UnicodeDecodeError:
-    """Decode UTF-8, or return what is wrong."""
+def decode_text(content: bytes, offset: int) -> str:
+    """Decode UTF-8.
+
+    Args:
+        content: the bytes.
+        offset: of the first of them in the file; negative: a table.
+
+    Raises:
+        UnusableError: it is none; a surrogate written as three bytes is named as such.
+    """
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        return error
-
-
-def describe_bad_utf8(error: UnicodeDecodeError, offset: int) -> str:
-    """Say ``reason: detail``; a surrogate written as three bytes is named as such."""
-    bad = error.object[error.start]
-    following = error.object[error.start + 1 : error.start + 2]
-    is_surrogate = bad == 0xED and following >= b"\xa0"
-    where = f" at offset {offset + error.start}" if offset >= 0 else f" at byte {error.start}"
-    reason = SURROGATE if is_surrogate else BAD_UTF8
-    return f"{reason}: byte {bad:#04x}{where} ({error.reason})"
+        bad = content[error.start]
+        is_surrogate = bad == 0xED and content[error.start + 1 : error.start + 2] >= b"\xa0"
+        where = f"offset {offset + error.start}" if offset >= 0 else f"byte {error.start}"
+        reason = SURROGATE if is_surrogate else BAD_UTF8
+        raise UnusableError(reason, f"byte {bad:#04x} at {where} ({error.reason})") from error
 
 
 def kind_of(value: object) -> str:
@@ -184,14 +193,11 @@ def kind_of(value: object) -> str:
     return "null" if value is None else names.get(type(value), "a number")
 
 
-def _read_text(content: bytes, keys: Sequence[str], offset: int) -> tuple[str, ...] | str:
-    text = decode_text(content)
-    if isinstance(text, UnicodeDecodeError):
-        return describe_bad_utf8(text, offset)
-    return (text.strip(),) * len(keys)
+def _read_text(content: bytes, keys: Sequence[str], offset: int) -> tuple[str, ...]:
+    return (decode_text(content, offset).strip(),) * len(keys)
 
 
-def _read_json(content: bytes, keys: Sequence[str], offset: int) -> tuple[str, ...] | str:
+def _read_json(content: bytes, keys: Sequence[str], offset: int) -> tuple[str, ...]:
     try:
         record = orjson.loads(content)
     except orjson.JSONDecodeError as error:
@@ -199,22 +205,22 @@ def _read_json(content: bytes, keys: Sequence[str], offset: int) -> tuple[str, .
             # What is said of a line does not count its end.
             return _read_json(content[:-1], keys, offset)
         record = read_leniently(content)
-        if record is NO_JSON:
-            return _describe_bad_json(content, str(error), offset)
         # Faults of other keys are no faults of the text.
         wanted = [record.get(key) for key in keys] if type(record) is dict else []
-        if any(type(text) is str and _SURROGATES.search(text) for text in wanted):
-            return _describe_bad_json(content, str(error), offset)
+        if record is NO_JSON or any(
+            type(text) is str and _SURROGATES.search(text) for text in wanted
+        ):
+            raise _bad_json(content, str(error), offset) from error
     if type(record) is not dict:
-        return f"{NOT_OBJECT}: {kind_of(record)}"
+        raise UnusableError(NOT_OBJECT, kind_of(record))
     texts: list[str] = []
     for key in keys:
         text = record.get(key)
         if type(text) is not str:
             if key in record:
-                return f"{NOT_TEXT}: key {key!r} is {kind_of(text)}"
+                raise UnusableError(NOT_TEXT, f"key {key!r} is {kind_of(text)}")
             present = ", ".join(list(record)[:8]) or "none"
-            return f"{NO_KEY}: no key {key!r} (keys: {present})"
+            raise UnusableError(NO_KEY, f"no key {key!r} (keys: {present})")
         texts.append(text)
     return tuple(texts)
 
@@ -263,15 +269,13 @@ def _without_depth(text: str) -> str:
     return "".join([*parts, text[done:]])
 
 
-def _describe_bad_json(content: bytes, error: str, offset: int) -> str:
-    text = decode_text(content)
-    if isinstance(text, UnicodeDecodeError):
-        return describe_bad_utf8(text, offset)
+def _bad_json(content: bytes, error: str, offset: int) -> UnusableError:
+    text = decode_text(content, offset)
     try:
         # Python's own reader takes lone surrogates, so what it takes has nothing worse.
         json.dumps(json.loads(text), ensure_ascii=False).encode()
     except UnicodeEncodeError as bad:
-        return f"{SURROGATE}: \\u{ord(bad.object[bad.start]):04x}"
+        return UnusableError(SURROGATE, f"\\u{ord(bad.object[bad.start]):04x}")
     except (ValueError, RecursionError):
         pass
-    return f"{MALFORMED}: {error}"
+    return UnusableError(MALFORMED, error)

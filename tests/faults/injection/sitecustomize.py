@@ -20,7 +20,7 @@ POINTS = {
     "encode": (f"{TEXT}.preprocess.worker", "UnitWorker", "_encode_batch"),
     "part": (f"{TEXT}.preprocess.worker", "_Part", "commit"),
     "record": (f"{TEXT}.jobs.folder", "JobFolder", "record"),
-    "copy": ("megatron_deberta.data.shards.writer", "ShardLayout", "copy_tokens"),
+    "copy": ("megatron_deberta.data.shards.writer", "ShardLayout", "write_index"),
     "hash": ("megatron_deberta.data.shards.writer", "ShardLayout", "idx_sha256"),
     "rename": ("megatron_deberta.data.shards.writer", "", "rename_staged"),
     "publish": (f"{TEXT}.deduplicate.pipeline", "", "take_parts"),

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_deberta.data.shards.writer import write_shard as write_documents
 from megatron_deberta.data.vocabulary import Vocabulary
+from tests.support.commands import Command
 
 VOCAB_SIZE = 200
 NUM_TOKENS = 190
@@ -86,3 +87,9 @@ def write_sentences(write_shard: WriteShard) -> Callable[..., str]:
         return write_shard(documents, name)
 
     return write
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run any command."""
+    return Command(capsys)

@@ -48,17 +48,6 @@ def test_every_source_is_within_one_sample_of_its_share(seed):
     assert largest_distance(random_weights(seed), 20_000) < 1.0
 
 
-def test_largest_deficit_rule_is_not_sufficient():
-    """Why the rule is not Megatron's: ``helpers.build_blending_indices`` strays further."""
-    weights = np.array([0.43, 0.42, *[0.15 / 8] * 8])
-    counts, worst = np.zeros(10), 0.0
-    for number in range(1, 5000):
-        counts[np.argmax(weights * number - counts)] += 1
-        worst = max(worst, np.abs(counts - weights * number).max())
-    assert worst > 1.0
-    assert largest_distance(weights.tolist(), 5000) < 1.0
-
-
 def test_decimals_repeat_exactly_and_far_indices_are_found_at_once():
     blend = blend_of([0.5, 0.3, 0.15, 0.05])
     assert blend.period == 20

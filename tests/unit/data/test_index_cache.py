@@ -31,17 +31,13 @@ def _keep_all(monkeypatch):
     monkeypatch.setattr(index_cache, "WORTH_KEEPING", 50)
 
 
-def cache_of(folder):
-    return IndexCache(folder)
-
-
 def leftovers(folder):
     return [path.name for path in Path(folder).iterdir() if path.name.endswith((".lock", ".tmp"))]
 
 
 def test_memory_and_disk_give_the_same(tmp_path):
     small = IndexCache(tmp_path / "unused").get("a", [1], 49, build_numbers)
-    large = cache_of(tmp_path).get("a", [1], 50, build_numbers)
+    large = IndexCache(tmp_path).get("a", [1], 50, build_numbers)
     assert not (tmp_path / "unused").exists()
     assert small.keys() == large.keys()
     for name, array in small.items():
@@ -58,10 +54,10 @@ def test_index_is_built_once_per_identity(tmp_path):
         yield from build_numbers()
 
     for _ in range(3):
-        cache_of(tmp_path).get("a", ["x", 1], 50, build)
+        IndexCache(tmp_path).get("a", ["x", 1], 50, build)
     assert len(built) == 1
-    cache_of(tmp_path).get("a", ["x", 2], 50, build)
-    cache_of(tmp_path).get("b", ["x", 1], 50, build)
+    IndexCache(tmp_path).get("a", ["x", 2], 50, build)
+    IndexCache(tmp_path).get("b", ["x", 1], 50, build)
     assert len(built) == 3
 
 
@@ -74,7 +70,7 @@ def ask(folder, log, seconds, started=None):
         time.sleep(seconds)
         yield from build_numbers()
 
-    found = cache_of(folder).get("a", [1], 50, build)
+    found = IndexCache(folder).get("a", [1], 50, build)
     assert found["numbers"].tolist() == list(range(50))
 
 
@@ -109,12 +105,12 @@ def test_a_dead_builder_is_replaced_at_once(tmp_path):
 
 
 def test_a_lock_file_without_its_process_does_not_block(tmp_path):
-    cache_of(tmp_path).get("a", [1], 50, build_numbers)
+    IndexCache(tmp_path).get("a", [1], 50, build_numbers)
     (folder,) = tmp_path.iterdir()
     shutil.rmtree(folder)
     Path(f"{folder}.lock").write_text("elsewhere 4711 0123")
     (tmp_path / f".{folder.name}.0123.tmp").mkdir()
-    cache_of(tmp_path).get("a", [1], 50, build_numbers)
+    IndexCache(tmp_path).get("a", [1], 50, build_numbers)
     assert list(tmp_path.iterdir()) == [folder]
 
 
@@ -123,7 +119,7 @@ def test_without_locks_every_process_builds(tmp_path, monkeypatch, caplog):
         raise OSError(errno.ENOLCK, "no locks")
 
     monkeypatch.setattr("fcntl.flock", no_locks)
-    cache_of(tmp_path).get("a", [1], 50, build_numbers)
+    IndexCache(tmp_path).get("a", [1], 50, build_numbers)
     (folder,) = tmp_path.iterdir()
     kept = {path.name: path.read_bytes() for path in folder.iterdir()}
     shutil.rmtree(folder)
@@ -135,7 +131,7 @@ def test_without_locks_every_process_builds(tmp_path, monkeypatch, caplog):
             (folder / name).write_bytes(content)
         yield from build_numbers()
 
-    assert cache_of(tmp_path).get("a", [1], 50, build)["numbers"].tolist() == list(range(50))
+    assert IndexCache(tmp_path).get("a", [1], 50, build)["numbers"].tolist() == list(range(50))
     assert list(tmp_path.iterdir()) == [folder]
     assert "no locks" in caplog.text
 
@@ -153,7 +149,7 @@ def test_hashes_are_of_what_was_meant_to_be_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "open", corrupting)
     with pytest.raises(DataError, match=r"numbers.bin is not what was written"):
-        cache_of(tmp_path).get("a", [1], 50, build_numbers)
+        IndexCache(tmp_path).get("a", [1], 50, build_numbers)
 
 
 def test_a_builder_that_fails_leaves_nothing(tmp_path):
@@ -162,13 +158,13 @@ def test_a_builder_that_fails_leaves_nothing(tmp_path):
         raise DataError("no")
 
     with pytest.raises(DataError, match="no"):
-        cache_of(tmp_path).get("a", [1], 50, fail)
+        IndexCache(tmp_path).get("a", [1], 50, fail)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "description", "other"])
 def test_damage_is_named(tmp_path, damage):
-    cache = cache_of(tmp_path)
+    cache = IndexCache(tmp_path)
     cache.get("a", [1], 50, build_numbers)
     (folder,) = tmp_path.iterdir()
     if damage == "cut":
@@ -189,4 +185,4 @@ def test_damage_is_named(tmp_path, damage):
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"data\.index_cache"):
-        cache_of(tmp_path / "file").get("a", [1], 50, build_numbers)
+        IndexCache(tmp_path / "file").get("a", [1], 50, build_numbers)

@@ -25,6 +25,7 @@ from megatron_deberta.data.build import (
 from megatron_deberta.data.dataset import index_cache
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.train import data as train_data
+from tests.support.commands import Command
 
 PHASES = (
     Phase(steps=9, overrides=(("data.sequence_length", 16),)),
@@ -117,6 +118,7 @@ def test_command_builds_them_on_any_number_of_workers(
     vocabulary: Vocabulary,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    cli: Command,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(train_data, "open_vocabulary", lambda _: ("", None, vocabulary))
@@ -133,8 +135,7 @@ def test_command_builds_them_on_any_number_of_workers(
         path = tmp_path / "run.yaml"
         path.write_text("{}")
         call.insert(1, str(path))
-        assert main([*call, "--estimate"]) == 0
-        estimated = capsys.readouterr().out
+        estimated = cli(*call, "--estimate")
         assert "disk  at most 0.0 GB" in estimated
         count = max(int(workers), 1)
         assert re.search(rf"memory  0\.[1-9] GB for {count} workers", estimated)
@@ -149,5 +150,4 @@ def test_command_builds_them_on_any_number_of_workers(
     assert len(content[0]) > 10
 
     monkeypatch.setattr(build_module, "WORTH_KEEPING", 1 << 20)
-    assert main(call) == 0
-    assert "nothing to build" in capsys.readouterr().out
+    assert "nothing to build" in cli(*call)

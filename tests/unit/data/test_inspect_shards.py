@@ -63,14 +63,13 @@ def test_packing_is_what_the_packer_does(shards, vocabulary, length):
         assert found.filled == pytest.approx(sum(rows) / (len(rows) * length), abs=0.01)
 
 
-def test_command(shards, tmp_path, capsys):
+def test_command(shards, tmp_path, cli):
     prefixes, documents = shards
     plot = tmp_path / "plots" / "lengths.png"
     arguments = ["inspect", "shards", *prefixes, "--sequence-length", "32", "--num-samples", "2"]
     for prefix in prefixes:
         Path(f"{prefix}.manifest.json").unlink()
-    assert main([*arguments, "--plot", str(plot), "--top", "3"]) == 0
-    output = capsys.readouterr().out
+    output = cli(*arguments, "--plot", str(plot), "--top", "3")
     assert "2 shards: 350 documents, 350 sequences" in output
     assert re.search(r"16-31 +\d+  #+", output)
     assert re.search(r"full_sentences +[\d,]+ rows an epoch, 9\d\.\d\d% filled", output)

@@ -15,6 +15,7 @@ from megatron_deberta.cli.main import main
 from megatron_deberta.config import load_config
 from megatron_deberta.config.phases import segments
 from megatron_deberta.data.build import open_corpora, train_loader
+from megatron_deberta.data.shards.manifest import read_manifest
 from megatron_deberta.data.shards.writer import write_shard
 from megatron_deberta.data.vocabulary import Vocabulary
 from megatron_deberta.tokenizer import load_tokenizer
@@ -62,10 +63,9 @@ def write_lines(prefix, tokenizer_file, documents):
     return prefix
 
 
-def test_inspect_marks_every_target(shard, capsys):
+def test_inspect_marks_every_target(shard, cli):
     arguments = ["inspect", "data", "--prefix", shard, "--num-samples", "2", "--statistics", "50"]
-    assert main([*arguments, "data.sequence_length=64", "objective.max_span_words=1"]) == 0
-    output = capsys.readouterr().out
+    output = cli(*arguments, "data.sequence_length=64", "objective.max_span_words=1")
     assert "80 documents" in output
     head = r"sample \d+: (\d+) tokens, \d+ documents, (\d+) targets.*\n"
     samples = re.findall(head + r"((?:  \d\| .*\n)+)", output)
@@ -82,46 +82,42 @@ def test_inspect_marks_every_target(shard, capsys):
     assert re.search(r"\[MASK\] [78]\d\.\d%", output)
 
 
-def test_inspect_shows_rows_of_the_length_asked_for(shard, capsys):
+def test_inspect_shows_rows_of_the_length_asked_for(shard, cli):
     arguments = ["inspect", "data", "--prefix", shard, "--num-samples", "1", "--statistics", "1"]
-    assert main([*arguments, "--sequence-length", "24"]) == 0
-    assert " of 24\n" in capsys.readouterr().out
+    assert " of 24\n" in cli(*arguments, "--sequence-length", "24")
 
 
 @pytest.mark.parametrize("end", ["", ".idx", ".bin", "folder"])
-def test_inspect_data_takes_shards_as_every_command_does(shard, end, capsys):
+def test_inspect_data_takes_shards_as_every_command_does(shard, end, cli):
     options = ["--num-samples", "1", "--statistics", "1", "data.sequence_length=24"]
-    assert main(["inspect", "data", "--prefix", shard, *options]) == 0
-    expected = capsys.readouterr().out
+    expected = cli("inspect", "data", "--prefix", shard, *options)
     name = str(Path(shard).parent) if end == "folder" else f"{shard}{end}"
-    assert main(["inspect", "data", name, *options]) == 0
-    assert capsys.readouterr().out == expected
+    assert cli("inspect", "data", name, *options) == expected
 
 
-def test_inspect_prints_pieces_as_text(tmp_path, capsys):
+def test_inspect_prints_pieces_as_text(tmp_path, cli):
     """Also the piece of a space alone, which is no mark of a word."""
     folder = Path(__file__).parents[2] / "golden/c6955b0"
     shard, tokenizer = folder / "shards/docs_text_document.bin", folder / "tokenizer"
     arguments = ["--prefix", str(shard), "--tokenizer", str(tokenizer), "--num-samples", "4"]
-    assert main(["inspect", "data", *arguments, "--sequence-length", "64"]) == 0
-    output = capsys.readouterr().out
+    output = cli("inspect", "data", *arguments, "--sequence-length", "64")
     assert "\u2581" not in output
     assert re.search(r"\{\u2423(>\[MASK\]|=)\}", output)
     assert "as they have mirrored themselves in my mind. The" in output
-    assert main(["inspect", "shards", str(shard), *arguments[2:]]) == 0
-    output = capsys.readouterr().out
+    output = cli("inspect", "shards", str(shard), *arguments[2:])
     assert "%  ' the'" in output
     assert "\u2581" not in output
 
 
-def test_inspect_reads_a_run(shard, tmp_path, capsys):
+def test_inspect_reads_a_run(shard, tmp_path, cli):
     run = tmp_path / "run.yaml"
     run.write_text(f"data: {{train: ['{shard}'], sequence_length: 32}}\n")
-    assert main(["inspect", "data", str(run), "data.validation_fraction=0.1"]) == 0
-    assert "training: 72 documents" in capsys.readouterr().out
+    assert "training: 72 documents" in cli(
+        "inspect", "data", str(run), "data.validation_fraction=0.1"
+    )
 
 
-def test_inspect_shows_the_rows_that_training_sees(shard, tokenizer_file, tmp_path, capsys):
+def test_inspect_shows_the_rows_that_training_sees(shard, tokenizer_file, tmp_path, cli):
     """The shorter ones at first among them."""
     run = tmp_path / "run.yaml"
     sizes = "sequence_length: 32, short_sequence_length: 16, short_steps: 2, num_workers: 0"
@@ -131,8 +127,7 @@ def test_inspect_shows_the_rows_that_training_sees(shard, tokenizer_file, tmp_pa
         f"train: {{global_batch_size: 4, micro_batch_size: 4, run_dir: '{tmp_path}/run'}}\n"
     )
     arguments = ["inspect", "data", str(run), "--num-samples", "12", "--statistics", "12"]
-    assert main(arguments) == 0
-    output = capsys.readouterr().out
+    output = cli(*arguments)
     head = r"sample \d+: (\d+) tokens, .*, (\d+) targets.*\n"
     shown = re.findall(head + r"((?:  \d\| .*\n)+)", output)
     assert len(shown) == 12
@@ -166,9 +161,8 @@ def test_inspect_shows_the_rows_that_training_sees(shard, tokenizer_file, tmp_pa
     assert re.search(r"over 4 samples:\n  tokens a row +3[12].\d of 32\n", output)
 
 
-def test_inspect_shards_decodes(shard, capsys):
-    assert main(["inspect", "shards", shard, "--num-samples", "1", "--top", "2"]) == 0
-    output = capsys.readouterr().out
+def test_inspect_shards_decodes(shard, cli):
+    output = cli("inspect", "shards", shard, "--num-samples", "1", "--top", "2")
     # This backend has no decoder, so the marks of words' begins stay in whole texts.
     assert f"document 0 (9 tokens):\n  {TEXT[0]}\n" in output.replace("\u2581", "")
     assert re.search(r"most frequent of 680 tokens \(\d+ of 84 ids come\)", output)
@@ -176,20 +170,18 @@ def test_inspect_shards_decodes(shard, capsys):
     assert "unknown: 0.0000%" in output
 
 
-def test_inspect_shards_refuses_another_tokenizer(shard, tmp_path, tokenizer_file, capsys):
+def test_inspect_shards_refuses_another_tokenizer(shard, tmp_path, tokenizer_file, cli):
     other = tmp_path / "other.json"
     content = json.loads(Path(tokenizer_file).read_text())
     other.write_text(json.dumps(content | {"normalizer": {"type": "Lowercase"}}))
     mine, another = (load_tokenizer(str(path)).fingerprint for path in (tokenizer_file, other))
     assert mine != another
-    assert main(["inspect", "shards", shard, "--tokenizer", str(other)]) == 1
-    message = capsys.readouterr().err
+    message = cli.errors(1, "inspect", "shards", shard, "--tokenizer", str(other))
     assert f"the shard was made with another tokenizer: fingerprint {another[:12]} " in message
     assert f"manifest {mine[:12]} " in message
     second = write_lines(tmp_path / "second", str(other), [[line] for line in TEXT])
     for given in ([], ["--tokenizer", tokenizer_file]):
-        assert main(["inspect", "shards", shard, second, *given]) == 1
-        message = capsys.readouterr().err
+        message = cli.errors(1, "inspect", "shards", shard, second, *given)
         assert f"{second}: the tokenizer is not that of {shard}: fingerprint {another} " in message
         assert f"there {mine} " in message
     # Without a manifest nothing can be compared.
@@ -197,23 +189,23 @@ def test_inspect_shards_refuses_another_tokenizer(shard, tmp_path, tokenizer_fil
     assert main(["inspect", "shards", second, "--tokenizer", tokenizer_file]) == 0
 
 
-def test_inspect_refuses(shard, tmp_path, capsys):
-    assert main(["inspect", "data"]) == 2
-    assert "give a run file or a shard" in capsys.readouterr().err
+def test_inspect_refuses(shard, tmp_path, cli, capsys):
+    assert "give a run file or a shard" in cli.errors(2, "inspect", "data")
     assert main(["inspect", "data", "--prefix", str(tmp_path / "absent"), "--tokenizer", "x"]) == 2
     assert main(["inspect", "data", "--prefix", shard, "--num-samples", "-1"]) == 2
     assert capsys.readouterr().err.count("\n") == 2
 
 
-def test_verify_says_what_a_shard_is(shard, tokenizer_file, capsys):
-    assert main(["verify", "--prefix", shard, "--tokenizer", tokenizer_file]) == 0
-    assert re.search(r"good: 80 documents, .* hashes as recorded", capsys.readouterr().out)
+def test_verify_says_what_a_shard_is(shard, tokenizer_file, cli):
+    assert re.search(
+        r"good: 80 documents, .* hashes as recorded",
+        cli("verify", "--prefix", shard, "--tokenizer", tokenizer_file),
+    )
 
 
-def test_verify_without_manifest_checks_ids_against_the_tokenizer(shard, tokenizer_file, capsys):
+def test_verify_without_manifest_checks_ids_against_the_tokenizer(shard, tokenizer_file, cli):
     Path(f"{shard}.manifest.json").unlink()
-    assert main(["verify", "--prefix", shard, "--tokenizer", tokenizer_file]) == 0
-    assert "hashes not checked" in capsys.readouterr().out
+    assert "hashes not checked" in cli("verify", "--prefix", shard, "--tokenizer", tokenizer_file)
 
 
 def damage_tokens(prefix):
@@ -251,19 +243,16 @@ def test_verify_names_damage_and_continues(
     assert total == "1 of 2 shards are damaged"
 
 
-def test_verify_takes_folders_and_files_and_any_number_of_threads(shard, tmp_path, capsys):
-    assert main(["verify", str(tmp_path), "--jobs", "3"]) == 0
-    whole = capsys.readouterr().out
-    assert main(["verify", f"{shard}.bin", f"{shard}.idx", "--jobs", "1"]) == 0
-    assert capsys.readouterr().out == whole
+def test_verify_takes_folders_and_files_and_any_number_of_threads(shard, tmp_path, cli):
+    whole = cli("verify", str(tmp_path), "--jobs", "3")
+    assert cli("verify", f"{shard}.bin", f"{shard}.idx", "--jobs", "1") == whole
     assert main(["verify"]) == 2
     (tmp_path / "none").mkdir()
-    assert main(["verify", str(tmp_path / "none")]) == 2
-    assert "no shards (*.idx) in this folder" in capsys.readouterr().err
+    assert "no shards (*.idx) in this folder" in cli.errors(2, "verify", str(tmp_path / "none"))
 
 
 @pytest.mark.parametrize("left", [".bin", ".manifest.json"])
-def test_verify_of_a_folder_names_a_shard_without_its_index(shard, tmp_path, capsys, left):
+def test_verify_of_a_folder_names_a_shard_without_its_index(shard, tmp_path, cli, capsys, left):
     (tmp_path / f"cut{left}").write_bytes(Path(shard + left).read_bytes())
     assert main(["verify", str(tmp_path)]) == 1
     captured = capsys.readouterr()
@@ -271,32 +260,34 @@ def test_verify_of_a_folder_names_a_shard_without_its_index(shard, tmp_path, cap
     problem, total = captured.err.splitlines()
     assert problem.startswith(f"{tmp_path}/cut: BAD: {tmp_path}/cut.idx: No such file")
     assert total == "1 of 2 shards are damaged"
-    assert main(["inspect", "shards", str(tmp_path)]) == 1
-    assert f"{tmp_path}/cut.idx: No such file" in capsys.readouterr().err
+    assert f"{tmp_path}/cut.idx: No such file" in cli.errors(1, "inspect", "shards", str(tmp_path))
 
 
-def test_verify_reads_the_quarantine(shard, tmp_path, capsys):
+def test_verify_reads_the_quarantine(shard, tmp_path, cli):
     for suffix in (".bin", ".idx", ".manifest.json"):
         Path(shard + suffix).rename(f"{tmp_path}/my_books_long_key_document{suffix}")
-    path = tmp_path / "my_books_long_key_document.manifest.json"
-    fields = json.loads(path.read_text())
     digest = hashlib.sha256(b"{}\n").hexdigest()
-    path.write_text(json.dumps(fields | {"quarantine_sha256": digest}))
+    path = edit_manifest(tmp_path / "my_books_long_key_document", quarantine_sha256=digest)
     # Without the list the shard itself is as good as before.
-    assert main(["verify", str(path)]) == 0
-    assert capsys.readouterr().out.endswith("; quarantine list missing\n")
+    assert cli("verify", str(path)).endswith("; quarantine list missing\n")
     (tmp_path / "my_books.quarantine.jsonl").write_bytes(b"{}\n")
     assert main(["verify", str(path)]) == 0
     (tmp_path / "my_books.quarantine.jsonl").write_bytes(b"[]\n")
-    assert main(["verify", str(path)]) == 1
-    assert "my_books.quarantine.jsonl: SHA-256" in capsys.readouterr().err
+    assert "my_books.quarantine.jsonl: SHA-256" in cli.errors(1, "verify", str(path))
 
 
-def test_verify_reports_another_tokenizer(shard, tokenizer_file, capsys):
-    path = Path(f"{shard}.manifest.json")
-    path.write_text(re.sub(r'(fingerprint": ")\w+', r"\g<1>another", path.read_text()))
-    assert main(["verify", "--prefix", shard, "--tokenizer", tokenizer_file]) == 1
-    assert "made with tokenizer another" in capsys.readouterr().err
+def test_verify_reports_another_tokenizer(shard, tokenizer_file, cli):
+    edit_manifest(shard, tokenizer_fingerprint="another")
+    assert "made with tokenizer another" in cli.errors(
+        1, "verify", "--prefix", shard, "--tokenizer", tokenizer_file
+    )
+
+
+def edit_manifest(prefix, **fields):
+    """Change fields of a shard's manifest and return its path."""
+    path = Path(f"{prefix}.manifest.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return path
 
 
 COUNTED = {
@@ -323,8 +314,7 @@ COUNTED = {
     ],
 )
 def test_verify_compares_a_manifest_with_itself(shard, capsys, fields, message):
-    path = Path(f"{shard}.manifest.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    path = edit_manifest(shard, **fields)
     assert main(["verify", shard]) == bool(message)
     if message:
         (line,) = capsys.readouterr().err.splitlines()
@@ -333,21 +323,19 @@ def test_verify_compares_a_manifest_with_itself(shard, capsys, fields, message):
 
 
 def test_verify_compares_the_tokenizers_size(shard, tokenizer_file, capsys):
-    path = Path(f"{shard}.manifest.json")
-    fields = json.loads(path.read_text())
-    path.write_text(json.dumps(fields | {"vocab_size": 1000}))
+    own = read_manifest(shard).vocab_size
+    edit_manifest(shard, vocab_size=1000)
     assert main(["verify", shard]) == 0
     assert main(["verify", shard, "--tokenizer", tokenizer_file]) == 1
-    message = f"vocab_size 1000 is not the tokenizer's {fields['vocab_size']}"
+    message = f"vocab_size 1000 is not the tokenizer's {own}"
     assert message in capsys.readouterr().err
 
 
-def test_inspect_shows_pairs(sentence_shard, capsys):
+def test_inspect_shows_pairs(sentence_shard, cli):
     pairs = ["data.packing=segment_pair", "model.next_sentence_head=true"]
     arguments = ["inspect", "data", "--prefix", sentence_shard, "--num-samples", "6"]
     sizes = ["model.type_vocab_size=2", "data.sequence_length=48"]
-    assert main([*arguments, *pairs, *sizes]) == 0
-    output = capsys.readouterr().out
+    output = cli(*arguments, *pairs, *sizes)
     heads = re.findall(
         r"sample \d+: (\d+) tokens, segments of (\d+) and (\d+), (.*), \d+ t", output
     )
@@ -382,7 +370,7 @@ def two_outputs(shard, tmp_path):
     return put
 
 
-def test_verify_does_not_take_another_outputs_quarantine(two_outputs, capsys):
+def test_verify_does_not_take_another_outputs_quarantine(two_outputs, cli, capsys):
     books = two_outputs("books_text_document", "one", b"one")
     clean = two_outputs("books_clean_text_document", "two", None)
     assert main(["verify", str(books), str(clean)]) == 0
@@ -399,12 +387,10 @@ def test_verify_does_not_take_another_outputs_quarantine(two_outputs, capsys):
     two_outputs("books_clean_text_document", "two", b"two")
     assert main(["verify", str(clean)]) == 0
     two_outputs("books_clean_text_document", "two", b"damaged")
-    assert main(["verify", str(clean)]) == 1
-    assert "books_clean.quarantine.jsonl: SHA-256" in capsys.readouterr().err
+    assert "books_clean.quarantine.jsonl: SHA-256" in cli.errors(1, "verify", str(clean))
 
 
-def test_verify_takes_the_quarantine_that_several_keys_share(two_outputs, capsys):
+def test_verify_takes_the_quarantine_that_several_keys_share(two_outputs, cli):
     two_outputs("books_text_document", "one", b"one")
     other = two_outputs("books_title_long_document", "one", b"damaged")
-    assert main(["verify", str(other)]) == 1
-    assert "books.quarantine.jsonl: SHA-256" in capsys.readouterr().err
+    assert "books.quarantine.jsonl: SHA-256" in cli.errors(1, "verify", str(other))

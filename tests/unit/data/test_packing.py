@@ -139,15 +139,6 @@ def test_epochs_and_seeds_differ_but_repeat(write_shard, random_documents, vocab
     assert epoch(1, 0) != epoch(2, 0)
 
 
-def test_rows_do_not_depend_on_the_order_of_requests(write_shard, random_documents, vocabulary):
-    corpus = Corpus([IndexedDataset(write_shard(random_documents(10)))])
-    rows = packed(corpus, vocabulary, 16, "full_sentences", seed=1)
-    count = 6 * rows.rows_per_epoch
-    forward = [row_of(rows, index).tokens.tolist() for index in range(count)]
-    order = np.random.default_rng(0).permutation(count).tolist()
-    assert all(row_of(rows, index).tokens.tolist() == forward[index] for index in order)
-
-
 def test_several_shards_are_one_corpus(write_shard, random_documents, vocabulary):
     documents = random_documents(20)
     whole = Corpus([IndexedDataset(write_shard(documents, "whole"))])

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_deberta.cli.main import main
 from megatron_deberta.tokenizer.training import train_sentencepiece
+from tests.support.commands import Command
 from tests.support.machine_text import documents
 
 
@@ -23,10 +24,9 @@ def corpus(tmp_path: Path) -> Path:
     return path
 
 
-def estimate(command: list[str], capsys: pytest.CaptureFixture[str], folder: Path) -> str:
+def estimate(command: list[str], cli: Command, folder: Path) -> str:
     before = sorted(folder.rglob("*"))
-    assert main([*command, "--estimate", "--nodes", "3", "--workers", "2"]) == 0
-    described = capsys.readouterr().out
+    described = cli(*command, "--estimate", "--nodes", "3", "--workers", "2")
     assert sorted(folder.rglob("*")) == before
     assert "with 3 x 2 workers" in described
     for word in ("time ", "disk ", "memory "):
@@ -39,20 +39,20 @@ def gigabytes(text: str, described: str) -> float:
     return float(found)
 
 
-def test_split(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_split(corpus: Path, tmp_path: Path, cli: Command) -> None:
     command = ["split", "--input", str(corpus), "--output", str(tmp_path / "parted")]
-    described = estimate(command, capsys, tmp_path)
+    described = estimate(command, cli, tmp_path)
     assert main([*command, "--workers", "0"]) == 0
     written = sum(p.stat().st_size for p in (tmp_path / "parted").rglob("*.jsonl"))
     estimated = gigabytes("at most N for the uncompressed result", described)
     assert estimated == pytest.approx(written / 1e9, abs=0.006)
 
 
-def test_train_tokenizer(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_tokenizer(corpus: Path, tmp_path: Path, cli: Command) -> None:
     command = ["train-tokenizer", "--input", str(corpus), "--output", str(tmp_path / "tokenizer")]
     size = corpus.stat().st_size
-    whole = estimate([*command, "--sample-mb", "0"], capsys, tmp_path)
-    part = estimate([*command, "--sample-mb", "0.1"], capsys, tmp_path)
+    whole = estimate([*command, "--sample-mb", "0"], cli, tmp_path)
+    part = estimate([*command, "--sample-mb", "0.1"], cli, tmp_path)
     (megabytes,) = re.findall(r"sample  ([\d.]+) MB", whole)
     # The file has escapes besides the text.
     assert float(megabytes) == pytest.approx(size / 1e6, rel=0.1)
@@ -63,18 +63,17 @@ def test_train_tokenizer(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert gigabytes("memory +N", part) < gigabytes("memory +N", whole)
 
 
-def test_merge(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_merge(corpus: Path, tmp_path: Path, cli: Command) -> None:
     train_sentencepiece(documents()[:40], str(tmp_path / "tokenizer"), vocab_size=500)
     for name in ("a", "b"):
         make = ["preprocess", "--input", str(corpus), "--tokenizer", str(tmp_path / "tokenizer")]
         assert main([*make, "--output", str(tmp_path / name), "--workers", "0"]) == 0
-    capsys.readouterr()
     shards = [str(tmp_path / f"{name}_text_document") for name in ("a", "b")]
     command = ["merge", *shards, "--output", str(tmp_path / "merged")]
-    described = estimate(command, capsys, tmp_path)
-    assert main([*command, "--workers", "0"]) == 0
+    described = estimate(command, cli, tmp_path)
+    merged = cli(*command, "--workers", "0")
     (count,) = re.findall(r"shards  2 of ([\d,]+) documents", described)
-    assert f"merged: {count} documents" in capsys.readouterr().out
+    assert f"merged: {count} documents" in merged
     written = sum(path.stat().st_size for path in tmp_path.glob("merged.*"))
     estimated = gigabytes("at most N for the uncompressed result", described)
     assert estimated == pytest.approx(written / 1e9, abs=0.006)

@@ -18,6 +18,7 @@ from megatron_deberta.text.jobs.progress import Counts
 from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import find_sources
 from megatron_deberta.text.sample import sampled_lines
+from tests.support.commands import Command
 from tests.support.duplicates import with_run_options
 
 LINES = [f"line {index:05d}" for index in range(10_000)]
@@ -116,17 +117,14 @@ def test_a_smaller_vocabulary_reuses_the_sample(
     assert not JobFolder(tmp_path / "out").path.exists()
 
 
-def test_a_failed_start_does_not_block_the_corrected_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_start_does_not_block_the_corrected_one(tmp_path: Path, cli: Command) -> None:
     path, bad = write(tmp_path, LINES[:300]), write(tmp_path, ["a b c"] * 300, "bad.jsonl")
     with bad.open("a") as stream:
         stream.write("{broken\n" * 9)
     output = ["--output", str(tmp_path / "out"), "--workers", "0"]
     command = ["train-tokenizer", *output, "--vocab-size", "25", "--input"]
     assert main([*command, str(bad)]) == 1
-    assert main([*command, str(path), "--vocab-size", "90000"]) == 2
-    assert "supports at most" in capsys.readouterr().err
+    assert "supports at most" in cli.errors(2, *command, str(path), "--vocab-size", "90000")
     assert main([*command, str(path), "--sample-mb", "0.001"]) == 0
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.jsonl", "bad.jsonl", "out"]
     assert main([*command, str(path), "--force", "--character-coverage", "3"]) == 2
@@ -134,7 +132,7 @@ def test_a_failed_start_does_not_block_the_corrected_one(
 
 
 def test_one_that_comes_second_samples_nothing_and_leaves_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two commands at a time: the second one waits for the folder, and finds the tokenizer."""
     path = write(tmp_path, LINES[:300])
@@ -150,8 +148,7 @@ def test_one_that_comes_second_samples_nothing_and_leaves_nothing(
 
     monkeypatch.setattr(module, "begin_work", late)
     monkeypatch.setattr(module, "StageRunner", None)
-    assert main(command) == 2
-    assert "exists; name a new directory or add --force" in capsys.readouterr().err
+    assert "exists; name a new directory or add --force" in cli.errors(2, *command)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.jsonl", "out"]
 
 

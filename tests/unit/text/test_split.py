@@ -54,7 +54,7 @@ def test_five_percent_on_average(many, tmp_path):
 
 @pytest.mark.parametrize("command", ["split", "deduplicate", "preprocess"])
 def test_array_task_that_is_not_the_last_says_that_nothing_is_published(
-    command, many, tokenizer_dir, tmp_path, capsys
+    command, many, tokenizer_dir, tmp_path, cli, capsys
 ):
     output = tmp_path / "out"
     arguments = [command, "--input", *many, "--output", str(output), "--workers", "0"]
@@ -64,14 +64,13 @@ def test_array_task_that_is_not_the_last_says_that_nothing_is_published(
         said = f"{output}: this task is done, but nothing is published yet"
         assert said in capsys.readouterr().out
         assert [path.name for path in tmp_path.glob("out*")] == ["out.unfinished"]
-    assert main([*arguments, "--array-task", "1/2"]) == 0
-    assert ": 4,000 documents" in capsys.readouterr().out
+    assert ": 4,000 documents" in cli(*arguments, "--array-task", "1/2")
     assert not (tmp_path / "out.unfinished").exists()
     assert list(tmp_path.glob("out*"))
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone"])
-def test_a_result_without_a_file_is_not_taken_for_whole(damage, many, tmp_path, capsys):
+def test_a_result_without_a_file_is_not_taken_for_whole(damage, many, tmp_path, cli):
     output = tmp_path / "out"
     arguments = ["split", "--input", *many, "--output", str(output), "--workers", "0"]
     assert main(arguments) == 0
@@ -79,18 +78,16 @@ def test_a_result_without_a_file_is_not_taken_for_whole(damage, many, tmp_path, 
     (part,) = (output / "train").iterdir()
     content = part.read_bytes()
     part.write_bytes(content[:-9]) if damage == "cut" else part.unlink()
-    assert main(arguments) == 2
-    assert f"{part} is missing or cut off since the result was pub" in capsys.readouterr().err
+    assert f"{part} is missing or cut off since the result was pub" in cli.errors(2, *arguments)
     assert main([*arguments, "--force"]) == 0
     assert part.read_bytes() == content
 
 
-def test_other_commands_do_not_mix_the_sides_unnoticed(many, tmp_path, capsys, caplog):
+def test_other_commands_do_not_mix_the_sides_unnoticed(many, tmp_path, cli, capsys, caplog):
     output = tmp_path / "out"
     parted(many, output)
     arguments = ["--input", str(output), "--output", str(tmp_path / "other")]
-    assert main(["deduplicate", *arguments, "--workers", "0"]) == 2
-    message = capsys.readouterr().err
+    message = cli.errors(2, "deduplicate", *arguments, "--workers", "0")
     assert f"{output / 'train'} and {output / 'validation'} are the two sides of a split" in message
     assert not list(tmp_path.glob("other*"))
     assert main(["train-tokenizer", *arguments, "--vocab-size", "60"]) == 0
@@ -105,11 +102,10 @@ def test_other_commands_do_not_mix_the_sides_unnoticed(many, tmp_path, capsys, c
 
 @pytest.mark.parametrize("command", ["deduplicate", "split", "preprocess", "train-tokenizer"])
 @pytest.mark.parametrize("name", ["absent.jsonl", "absent-*.jsonl"])
-def test_input_that_does_not_exist_is_a_usage_error(command, name, tmp_path, capsys):
+def test_input_that_does_not_exist_is_a_usage_error(command, name, tmp_path, cli):
     arguments = ["--input", str(tmp_path / name), "--output", str(tmp_path / "out")]
     arguments += ["--tokenizer", "unused"] if command == "preprocess" else []
-    assert main([command, *arguments]) == 2
-    assert name in capsys.readouterr().err
+    assert name in cli.errors(2, command, *arguments)
 
 
 def test_a_document_keeps_its_side(many, tmp_path):
@@ -184,11 +180,10 @@ def test_clusters_are_found_by_digest():
     assert find_cluster(rows[:0], other) == other
 
 
-def test_command(corpus, tmp_path, capsys):
+def test_command(corpus, tmp_path, cli):
     output = tmp_path / "out"
     arguments = ["split", "--input", *corpus, "--output", str(output), "--workers", "0"]
-    assert main([*arguments, "--fraction", "0.2"]) == 0
-    printed = capsys.readouterr().out
+    printed = cli(*arguments, "--fraction", "0.2")
     assert "240 documents = " in printed
     sizes = [
         sum(p.stat().st_size - p.read_bytes().count(b"\n") for p in (output / side).iterdir())
@@ -202,8 +197,9 @@ def test_command(corpus, tmp_path, capsys):
     assert main([*arguments, "--fraction", "0.3", "--force"]) == 0
     assert contents(output) != first
     assert main([*arguments, "--fraction", "1.5"]) == 2
-    assert main([*arguments, "--force", "--clusters", str(tmp_path)]) == 1
-    assert "give --clusters a folder that deduplicate wrote" in capsys.readouterr().err
+    assert "give --clusters a folder that deduplicate wrote" in cli.errors(
+        1, *arguments, "--force", "--clusters", str(tmp_path)
+    )
 
 
 def test_a_side_without_documents_is_an_error(tmp_path):

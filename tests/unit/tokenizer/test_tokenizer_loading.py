@@ -132,12 +132,10 @@ def test_useless_paths_are_refused(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path / "nowhere"))
     with pytest.raises(DataError, match=r"expected tokenizer\.json"):
         load_tokenizer(str(tmp_path))
-    (tmp_path / "spm.model").write_bytes(b"no protobuf at all")
-    with pytest.raises(DataError, match="not a SentencePiece model"):
-        load_tokenizer(str(tmp_path))
-    (tmp_path / "spm.model").write_bytes(b"")
-    with pytest.raises(DataError, match="not a SentencePiece model"):
-        load_tokenizer(str(tmp_path))
+    for content in (b"no protobuf at all", b""):
+        (tmp_path / "spm.model").write_bytes(content)
+        with pytest.raises(DataError, match="not a SentencePiece model"):
+            load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match=r"not a tokenizer\.json"):
         load_tokenizer(str(tmp_path))

@@ -82,13 +82,13 @@ def test_places_in_the_report_are_those_in_the_files(corpus, tmp_path):
 
 
 def test_nothing_depends_on_workers_units_or_runs(corpus, tmp_path, monkeypatch):
-    run(corpus, tmp_path / "one")
-    run(corpus, tmp_path / "two", workers=2)
+    run(corpus, tmp_path / "one", unit_bytes=20_000)
+    run(corpus, tmp_path / "two", workers=2, unit_bytes=20_000)
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
     monkeypatch.setattr(sign, "_RUN_DOCUMENTS", 7)
     monkeypatch.setattr(pairs, "_PAIRS_AT_ONCE", 5)
     monkeypatch.setattr(pairs, "_PAIRS_WAITING", 5)
-    run(corpus, tmp_path / "runs")
+    run(corpus, tmp_path / "runs", unit_bytes=20_000)
     assert contents(tmp_path / "one") == contents(tmp_path / "runs")
     monkeypatch.setattr("megatron_deberta.text.deduplicate.pairs.PART_DOCUMENTS", 130)
     run(corpus, tmp_path / "units", unit_bytes=40_000)
@@ -225,15 +225,14 @@ def test_tables(tmp_path):
     assert line["line"] == 2
 
 
-def test_bad_records_are_set_aside_and_counted(tmp_path, capsys):
+def test_bad_records_are_set_aside_and_counted(tmp_path, cli):
     good = [json.dumps({"text": text}).encode() for text in distinct_texts(20)]
     bad = [b'{"text": ', b'{"txt": "x"}', b'{"text": 7}', b'{"text": "\xff"}']
     bad += [b'{"text": "\\ud800"}', b'{"text": " \\n"}']
     path = tmp_path / "c.jsonl"
     path.write_bytes(b"\n".join([*good[:10], *bad, *good[10:], good[0]]) + b"\n")
     arguments = ["deduplicate", "--input", str(path), "--output", str(tmp_path / "out")]
-    assert main([*arguments, "--workers", "0"]) == 1
-    assert "5 of 27 records are bad" in capsys.readouterr().err
+    assert "5 of 27 records are bad" in cli.errors(1, *arguments, "--workers", "0")
     assert not (tmp_path / "out").exists()
     assert main([*arguments, "--workers", "0", "--max-bad-fraction", "0.5"]) == 0
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
@@ -287,7 +286,7 @@ def test_restart_forgets_unfinished_work(corpus, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["deduplicate", "split"])
-def test_nothing_of_the_users_is_removed(tmp_path, capsys, command):
+def test_nothing_of_the_users_is_removed(tmp_path, cli, capsys, command):
     """Folders that look like ours, and an output that holds the input."""
     corpus = tmp_path / "corpus"
     corpus.mkdir()
@@ -298,22 +297,20 @@ def test_nothing_of_the_users_is_removed(tmp_path, capsys, command):
         (tmp_path / name / "notes.txt").write_text("mine")
     call = [command, "--input", str(corpus), "--workers", "0", "--output"]
     for restart in ([], ["--restart"]):
-        assert main([*call, str(tmp_path / "out"), *restart]) == 2
-        assert "holds notes.txt and no plan.json" in capsys.readouterr().err
+        assert "holds notes.txt and no plan.json" in cli.errors(
+            2, *call, str(tmp_path / "out"), *restart
+        )
     (tmp_path / "out.unfinished" / "notes.txt").rename(tmp_path / "notes.txt")
     assert main([*call, str(tmp_path / "out")]) == 0
     assert (tmp_path / "out.done" / "notes.txt").read_text() == "mine"
     for output in (corpus, tmp_path):
-        assert main([*call, str(output), "--force"]) == 2
-        assert f"holds the input {source}" in capsys.readouterr().err
+        assert f"holds the input {source}" in cli.errors(2, *call, str(output), "--force")
     # Inside the input it is not part of it, neither while it is made nor when it is done.
     capsys.readouterr()
-    assert main([*call, str(corpus / "out")]) == 0
-    first = capsys.readouterr().out
+    first = cli(*call, str(corpus / "out"))
     (corpus / "out.unfinished").mkdir()
     (corpus / "out.unfinished" / "plan.json").write_text("{}")
-    assert main([*call, str(corpus / "out")]) == 0
-    assert capsys.readouterr().out == first
+    assert cli(*call, str(corpus / "out")) == first
     assert len(read_jsonl(source)) == 400
 
 
@@ -327,15 +324,14 @@ def test_a_result_is_read_without_its_reports(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_cut_file_is_an_error_but_not_the_end(tmp_path, capsys, workers):
+def test_a_cut_file_is_an_error_but_not_the_end(tmp_path, cli, workers):
     texts = distinct_texts(3000)
     content = gzip.compress("".join(json.dumps({"text": t}) + "\n" for t in texts).encode())
     (tmp_path / "cut.jsonl.gz").write_bytes(content[: len(content) - 100])
     good = write_jsonl(tmp_path / "good.jsonl", [{"text": "good"}])
     arguments = ["deduplicate", "--input", str(tmp_path / "cut.jsonl.gz"), good]
     arguments += ["--output", str(tmp_path / "out"), "--workers", str(workers), "--exact-only"]
-    assert main(arguments) == 1
-    assert f"; damaged: {tmp_path / 'cut.jsonl.gz'}; they are" in capsys.readouterr().err
+    assert f"; damaged: {tmp_path / 'cut.jsonl.gz'}; they are" in cli.errors(1, *arguments)
     assert not (tmp_path / "out").exists()
     assert main([*arguments, "--max-bad-fraction", "0.001"]) == 0
     (line,) = read_jsonl(tmp_path / "out" / "quarantine.jsonl")
@@ -370,10 +366,9 @@ def test_units_cover_the_files_once(corpus):
         assert mine[-1].end > sources[number].size_bytes
 
 
-def test_plan_prints_without_working(corpus, tmp_path, capsys):
+def test_plan_prints_without_working(corpus, tmp_path, cli):
     arguments = ["deduplicate", "--input", *corpus, "--output", str(tmp_path / "out"), "--estimate"]
-    assert main(arguments) == 0
-    output = capsys.readouterr().out
+    output = cli(*arguments)
     for word in ("text", "time", "disk", "memory", "25 bands of 5"):
         assert word in output
     assert not list(tmp_path.glob("out*"))
@@ -382,12 +377,13 @@ def test_plan_prints_without_working(corpus, tmp_path, capsys):
     assert abs(text_bytes / sum(os.path.getsize(path) for path in corpus) - 1) < 0.01
 
 
-def test_the_time_is_divided_by_nodes_and_workers(corpus, tmp_path, capsys):
+def test_the_time_is_divided_by_nodes_and_workers(corpus, tmp_path, cli):
     arguments = ["deduplicate", "--input", *corpus, "--output", str(tmp_path / "out"), "--estimate"]
     needed = needs(1e12, 2.1e8, Settings(), 64)
     for nodes in (1, 16):
-        assert main([*arguments, "--workers", "64", "--nodes", str(nodes)]) == 0
-        assert f"with {nodes} x 64 workers" in capsys.readouterr().out
+        assert f"with {nodes} x 64 workers" in cli(
+            *arguments, "--workers", "64", "--nodes", str(nodes)
+        )
         described = describe_needs(Sample(1e12, 2.1e8, [], 0), needed, nodes, 64)
         parallel = needed.processor_seconds - needed.serial_seconds
         minutes = (parallel / (64 * nodes) + needed.serial_seconds) / 60

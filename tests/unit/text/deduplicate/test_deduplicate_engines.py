@@ -20,13 +20,6 @@ from megatron_deberta.text.jobs.progress import Counts
 from tests.support.duplicates import contents, run
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_processes_change_nothing(corpus: list[str], tmp_path: Path, workers: int) -> None:
-    for count in (0, workers):
-        run(corpus, tmp_path / str(count), workers=count, unit_bytes=20_000)
-    assert contents(tmp_path / "0") == contents(tmp_path / str(workers))
-
-
 @pytest.mark.parametrize("name", ["sign/000000/digest.raw", "write/000000/kept.jsonl"])
 @pytest.mark.parametrize("when", ["before the check", "after it", "while publishing"])
 def test_a_flipped_bit_is_found_before_publishing(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -11,10 +10,10 @@ from types import ModuleType
 
 import pytest
 
-from megatron_deberta.cli.main import main
 from megatron_deberta.errors import DataError
 from megatron_deberta.text.jobs import executors
 from megatron_deberta.text.jobs.executors import Call, Engine, local_engine, run_calls
+from tests.support.commands import Command
 
 
 def test_calls_are_read_as_results_come_in() -> None:
@@ -78,11 +77,6 @@ def test_an_error_of_a_unit_ends_the_job() -> None:
         run_calls(engine, ((divmod, (1, 0)) for _ in range(100)))
 
 
-def test_a_dead_worker_is_one_line() -> None:
-    with pytest.raises(DataError, match="a worker process died"), local_engine(2) as engine:
-        run_calls(engine, [(os._exit, (9,))])
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -97,16 +91,17 @@ def test_a_dead_worker_is_one_line() -> None:
 def test_executors_that_cannot_be_used(
     options: list[str],
     message: str,
-    capsys: pytest.CaptureFixture[str],
+    cli: Command,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(executors, "_CONNECT_SECONDS", 0.5)
-    assert main(["preprocess", "--input", "a", "--tokenizer", "b", "--output", "c", *options]) == 2
-    assert message in capsys.readouterr().err
+    assert message in cli.errors(
+        2, "preprocess", "--input", "a", "--tokenizer", "b", "--output", "c", *options
+    )
 
 
 def test_mpi4py_without_an_mpi_library_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, cli: Command
 ) -> None:
     def missing(name: str) -> None:
         raise RuntimeError("cannot load MPI library\nlibmpi.so.40: cannot open shared object file")
@@ -115,7 +110,6 @@ def test_mpi4py_without_an_mpi_library_is_one_line(
     module.__getattr__ = missing  # type: ignore[method-assign]
     monkeypatch.setitem(sys.modules, "mpi4py", module)
     command = ["preprocess", "--input", "a", "--tokenizer", "b", "--output", "c"]
-    assert main([*command, "--executor", "mpi"]) == 2
-    shown = capsys.readouterr().err
+    shown = cli.errors(2, *command, "--executor", "mpi")
     assert "mpi4py cannot be imported (cannot load MPI library); pip install" in shown
     assert shown.count("\n") == 1

@@ -17,6 +17,7 @@ from megatron_deberta.text.jobs.executors import RunOptions
 from megatron_deberta.text.jobs.progress import Counts, ProgressDisplay
 from megatron_deberta.text.preprocess.pipeline import preprocess
 from megatron_deberta.text.readers.sources import find_sources
+from tests.support.commands import Command
 from tests.support.machine_text import documents
 
 COUNTS = {"text_bytes": 8_000_000, "tokens": 4_000, "quarantined": 2}
@@ -88,7 +89,7 @@ def test_preprocess_counts_what_all_processes_record(
     "command", ["deduplicate", "split", "train-tokenizer", "preprocess", "merge"]
 )
 def test_every_command_shows_rates_and_workers(
-    command: str, tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, tokenizer_dir: str, tmp_path: Path, cli: Command
 ) -> None:
     path = tmp_path / "c.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents()))
@@ -98,12 +99,10 @@ def test_every_command_shows_rates_and_workers(
         for shard in shards:
             make = ["preprocess", *call[1:3], "--tokenizer", tokenizer_dir, "--output", shard]
             assert main(make) == 0
-        capsys.readouterr()
         call = [command, *(f"{shard}_text_document" for shard in shards), *call[3:]]
     call += ["--tokenizer", tokenizer_dir] if command == "preprocess" else []
     call += ["--vocab-size", "500"] if command == "train-tokenizer" else []
-    assert main(call) == 0
-    first = capsys.readouterr().err.splitlines()[0]
+    first = cli.errors(0, *call).splitlines()[0]
     assert first.startswith(f"{command}: ")
     assert "100%" in first
     assert " MB/s, " in first

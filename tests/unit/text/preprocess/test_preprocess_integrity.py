@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from megatron_deberta.cli.main import main
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.text.jobs.folder import JobFolder
 from megatron_deberta.text.readers.sources import PLAN
+from tests.support.commands import Command
 from tests.unit.text.preprocess.test_preprocess_pipeline import build, shards
 
 
@@ -94,26 +94,15 @@ def test_a_process_that_lost_its_folder_publishes_and_removes_nothing(
 
 
 @pytest.mark.parametrize("content", [b'{"--input": [["a', b"[" * 100_000, b"\xff", b"{}"])
-def test_a_torn_plan_is_one_line(
-    content: bytes,
-    corpus: str,
-    tokenizer_dir: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_torn_plan_is_one_line(content: bytes, make: Command, tmp_path: Path) -> None:
     folder = tmp_path / "c.unfinished"
     folder.mkdir()
     (folder / PLAN).write_bytes(content)
-    make = ["preprocess", "--input", corpus, "--tokenizer", tokenizer_dir, "--workers", "0"]
-    make += ["--output", str(tmp_path / "c")]
-    assert main(make) in (1, 2)
-    assert len(capsys.readouterr().err.splitlines()) == 1
-    assert main([*make, "--restart"]) == 0
+    assert len(make.errors(1).splitlines()) == 1
+    make("--restart")
     for deep in (b"[" * 100_000, b'{"sources":' + b"[" * 100_000):
         (tmp_path / "c_text_document.manifest.json").write_bytes(deep)
-        capsys.readouterr()
-        assert main(make) == 2
-        assert "c_text_document.bin: exists" in capsys.readouterr().err
+        assert "c_text_document.bin: exists" in make.errors(2)
 
 
 def test_a_zstd_window_of_two_gib_is_refused(tokenizer_dir: str, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from megatron_deberta.text.readers import reading
 from megatron_deberta.text.readers.records import ReadOptions
 from megatron_deberta.text.readers.sources import find_sources
 from megatron_deberta.tokenizer import load_tokenizer
+from tests.support.commands import Command
 from tests.support.machine_text import documents
 
 UNIT_BYTES = 20_000
@@ -346,112 +347,84 @@ def test_a_kill_anywhere_is_gone_on_from(tokenizer_dir: str, tmp_path: Path) -> 
 
 
 def test_a_changed_plan_is_refused_by_name(
-    corpus: str,
-    tokenizer_dir: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    make: Command, corpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open(corpus, "a") as stream:
         stream.write("{broken\n")
-    arguments = ["--input", corpus, "--tokenizer", tokenizer_dir, "--workers", "0"]
-    make = ["preprocess", *arguments, "--output", str(tmp_path / "c")]
-    assert main(make) == 1
-    assert "1 of 61 records are bad" in capsys.readouterr().err
+    assert "1 of 61 records are bad" in make.errors(1)
     for change, message in (
         (["--keys", "title"], '--keys was "text" when this run began and is "title" now'),
         (["--normalize", "nfc"], '--normalize was "none"'),
         (["--max-document-mb", "1"], "--max-document-mb"),
         (["--sentences"], "--sentences was"),
     ):
-        assert main([*make, *change]) == 2
-        assert message in capsys.readouterr().err
+        assert message in make.errors(2, *change)
     with monkeypatch.context() as newer:
         # Units that another release cut may end elsewhere.
         newer.setattr(reading, "READING_VERSION", reading.READING_VERSION + 1)
-        assert main(make) == 2
-        assert "version of reading was" in capsys.readouterr().err
+        assert "version of reading was" in make.errors(2)
     os.utime(corpus, (1, 1))
-    assert main([*make, "--max-bad-fraction", "0.1"]) == 2
-    assert f"{corpus} has changed" in capsys.readouterr().err
-    assert main([*make, "--max-bad-fraction", "0.1", "--restart"]) == 0
+    assert f"{corpus} has changed" in make.errors(2, "--max-bad-fraction", "0.1")
+    make("--max-bad-fraction", "0.1", "--restart")
 
 
 def test_nothing_of_the_users_is_removed(
-    corpus: str, tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make: Command, make_from: Command, corpus: str, tmp_path: Path
 ) -> None:
     mine = tmp_path / "c.unfinished" / "parts" / "notes.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
-    arguments = ["--tokenizer", tokenizer_dir, "--workers", "0", "--output", str(tmp_path / "c")]
     for restart in ([], ["--restart"]):
-        assert main(["preprocess", "--input", corpus, *arguments, *restart]) == 2
-        assert "holds notes.txt and no plan.json" in capsys.readouterr().err
+        assert "holds notes.txt and no plan.json" in make.errors(2, *restart)
     mine.unlink()
     quarantine = tmp_path / "c.quarantine.jsonl"
     quarantine.write_bytes(Path(corpus).read_bytes())
-    assert main(["preprocess", "--input", str(quarantine), *arguments]) == 2
-    assert "is an input and would be replaced" in capsys.readouterr().err
+    message = make_from.errors(2, "--input", str(quarantine))
+    assert "is an input and would be replaced" in message
     quarantine.unlink()
-    assert main(["preprocess", "--input", corpus, *arguments]) == 0
+    make()
 
 
-def test_a_broken_result_is_not_taken_for_whole(
-    corpus: str, tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make = ["preprocess", "--input", corpus, "--tokenizer", tokenizer_dir, "--workers", "0"]
-    make += ["--output", str(tmp_path / "c")]
-    assert main(make) == main(make) == 0
+def test_a_broken_result_is_not_taken_for_whole(make: Command, tmp_path: Path) -> None:
+    make()
+    make()
     os.truncate(tmp_path / "c_text_document.bin", 100)
-    assert main(make) == 2
-    assert "exists" in capsys.readouterr().err
-    assert main([*make, "--force"]) == 0
+    assert "exists" in make.errors(2)
+    make("--force")
     # Another key would replace the list of what was set aside for the first.
-    assert main([*make, "--keys", "title"]) == 2
-    assert "c.quarantine.jsonl: exists, of other shards" in capsys.readouterr().err
+    assert "c.quarantine.jsonl: exists, of other shards" in make.errors(2, "--keys", "title")
 
 
 def test_a_refused_run_does_not_keep_standard_input(
-    corpus: str, tokenizer_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_from: Command, corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = Path(corpus).read_bytes()
-    make = ["preprocess", "--input", "-", "--tokenizer", tokenizer_dir, "--workers", "0"]
-    make += ["--output", str(tmp_path / "c")]
     for options, code in (([], 0), (["--keys", "title"], 2)):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
-        assert main([*make, *options]) == code
+        make_from.errors(code, "--input", "-", *options)
         assert not (tmp_path / "c.unfinished").exists()
 
 
 def test_options_about_other_input_are_refused(
-    corpus: str, tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make: Command, make_from: Command, tmp_path: Path
 ) -> None:
-    make = ["preprocess", "--tokenizer", tokenizer_dir, "--workers", "0"]
-    make += ["--output", str(tmp_path / "c"), "--input"]
-    assert main([*make, corpus, "--text-mode", "line"]) == 2
-    message = capsys.readouterr().err
+    message = make.errors(2, "--text-mode", "line")
     assert "--text-mode line is for plain text" in message
     assert "; leave it out for JSON Lines" in message
     (tmp_path / "a.txt").write_text("A line of text.\n")
-    assert main([*make, str(tmp_path / "a.txt"), "--keys", "title"]) == 2
-    assert "--keys title is for JSON Lines and tables" in capsys.readouterr().err
-    assert main([*make, str(tmp_path / "a.txt"), corpus, "--text-mode", "line"]) == 0
+    plain = ["--input", str(tmp_path / "a.txt")]
+    message = make_from.errors(2, *plain, "--keys", "title")
+    assert "--keys title is for JSON Lines and tables" in message
+    make(*plain, "--text-mode", "line")
 
 
-def test_an_empty_input_is_a_mistake_of_the_user(
-    tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_empty_input_is_a_mistake_of_the_user(make_from: Command, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").touch()
-    make = ["preprocess", "--tokenizer", tokenizer_dir, "--workers", "0"]
-    make += ["--output", str(tmp_path / "c"), "--input", str(tmp_path / "a.jsonl")]
-    assert main(make) == 2
-    assert f"{tmp_path / 'a.jsonl'}: the file is empty" in capsys.readouterr().err
+    message = make_from.errors(2, "--input", str(tmp_path / "a.jsonl"))
+    assert f"{tmp_path / 'a.jsonl'}: the file is empty" in message
 
 
-def test_options_that_cannot_be(
-    corpus: str, tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make = ["preprocess", "--input", corpus, "--tokenizer", tokenizer_dir, "--workers", "0"]
+def test_options_that_cannot_be(make: Command, corpus: str, tmp_path: Path) -> None:
     for change, message in (
         (["--unit-mb", "nan"], "--unit-mb: nan must be between 1e-06 and 1e+06"),
         (["--unit-mb", "1e308"], "--unit-mb: 1e308 must be between 1e-06 and 1e+06"),
@@ -464,16 +437,14 @@ def test_options_that_cannot_be(
             "--keys 'a/b': cannot be part of a file name",
         ),
     ):
-        assert main([*make, "--output", str(tmp_path / "c"), *change]) == 2
-        assert message in capsys.readouterr().err
+        assert message in make.errors(2, *change)
     assert list(tmp_path.iterdir()) == [Path(corpus)]
 
 
-def test_inputs_add_up(corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:
+def test_inputs_add_up(make: Command, corpus: str, tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text('{"text": "one more"}\n')
-    make = ["preprocess", "--input", corpus, "--input", str(other), "--tokenizer", tokenizer_dir]
-    assert main([*make, "--workers", "0", "--output", str(tmp_path / "c")]) == 0
+    make("--input", str(other))
     manifest = read_manifest(str(tmp_path / "c_text_document"))
     assert manifest is not None
     assert manifest.num_documents == 61
@@ -524,58 +495,42 @@ def test_standard_input_and_two_keys(corpus: str, tokenizer_dir: str, tmp_path: 
 
 @pytest.mark.parametrize("command", ["train-tokenizer", "deduplicate", "split", "preprocess"])
 def test_a_key_that_no_record_has_is_refused_at_once(
-    command: str,
-    corpus: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    command: str, corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    call = [command, "--input", corpus, "--output", str(tmp_path / "out")]
+    call = Command(capsys, command, "--input", corpus, "--output", str(tmp_path / "out"))
     # The message comes before the tokenizer is looked at, and before any work.
-    call += ["--tokenizer", "none"] if command == "preprocess" else []
+    call = call.with_options(*(["--tokenizer", "none"] if command == "preprocess" else []))
     for keys, missing in ((["body"], "body"), (["text,body", "id"], "body,id")):
-        assert main([*call, "--keys", *keys]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
+        (line,) = call.errors(2, "--keys", *keys).splitlines()
         assert f"--keys {missing}: no such key with text in the first records of {corpus}" in line
         assert line.endswith("choose from: text, title")
     assert list(tmp_path.iterdir()) == [Path(corpus)]
-    assert main([*call, "--keys", "text,,title"]) == 2
-    assert "a key is empty" in capsys.readouterr().err
+    assert "a key is empty" in call.errors(2, "--keys", "text,,title")
 
 
-def test_leave_given_afterwards_says_that_nothing_was_left(
-    corpus: str, tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_leave_given_afterwards_says_that_nothing_was_left(make: Command, corpus: str) -> None:
     with open(corpus, "a") as stream:
         stream.write("{}\n")
-    make = ["preprocess", "--input", corpus, "--tokenizer", tokenizer_dir, "--workers", "0"]
-    make += ["--output", str(tmp_path / "c")]
-    assert main(make) == 1
-    assert "1 of 61 records are bad" in capsys.readouterr().err
-    assert main([*make, "--max-bad-fraction", "0.1"]) == 0
-    done = capsys.readouterr()
-    assert done.err.splitlines()[0] == "preprocess: encode 100%"
-    assert ": 60 documents" in done.out
+    assert "1 of 61 records are bad" in make.errors(1)
+    shown = make.errors(0, "--max-bad-fraction", "0.1")
+    assert shown.splitlines()[0] == "preprocess: encode 100%"
+    assert ": 60 documents" in make()
 
 
 def test_both_sides_of_a_split_do_not_become_one_shard(
-    corpus: str, tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make_from: Command, corpus: str, tmp_path: Path
 ) -> None:
     parted = tmp_path / "parted"
     call = ["split", "--input", corpus, "--output", str(parted), "--fraction", "0.5"]
     assert main([*call, "--workers", "0"]) == 0
-    make = ["preprocess", "--tokenizer", tokenizer_dir, "--workers", "0"]
-    make += ["--output", str(tmp_path / "c")]
     train, validation = parted / "train", parted / "validation"
     for inputs in ([parted], [train, validation], [f"{parted}/*/part-*"]):
-        capsys.readouterr()
-        assert main([*make, "--input", *map(str, inputs)]) == 2
-        message = capsys.readouterr().err
+        message = make_from.errors(2, "--input", *map(str, inputs))
         assert f"{train} and {validation} are the two sides of a split" in message
         for side in (train, validation):
             assert f"--input {side} --output {tmp_path}/c_{side.name}" in message
         assert not (tmp_path / "c.unfinished").exists()
-    assert main([*make, "--input", str(train)]) == 0
+    make_from("--input", str(train))
 
 
 def test_files_are_documents(tokenizer_dir: str, tmp_path: Path) -> None:

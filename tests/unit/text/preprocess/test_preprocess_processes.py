@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_deberta.cli.main import main
 from megatron_deberta.data.shards.manifest import read_manifest
 from megatron_deberta.text.jobs.executors import RunOptions
 from megatron_deberta.text.jobs.units import plan_units, usual_unit_bytes
 from megatron_deberta.text.preprocess import encoding, worker
 from megatron_deberta.text.preprocess.pipeline import preprocess
 from megatron_deberta.text.readers.sources import find_sources
+from tests.support.commands import Command
 
 
 def test_workers_load_nothing_again(
@@ -54,19 +54,16 @@ def test_units_by_the_size_of_the_input(megabytes: int, unit: int, units: int, c
 
 
 def test_estimate_is_of_the_tokens_and_the_nodes(
-    corpus: str, tokenizer_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make: Command, make_from: Command, corpus: str, tmp_path: Path
 ) -> None:
-    make = ["preprocess", "--input", corpus, "--tokenizer", tokenizer_dir, "--workers", "4"]
-    make += ["--output", str(tmp_path / "c")]
-    assert main([*make, "--estimate", "--nodes", "16"]) == 0
-    described = capsys.readouterr().out
+    described = make("--workers", "4", "--estimate", "--nodes", "16")
     assert list(tmp_path.iterdir()) == [Path(corpus)]
     assert "with 16 x 4 workers" in described
     for word in ("text ", "time ", "disk ", "memory "):
         assert f"\n{word}" in f"\n{described}"
-    assert main(make) == 0
+    make()
     manifest = read_manifest(str(tmp_path / "c_text_document"))
     assert manifest is not None
     (estimated,) = re.findall(r"tokens +([\d,]+)", described)
     assert int(estimated.replace(",", "")) == pytest.approx(manifest.num_tokens, rel=0.01)
-    assert main([*make[:2], "-", *make[3:], "--estimate"]) == 2
+    make_from.errors(2, "--input", "-", "--estimate")

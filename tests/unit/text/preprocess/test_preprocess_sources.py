@@ -113,7 +113,10 @@ def test_missing_newline_at_the_end_and_byte_order_mark(tmp_path: Path) -> None:
 @pytest.mark.parametrize("encoding", [name for name in ENCODINGS if name not in ("plain",)])
 def test_a_cut_anywhere_is_a_defect_and_loses_nothing_before(encoding: str, tmp_path: Path) -> None:
     whole = ENCODINGS[encoding](JSONL)
-    for size in (len(whole) - 520, len(whole) - 1000, len(whole) // 2, len(whole) // 3, 20):
+    sizes = [len(whole) - 520, len(whole) - 1000, len(whole) // 2, len(whole) // 3, 20]
+    if "padded gzip" != encoding:
+        sizes += [len(whole) - less for less in (1, 2, 4, 7)]
+    for size in sizes:
         path = write(tmp_path, "cut.jsonl", whole[:size])
         documents, defects = records(path)
         assert documents == TEXTS[: len(documents)]
@@ -123,15 +126,6 @@ def test_a_cut_anywhere_is_a_defect_and_loses_nothing_before(encoding: str, tmp_
         assert last.offset == sum(len(x) + 1 for x in JSONL.split(b"\n")[: len(documents)])
         with pytest.raises(DataError, match=r"line \d+: damaged file: compressed data"):
             read(path)
-
-
-@pytest.mark.parametrize("encoding", ["gzip", "zstd", "bzip2", "xz"])
-def test_a_cut_by_a_byte_is_a_defect(encoding: str, tmp_path: Path) -> None:
-    whole = ENCODINGS[encoding](JSONL)
-    for less in (1, 2, 4, 7):
-        documents, defects = records(write(tmp_path, "cut.jsonl", whole[:-less]))
-        assert [defect.reason for defect in defects] == [DAMAGED]
-        assert documents == TEXTS[: len(documents)]
 
 
 def test_a_wrong_checksum_is_a_defect(tmp_path: Path) -> None:
