@@ -6,22 +6,15 @@ import pkgutil
 
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import ConfigError
-from megatron_deberta.objectives.labelled import (
-    Choices,
-    Classification,
-    Embedding,
-    Multilabel,
-    Regression,
-    Reranking,
-    Spans,
-    Tokens,
-)
+from megatron_deberta.objectives.embed import Embedding
+from megatron_deberta.objectives.labelled import Choices, Classification, Regression, Spans, Tokens
 from megatron_deberta.objectives.language_modelling import (
     AutoregressiveModelling,
     MaskedAndAutoregressiveModelling,
     MaskedLanguageModel,
     MaskedLanguageModelling,
 )
+from megatron_deberta.objectives.multilabel import Multilabel
 from megatron_deberta.objectives.objective import (
     NO_COUNTS,
     LossSums,
@@ -31,6 +24,7 @@ from megatron_deberta.objectives.objective import (
     Objective,
     Update,
 )
+from megatron_deberta.objectives.rerank import Reranking
 from megatron_deberta.objectives.retromae import RetroMAE
 from megatron_deberta.objectives.rtd import ReplacedTokenDetection
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.data.batch import TaskBatch
 from megatron_deberta.model import DebertaForTask, DropoutSeeds, RuntimeOptions
 from megatron_deberta.model.embeddings import Perturbation
 from megatron_deberta.model.flops import training_flops_per_token
-from megatron_deberta.model.parallel_layers import GatherFromDataParallelRegion
 from megatron_deberta.model.task_models import (
-    DebertaForEmbedding,
     DebertaForRows,
     DebertaForSpans,
     DebertaForTokens,
@@ -198,15 +194,6 @@ class SpansModel(TaskModel, DebertaForSpans):
     """Head for answer spans, with loss."""
 
 
-class EmbeddingModel(TaskModel, DebertaForEmbedding):
-    """Model of embeddings, with loss."""
-
-    def build_heads(self, config: ModelConfig) -> None:
-        """Add the exchange of embeddings."""
-        super().build_heads(config)
-        self.exchange = GatherFromDataParallelRegion()
-
-
 def cross_entropy(
     logits: Tensor, labels: Tensor, weights: Tensor | None = None, gamma: float = 0.0
 ) -> tuple[Tensor, Tensor]:
@@ -324,162 +311,3 @@ class Spans(LabelledObjective):
         """Return the logits of the first and of the last token, each ``[B, N]``."""
         masked = logits.float().masked_fill(~batch.inputs.is_token.unsqueeze(-1), MASKED_LOGIT)
         return list(masked.unbind(-1))
-
-
-class Multilabel(LabelledObjective):
-    """Binary cross-entropy of each label, as ``problem_type: multi_label_classification``.
-
-    The loss of an example is the mean over all labels, as of ``BCEWithLogitsLoss``;
-    ``finetune.class_weights`` are its ``pos_weight``. An example is predicted correctly if all of
-    its labels are, at a probability of 0.5.
-    """
-
-    model_class = RowsModel
-
-    def loss(self, logits: Tensor, batch: TaskBatch) -> tuple[Tensor, Tensor]:
-        """Return the sum of the examples' losses, and the number of correct examples."""
-        scored, present = self.scored(batch), batch.labels == 1
-        # Log-odds of the right decision: its cross-entropy is that of the label.
-        log_odds = torch.where(present, logits, -logits).float()
-        losses = focal_loss(log_odds, self.config.finetune.focal_gamma)
-        if (weights := self.class_weights(logits.device)) is not None:
-            losses = torch.where(present, weights * losses, losses)
-        loss = torch.where(scored, losses.mean(-1), 0.0).sum()
-        return loss, ((present == (logits > 0)).all(-1) & scored).sum()
-
-    def scored(self, batch: TaskBatch) -> Tensor:
-        """Return which examples have known labels."""
-        return batch.labels[:, 0] != IGNORED_LABEL
-
-    def distributions(self, logits: Tensor, batch: TaskBatch) -> list[Tensor]:
-        """Return the logits of absence and presence of each label, each ``[B, 2]``."""
-        return list(F.pad(logits.unsqueeze(-1), (1, 0)).unbind(1))
-
-    def count_targets(self, batch: TaskBatch) -> dict[str, Tensor]:
-        """Return the number of examples with known labels: weights are of labels within them."""
-        return dict.fromkeys(self.losses, self.scored(batch).sum())
-
-
-class Reranking(Choices):
-    """Scores of passages, trained with ``finetune.ranking_loss``.
-
-    A target is a passage (``bce``), a pair of passages of different relevance (``ranknet``), or a
-    query (``listnet``, ``softmax``).
-
-    Sources: RankNet (Burges et al. 2005), ListNet (Cao et al. 2007, the probability of being
-    first), softmax cross-entropy (Bruch et al. 2019, "An Analysis of the Softmax Cross Entropy
-    Loss").
-    """
-
-    def loss(self, logits: Tensor, batch: TaskBatch) -> tuple[Tensor, Tensor]:
-        """Return the sum of the losses of targets, and the number of right ones.
-
-        Right is a passage on its side of 0, a pair in order, or a query whose first passage none
-        exceeds in relevance.
-        """
-        (scores,) = self.distributions(logits, batch)
-        labels = _relevance(batch)
-        known = labels.nan_to_num(0.0)
-        kind = self.config.finetune.ranking_loss
-        if kind == "bce":
-            losses = F.binary_cross_entropy_with_logits(scores, known, reduction="none")
-            is_right = (scores > 0) == (known > 0.5)
-        elif kind == "ranknet":
-            margin = scores.unsqueeze(-1) - scores.unsqueeze(-2)
-            losses, is_right = F.softplus(-margin), margin > 0
-        else:
-            # Passages that only fill the list get the probability 0.
-            target = labels.nan_to_num(MASKED_LOGIT).softmax(-1)
-            if kind == "softmax":
-                target = known / known.sum(-1, keepdim=True).clamp(
-                    min=torch.finfo(known.dtype).tiny
-                )
-            losses = -(target * F.log_softmax(scores, -1)).sum(-1)
-            first = scores.argmax(-1, keepdim=True)
-            is_right = known.gather(-1, first)[..., 0] == known.amax(-1)
-        targets = self._targets(labels)
-        return torch.where(targets, losses, 0.0).sum(), (is_right & targets).sum()
-
-    def count_targets(self, batch: TaskBatch) -> dict[str, Tensor]:
-        """Return the number of targets, for each loss."""
-        return super().count_targets(batch) | {TASK: self._targets(_relevance(batch)).sum()}
-
-    def scored(self, batch: TaskBatch) -> Tensor:
-        """Return which queries have labels."""
-        return ~_relevance(batch).isnan().all(-1)
-
-    def _targets(self, labels: Tensor) -> Tensor:
-        """Return which places of the loss are targets; comparisons with NaN are False."""
-        kind = self.config.finetune.ranking_loss
-        if kind == "bce":
-            return ~labels.isnan()
-        if kind == "ranknet":
-            return labels.unsqueeze(-1) > labels.unsqueeze(-2)
-        # The softmax of the relevance is defined where no passage is relevant, too.
-        return (labels >= 0).any(-1) if kind == "listnet" else (labels > 0).any(-1)
-
-
-def _relevance(batch: TaskBatch) -> Tensor:
-    """Return the relevance of the passages of each query, ``[E, C]``; NaN: none."""
-    rows = batch.choice_rows
-    assert rows is not None
-    return batch.labels[rows.clamp(min=0)].masked_fill(rows < 0, torch.nan)
-
-
-class Embedding(LabelledObjective):
-    """Cosines of the texts of an example, which are rows of a batch.
-
-    With ``objective.positive_similarity``, cross-entropy over the second texts of the global batch,
-    then its negatives; the right one is the pair's own. Otherwise the squared error of the cosine
-    to the similarity.
-
-    Sources: Henderson et al. 2017, arXiv:1705.00652, section 4.4, as sentence-transformers'
-    ``MultipleNegativesRankingLoss`` (its ``scale`` is 1 / ``objective.temperature``); Reimers and
-    Gurevych 2019, arXiv:1908.10084, section 3, as its ``CosineSimilarityLoss``.
-    """
-
-    model_class = EmbeddingModel
-    _exchange: Callable[[Tensor], tuple[Tensor, int]] = GatherFromDataParallelRegion()
-
-    @property
-    def losses(self) -> dict[str, LossTerm]:
-        """The task's loss."""
-        has_accuracy = self.config.objective.positive_similarity is not None
-        return {TASK: LossTerm(has_accuracy=has_accuracy)}
-
-    def build_model(self, options: RuntimeOptions) -> DebertaForTask:
-        """Build the model with this objective's loss."""
-        model = super().build_model(options)
-        assert isinstance(model, EmbeddingModel)
-        # Not the layer itself, which is replaced when the model is divided over ranks.
-        self._exchange = lambda rows: model.exchange(rows)
-        return model
-
-    def loss(self, logits: Tensor, batch: TaskBatch) -> tuple[Tensor, Tensor]:
-        """Return the sum over pairs, and how many are nearer than all negatives.
-
-        Args:
-            logits: embeddings ``[B, D]``.
-            batch: on the device of the embeddings; the loss needs at least two texts per example.
-        """
-        scored, rows = self.scored(batch), batch.choice_rows
-        assert rows is not None
-        texts = F.normalize(logits.float(), dim=-1)[rows]
-        objective = self.config.objective
-        if texts.size(1) < 2:
-            return texts.sum() * 0.0, scored.sum() * 0
-        if objective.positive_similarity is None:
-            errors = (texts[:, 0] * texts[:, 1]).sum(-1) - batch.labels
-            return torch.where(scored, errors, 0.0).square().sum(), scored.sum() * 0
-        is_there = (batch.row_index >= 0)[rows[:, 1:]].unsqueeze(-1)
-        gathered, first = self._exchange(torch.cat([texts[:, 1:], is_there.float()], -1))
-        candidates, is_there = gathered.transpose(0, 1).flatten(0, 1).split([texts.size(-1), 1], -1)
-        scores = texts[:, 0] @ candidates.T / objective.temperature
-        scores = scores.masked_fill(is_there[:, 0] == 0, MASKED_LOGIT)
-        own = first + torch.arange(len(texts), device=texts.device)
-        return cross_entropy(scores, torch.where(scored, own, IGNORED_LABEL))
-
-    def scored(self, batch: TaskBatch) -> Tensor:
-        """Return which examples are positives, or have a similarity."""
-        least = self.config.objective.positive_similarity
-        return ~torch.isnan(batch.labels) if least is None else batch.labels >= least

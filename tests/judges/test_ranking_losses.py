@@ -14,7 +14,7 @@ from megatron_deberta.config.schema import with_task_head
 from megatron_deberta.hf.export_model import export_model
 from megatron_deberta.hf.loading import build_task_model
 from megatron_deberta.objectives import build_objective
-from megatron_deberta.objectives.labelled import Reranking
+from megatron_deberta.objectives.rerank import Reranking
 from megatron_deberta.tasks import Example, encode, load_task
 from tests.support.judges import record
 from tests.support.labelled import labelled_rows, labelled_run

@@ -15,7 +15,7 @@ from megatron_deberta.hf.export_model import export_model
 from megatron_deberta.hf.loading import build_task_model
 from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.objectives import build_objective
-from megatron_deberta.objectives.labelled import Embedding
+from megatron_deberta.objectives.embed import Embedding
 from tests.parity.test_embeddings import LIMIT, SAMPLES, batch_of, run_of
 from tests.support.judges import record
 from tests.support.tiny_models import TEXT, V2, random_weights, reader, tiny_tokenizer

@@ -23,7 +23,7 @@ from megatron_deberta.hf.onnx.graph import write_graph
 from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.model.task_models import DebertaForEmbedding
 from megatron_deberta.objectives import build_objective
-from megatron_deberta.objectives.labelled import Embedding
+from megatron_deberta.objectives.embed import Embedding
 from megatron_deberta.tasks.encoding import encode
 from megatron_deberta.tasks.examples import Example
 from tests.support.labelled import labelled_rows, labelled_run
