@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import orjson
@@ -40,7 +39,6 @@ class SectionTimer(ProgressObserver):
     ) -> None:
         self._observer = observer
         self._clock = clock
-        self._section = Section.STARTUP
         self._since = clock()
         self._seconds: dict[str, float] = {}
         self.step: int | None = None
@@ -55,15 +53,6 @@ class SectionTimer(ProgressObserver):
         """Report progress within a section."""
         self._observer.mark()
 
-    @contextmanager
-    def section(self, section: Section) -> Iterator[None]:
-        """Report a section for the duration of a context, then the previous one again."""
-        before = self._section
-        with self._observer.section(section):
-            self._switch(section)
-            yield
-            self._switch(before)
-
     def add_times(self, *, steps: int = 0, data: int = 0, forward: int = 0, whole: int = 0) -> None:
         """Add completed steps and the nanoseconds spent on them."""
         self._add(FORWARD, forward / 1e9)
@@ -71,7 +60,7 @@ class SectionTimer(ProgressObserver):
 
     def take(self) -> dict[str, float]:
         """Return the seconds by part since the last call; ``step`` is without ``forward``."""
-        self._switch(self._section)
+        self._switch(self.current)
         taken, self._seconds = self._seconds, {}
         step, forward = taken.get(Section.STEP.label, 0.0), taken.get(FORWARD, 0.0)
         taken |= {Section.STEP.label: max(0.0, step - forward)}
@@ -79,8 +68,8 @@ class SectionTimer(ProgressObserver):
 
     def _switch(self, section: Section) -> None:
         now = self._clock()
-        self._add(self._section.label, now - self._since)
-        self._section, self._since = section, now
+        self._add(self.current.label, now - self._since)
+        self.current, self._since = section, now
 
     def _add(self, part: str, seconds: float) -> None:
         self._seconds[part] = self._seconds.get(part, 0.0) + seconds
