@@ -357,8 +357,8 @@ def _show_local_saves(saves: LocalSavePlan, console: Console) -> None:
     )
     console.print(
         f"at {saves.failures_per_day:.3g} failures per day (--failure-days) each loses "
-        f"{format_duration(saves.lost.local)} of training instead of "
-        f"{format_duration(saves.lost.shared)}, without the restart: "
+        f"{format_duration(saves.lost_seconds.local)} of training instead of "
+        f"{format_duration(saves.lost_seconds.shared)}, without the restart: "
         f"{saves.saved_seconds_per_day / 60:,.1f} minutes saved per day, stalls deducted"
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import psutil
 
@@ -18,7 +18,7 @@ from megatron_deberta.config.rules import (
     check_tensor_parallel_divides,
     validate_for_world,
 )
-from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.config.schema import ParallelConfig, RunConfig
 from megatron_deberta.errors import TopologyError
 from megatron_deberta.model import count_parameters
 from megatron_deberta.model.flops import pretraining_flops_per_token
@@ -59,7 +59,8 @@ KEPT_SAVES = 2
 """Saves on a node's disk while one is being written."""
 
 
-class LostTime(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LostTime:
     """Seconds of training lost per failure, without the restart: half of the interval."""
 
     shared: float
@@ -82,7 +83,7 @@ class LocalSavePlan:
         stall_seconds: time that training waits per save: the copy to the host.
         step_seconds: time of a step without saves.
         failures_per_day: of all nodes together.
-        lost: time lost per failure.
+        lost_seconds: time lost per failure.
     """
 
     every: int
@@ -93,7 +94,7 @@ class LocalSavePlan:
     stall_seconds: float
     step_seconds: float
     failures_per_day: float
-    lost: LostTime
+    lost_seconds: LostTime
 
     @property
     def stall_share(self) -> float:
@@ -103,14 +104,12 @@ class LocalSavePlan:
     @property
     def saved_seconds_per_day(self) -> float:
         """Time per day that is not lost to failures, less the stalls; may be negative."""
-        gained = self.failures_per_day * (self.lost.shared - self.lost.local)
+        gained = self.failures_per_day * (self.lost_seconds.shared - self.lost_seconds.local)
         return gained - self.stall_share * 86400
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON types, with units in the names."""
-        values = {**asdict(self), "lost_seconds": self.lost._asdict()}
-        del values["lost"]
-        return values | {
+        return asdict(self) | {
             "stall_share": self.stall_share,
             "saved_seconds_per_day": self.saved_seconds_per_day,
         }
@@ -298,11 +297,11 @@ class RunPlan(_Costs):
         }
 
 
-Policy = Literal["none", "selective", "full"]
-
-
 def _costs(
-    config: RunConfig, world_size: int, dp_size: int, estimate: Callable[[Policy], MemoryEstimate]
+    config: RunConfig,
+    world_size: int,
+    dp_size: int,
+    estimate: Callable[[ParallelConfig], MemoryEstimate],
 ) -> dict[str, Any]:
     """Return the fields of ``_Costs``; ``estimate`` returns the memory with a recomputation."""
     return {
@@ -310,7 +309,9 @@ def _costs(
         "world_size": world_size,
         "batch": batch_arithmetic(config, dp_size),
         "parameters": count_parameters(config.model),
-        "memory": {policy: estimate(policy) for policy in POLICIES},
+        "memory": {
+            policy: estimate(replace(config.parallel, recompute=policy)) for policy in POLICIES
+        },
         "flops_per_token": pretraining_flops_per_token(
             config.model,
             config.objective,
@@ -334,13 +335,11 @@ def make_cpu_plan(config: RunConfig, world_size: int) -> CpuPlan:
     dp_size = validate_for_world(config, world_size).dp_size
     parts = [part.config for part in segments(config)]
 
-    def memory(policy: Policy) -> MemoryEstimate:
-        parallel = replace(config.parallel, recompute=policy)
+    def memory(parallel: ParallelConfig) -> MemoryEstimate:
+        variants = (replace(part, parallel=parallel) for part in parts)
         estimates = (
-            estimate_memory(
-                replace(part, parallel=parallel), dp_size, attention="chunked", device_type="cpu"
-            )
-            for part in parts
+            estimate_memory(variant, dp_size, attention="chunked", device_type="cpu")
+            for variant in variants
         )
         return max(estimates, key=lambda estimate: estimate.total)
 
@@ -391,8 +390,7 @@ def make_plan(
     largest = max((part.config for part in parts), key=micro_batch_tokens)
     step = step_time(largest, machine, dp_size)
 
-    def memory(policy: Policy) -> MemoryEstimate:
-        parallel = replace(largest.parallel, recompute=policy)
+    def memory(parallel: ParallelConfig) -> MemoryEstimate:
         return rank_memory(replace(largest, parallel=parallel), machine, dp_size)
 
     return RunPlan(
@@ -456,7 +454,7 @@ def plan_local_saves(
         stall_seconds=stall,
         step_seconds=step_seconds,
         failures_per_day=nodes / failure_days,
-        lost=LostTime(
+        lost_seconds=LostTime(
             interval * step_seconds / 2, min(interval, checkpoint.local_every) * step_seconds / 2
         ),
     )

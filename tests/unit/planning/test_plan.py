@@ -20,7 +20,7 @@ from megatron_deberta.config.schema import Phase
 from megatron_deberta.errors import EXIT_USAGE, ConfigError
 from megatron_deberta.planning.machine import find_device, machine_of
 from megatron_deberta.planning.memory import estimate_memory
-from megatron_deberta.planning.plan import LIBRARY_BYTES, make_cpu_plan, make_plan
+from megatron_deberta.planning.plan import LIBRARY_BYTES, LostTime, make_cpu_plan, make_plan
 from megatron_deberta.planning.search import NEAR, rank_memory, search_layouts
 from megatron_deberta.planning.step import Traffic, run_seconds, step_time
 from tests.support.tiny_task import MODEL, write_task
@@ -350,7 +350,7 @@ def test_local_checkpoints_cost_bytes_and_stalls_and_save_steps(large: RunConfig
     assert saves.part_bytes == saves.network_bytes == 12 * plan.parameters / 16
     assert saves.disk_bytes == 4 * saves.part_bytes
     assert saves.failures_per_day == 0.5
-    assert saves.lost == (500 * plan.step.total, 25 * plan.step.total)
+    assert saves.lost_seconds == LostTime(500 * plan.step.total, 25 * plan.step.total)
     share = saves.stall_seconds / (50 * plan.step.total + saves.stall_seconds)
     gained = 0.5 * 475 * plan.step.total
     assert saves.saved_seconds_per_day == pytest.approx(gained - 86400 * share)
