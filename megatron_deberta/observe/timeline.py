@@ -8,19 +8,19 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
 import torch
 
-from megatron_deberta.errors import printable
+from megatron_deberta.errors import describe_error, printable
 from megatron_deberta.observe.metrics import JsonLines
 from megatron_deberta.observe.progress import ProgressObserver, Section
 
 FILE_NAME = "timeline.jsonl"
 FORWARD = "forward"
 """Part of a step that is recorded beside the sections."""
-_MOST_TEXT = 300
 
 
 class SectionTimer(ProgressObserver):
@@ -75,6 +75,7 @@ class SectionTimer(ProgressObserver):
         self._seconds[part] = self._seconds.get(part, 0.0) + seconds
 
 
+@dataclass
 class Timeline:
     """Writes the time axis of a run; a context manager, entered when the run has resumed.
 
@@ -87,44 +88,39 @@ class Timeline:
         check: called before each write; does not return if another process writes the folder.
     """
 
-    def __init__(
-        self,
-        run_dir: str,
-        timer: SectionTimer,
-        device: torch.device,
-        step: int,
-        world_size: int,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._lines = JsonLines(Path(run_dir) / FILE_NAME, check)
-        self._timer = timer
-        self._device = device
-        self._step = step
-        self._world_size = world_size
+    run_dir: str
+    timer: SectionTimer
+    device: torch.device
+    step: int
+    world_size: int
+    check: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        """Name the file."""
+        self._lines = JsonLines(Path(self.run_dir) / FILE_NAME, self.check)
 
     def __enter__(self) -> Timeline:
         """Record the start."""
-        self._write("start", world_size=self._world_size, device=device_name(self._device))
+        self._write("start", world_size=self.world_size, device=device_name(self.device))
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Record the end; ``reason`` names an exception."""
-        reason = "" if error is None else f"{type(error).__name__}: {error}"
         # Not every step is recorded.
-        self._step = self._step if self._timer.step is None else self._timer.step
-        self._write("end", reason=" ".join(reason.split())[:_MOST_TEXT], **self._measures())
+        self.step = self.step if self.timer.step is None else self.timer.step
+        self._write("end", reason=describe_error(error), **self._measures())
 
     def record(self, step: int) -> None:
         """Record time and memory after ``step`` steps."""
-        self._step = step
+        self.step = step
         self._write("steps", **self._measures())
 
     def _measures(self) -> dict[str, object]:
-        return {"seconds": self._timer.take(), "memory_bytes": peak_memory(self._device)}
+        return {"seconds": self.timer.take(), "memory_bytes": peak_memory(self.device)}
 
     def _write(self, event: str, **values: object) -> None:
         now = round(time.time(), 3)
-        self._lines.append({"event": event, "time": now, "step": self._step, **values})
+        self._lines.append({"event": event, "time": now, "step": self.step, **values})
 
 
 def device_name(device: torch.device) -> str:

@@ -134,22 +134,18 @@ def estimate_memory(
     chunk = chunk_rows(max(masked_tokens(config), reconstructed), columns, device_type) * columns
     chunk_bytes = chunk * (4 if element == 4 else 4 + 2 * element)
     kernels = _kernel_bytes(first, attention, device_type)
+    in_loss = wide * (1 + bool(reconstructed)) + chunk_bytes
+    in_layers, at_end = table * element, 2 * table * element
     if is_task_head(config.model):
         # Nothing is multiplied with the vocabulary; only the embedding has a gradient, unless
         # adapters are trained.
-        embedding = 0 if config.finetune.lora_rank else table * element
-        of_task = (
-            (kept.encoder + kept.decoder, 0, 0, 0),
-            (kept.encoder, 0, kept.ffn, 0),
-            (kept.encoder, 0, kept.attention, kernels),
-            (0, embedding, 0, 0),
-        )
-        return MemoryEstimate(*_states(config, dp_size), *max(of_task, key=sum))
+        in_loss, in_layers = 0, 0
+        at_end = 0 if config.finetune.lora_rank else table * element
     moments = [  # activations, vocabulary, workspace, kernels
-        (kept.encoder + kept.decoder, wide * (1 + bool(reconstructed)) + chunk_bytes, 0, 0),  # loss
-        (kept.encoder, table * element, kept.ffn, 0),
-        (kept.encoder, table * element, kept.attention, kernels),
-        (0, 2 * table * element, 0, 0),  # end
+        (kept.encoder + kept.decoder, in_loss, 0, 0),
+        (kept.encoder, in_layers, kept.ffn, 0),
+        (kept.encoder, in_layers, kept.attention, kernels),
+        (0, at_end, 0, 0),
     ]
     is_joint = config.rtd.update == "joint"
     for other in later:

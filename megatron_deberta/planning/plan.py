@@ -202,15 +202,13 @@ class RunPlan(_Costs):
     @property
     def saves_in_background(self) -> bool | None:
         """Whether scheduled checkpoints are asynchronous; None: the memory of nodes is unknown."""
-        mode, local = (
-            self.config.checkpoint.asynchronous,
-            self.config.checkpoint.local_every is not None,
-        )
-        if mode != "auto":
-            return mode
+        checkpoint = self.config.checkpoint
+        if checkpoint.asynchronous != "auto":
+            return checkpoint.asynchronous
         if not self.machine.host_gib:
             return None
-        return (1 + local) * self.copy_bytes <= FREE_SHARE * self.machine.host_gib * 2**30
+        saves = 1 + (checkpoint.local_every is not None)
+        return saves * self.copy_bytes <= FREE_SHARE * self.machine.host_gib * 2**30
 
     @property
     def tokens_per_second(self) -> float:
@@ -228,21 +226,18 @@ class RunPlan(_Costs):
         """Assumptions behind the predicted time."""
         device, dtype = self.machine.device, self.config.precision.dtype
         per_score = bytes_per_score(self.config, device)
-        offload = self.config.precision.offload_optimizer
-        return [
+        lines = [
             f"{device.name}: {device.flops_per_second(dtype) / 1e12:g} TFLOP/s in {dtype}, "
             f"{device.memory_gb:g} GB at {device.memory_gb_per_second:g} GB/s (data sheet)",
             f"forward and backward reach {device.achieved:.0%} of that rate "
             f"({device.achieved_source}), for any micro batch and layer width",
-            *(
-                [
-                    "attention without fused kernels is bound by memory: "
-                    f"{per_score:g} bytes per score in 16 bits (counted), added to "
-                    "the time of matrix products"
-                ]
-                if per_score
-                else []
-            ),
+        ]
+        if per_score:
+            lines.append(
+                f"attention without fused kernels is bound by memory: {per_score:g} bytes per "
+                "score in 16 bits (counted), added to the time of matrix products"
+            )
+        lines += [
             f"NVLink {device.link_gb_per_second:g} GB/s per rank, network "
             f"{self.machine.network_gb_per_second:g} GB/s per node, one way; collectives reach "
             f"{LINK_EFFICIENCY:.0%} of it, with a latency of {1e6 * CALL_SECONDS:g} us each",
@@ -251,8 +246,10 @@ class RunPlan(_Costs):
             "no time for data, validation, checkpoints, stragglers and restarts",
             f"{RESERVED_MEMORY:.0%} of device memory is reserved for the driver, the communication "
             "library and fragmentation",
-            *(["transfers of offloaded optimizer state over PCIe take no time"] if offload else []),
         ]
+        if self.config.precision.offload_optimizer:
+            lines.append("transfers of offloaded optimizer state over PCIe take no time")
+        return lines
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON types, with units in the names."""

@@ -76,9 +76,7 @@ def search_layouts(
     choices: list[Choice] = []
     refusals: list[Refusal] = []
     per_node = min(machine.ranks_per_node, world_size)
-    for tp_size in range(1, per_node + 1):
-        if per_node % tp_size:
-            continue
+    for tp_size in (size for size in range(1, per_node + 1) if per_node % size == 0):
         for sequence in (False, True) if tp_size > 1 else (False,):
             parallel = replace(
                 config.parallel, tensor_parallel_size=tp_size, sequence_parallel=sequence
@@ -117,7 +115,7 @@ def _fastest(
     config: RunConfig, machine: Machine, dp_size: int, row_tokens: int | None
 ) -> Choice | Refusal:
     """Return the fastest micro batch that fits and divides the global batch, or why none does."""
-    best: Choice | None = None
+    choices = []
     rows_per_rank = config.train.global_batch_size // dp_size
     for rows in range(1, rows_per_rank + 1):
         if rows_per_rank % rows:
@@ -127,10 +125,9 @@ def _fastest(
         if memory.total > machine.capacity_bytes:
             break
         seconds = run_seconds(candidate, machine, dp_size, row_tokens)
-        if best is None or seconds < best.seconds:
-            best = Choice(config=candidate, seconds=seconds, memory_bytes=memory.total)
-    if best is not None:
-        return best
+        choices.append(Choice(config=candidate, seconds=seconds, memory_bytes=memory.total))
+    if choices:
+        return min(choices, key=lambda choice: choice.seconds)
     memory = rank_memory(_with_rows(config, 1), machine, dp_size)
     return Refusal(
         layout=_describe(config),

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -50,6 +50,8 @@ MAX_STALLED_ATTEMPTS = 3
 MAX_STARTUP_STOPS = 20
 """A run ends after this many consecutive attempts that were told to stop during start-up."""
 
+HARMLESS = (EXIT_DONE, EXIT_REQUEUE, EXIT_INTERRUPTED)
+"""Exit codes of ranks and attempts that did not fail."""
 FINISHED = "finished"
 _FINAL = {
     EXIT_DONE: FINISHED,
@@ -310,10 +312,6 @@ class JobHistory:
         records = [r for r in self.current() if r["event"] in ("start", "end")]
         return records[-1] if records and records[-1]["event"] == "start" else None
 
-    def is_running(self) -> bool:
-        """Return whether the newest attempt has started and not recorded its end."""
-        return self.unfinished_attempt() is not None
-
     def start_attempt(self, attempt: str, nodes: str) -> None:
         """Record the start of an attempt, unless the disk is full."""
         self._try_append("start", link=attempt, step=self.committed_step(), nodes=nodes)
@@ -423,18 +421,11 @@ class BadNodes:
     Args:
         run_dir: folder of the run.
         hours: age after which a failure no longer counts.
-        clock: seconds since the epoch.
     """
 
-    def __init__(
-        self,
-        run_dir: str | os.PathLike[str],
-        hours: float,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, run_dir: str | os.PathLike[str], hours: float) -> None:
         self.path = Path(run_dir) / BAD_NODES_FILE
         self._seconds = 3600 * hours
-        self._clock = clock
 
     def add(self, node: str, reason: str, *, certain: bool) -> None:
         """Record a failure, unless the disk is full.
@@ -444,7 +435,7 @@ class BadNodes:
             reason: for people.
             certain: this failure alone makes the node bad.
         """
-        failure = NodeFailure(node, reason, round(self._clock(), 3), 2 if certain else 1)
+        failure = NodeFailure(node, reason, round(time.time(), 3), 2 if certain else 1)
         try:
             append_event(self.path, asdict(failure))
         except OSError as error:
@@ -473,7 +464,7 @@ class BadNodes:
         weights: dict[str, int] = {}
         last: dict[str, NodeFailure] = {}
         for failure in read_events(self.path, NodeFailure):
-            if failure.time + self._seconds > self._clock():
+            if failure.time + self._seconds > time.time():
                 weights[failure.node] = weights.get(failure.node, 0) + failure.weight
                 last.pop(failure.node, None)
                 last[failure.node] = failure

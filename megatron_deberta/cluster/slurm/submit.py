@@ -79,7 +79,7 @@ def make_spec(
     job_name: str,
     submission: Path,
     exported: Mapping[str, str] | None = None,
-    allow_config_change: bool,
+    allow_config_change: bool = False,
 ) -> JobSpec:
     """Combine a run and a cluster.
 
@@ -342,7 +342,6 @@ def _arrays(
             run_dir=Path(config.train.run_dir),
             job_name="search",
             submission=Path(config.train.run_dir) / SUBMISSIONS / time,
-            allow_config_change=False,
         )
         for config in configs
     ]

@@ -14,7 +14,6 @@ from types import FrameType
 from megatron_deberta.cluster.monitor import Notifier, export_once
 from megatron_deberta.cluster.slurm.history import Decision, JobHistory
 from megatron_deberta.cluster.slurm.submit import attempt_name, log_folder
-from megatron_deberta.cluster.watchdog.detection import Diagnosis
 from megatron_deberta.cluster.watchdog.ranks import NodePlan, error_in_log, same_error
 from megatron_deberta.cluster.watchdog.reports import ReportStore
 from megatron_deberta.cluster.watchdog.supervisor import FORWARDED, Supervisor
@@ -93,7 +92,7 @@ def _run_attempts(
             history.forget(before)
             return code
         diagnosis = ReportStore(run_dir, attempt).diagnose(1)
-        failed = _first_failed(diagnosis)
+        failed = diagnosis.ranks[0] if diagnosis and diagnosis.ranks else 0
         # After a full disk the log lacks it.
         error = error_in_log(plan.logs / f"rank_{failed}.log") or supervisor.errors.get(failed, "")
         error = error if code else ""
@@ -117,10 +116,6 @@ def _run_attempts(
         if not again:
             return code if decision.continues else decision.code
         restart += 1
-
-
-def _first_failed(diagnosis: Diagnosis | None) -> int:
-    return diagnosis.ranks[0] if diagnosis and diagnosis.ranks else 0
 
 
 def _has_stepped(run_dir: str, attempt: str) -> bool:

@@ -191,11 +191,8 @@ def _find_error(lines: list[str]) -> str:
 
 def same_error(first: str, second: str) -> bool:
     """Return whether two errors are the same up to numbers, such as ports and addresses."""
-    return bool(first) and _without_numbers(first) == _without_numbers(second)
-
-
-def _without_numbers(text: str) -> str:
-    return re.sub(r"0x[0-9a-f]+|\d+", "#", text)
+    left, right = (re.sub(r"0x[0-9a-f]+|\d+", "#", error) for error in (first, second))
+    return bool(first) and left == right
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,17 +240,13 @@ def collect_diagnostics(folder: Path, pids: Mapping[int, int]) -> dict[int, Proc
 
 def _inspect(pid: int, stacks: str, is_dump: bool) -> ProcessDiagnostics:
     state = process_state(pid)
-    frames = _current_frames(stacks) if is_dump else []
+    # The thread that wrote, innermost frame first.
+    current = stacks.rpartition("Current thread")[2] if is_dump else ""
+    frames = [f"{m['file']}:{m['line']} {m['function']}" for m in _FRAME.finditer(current)]
     waiting = any(folder in frames[0] for folder in _COLLECTIVES) if frames else None
     states = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "stuck in the kernel"}
     parts = [states.get(state, ""), _system_call(pid), f"at {frames[0]}" if frames else ""]
     return ProcessDiagnostics(state, waiting, ", ".join(filter(None, parts)), stacks)
-
-
-def _current_frames(stacks: str) -> list[str]:
-    """Return the frames of the thread that wrote, innermost first, as ``file:line function``."""
-    _, _, current = stacks.rpartition("Current thread")
-    return [f"{m['file']}:{m['line']} {m['function']}" for m in _FRAME.finditer(current)]
 
 
 def process_state(pid: int) -> str:

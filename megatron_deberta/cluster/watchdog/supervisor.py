@@ -17,12 +17,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from types import FrameType
 
 from megatron_deberta.cluster.monitor import RunMonitor
-from megatron_deberta.cluster.slurm.history import JobHistory
+from megatron_deberta.cluster.slurm.history import HARMLESS, JobHistory
 from megatron_deberta.cluster.slurm.submit import JobSpec, log_folder, pretrain_arguments
 from megatron_deberta.cluster.watchdog.detection import (
     Diagnosis,
@@ -69,7 +69,6 @@ from megatron_deberta.processes import die_with_parent
 
 logger = logging.getLogger("supervisor")
 
-HARMLESS = (EXIT_DONE, EXIT_REQUEUE, EXIT_INTERRUPTED)
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 POLL_SECONDS = 0.2
 REPORT_SECONDS = 0.5
@@ -131,10 +130,13 @@ class Supervisor:
             93 or 2 if a rank exited with it; else 130 after SIGINT, 1 if a rank failed or hung,
             75 if one exited with it, or 0.
         """
-        handlers = {number: signal.signal(number, self._forward) for number in FORWARDED}
         plan = self._plan
-        cores = divide_cores(os.sched_getaffinity(0), plan.ranks_per_node)
-        try:
+        with ExitStack() as at_exit:
+            at_exit.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            for number in FORWARDED:
+                at_exit.callback(signal.signal, number, signal.signal(number, self._forward))
+            at_exit.callback(self._kill)
+            cores = divide_cores(os.sched_getaffinity(0), plan.ranks_per_node)
             for local_rank in range(plan.ranks_per_node):
                 self._ranks.append(self._start(local_rank, len(cores[local_rank])))
                 # One that came meanwhile has reached the ranks before this one only.
@@ -150,11 +152,6 @@ class Supervisor:
             if not self._exchange.flush(FINAL_REPORT_SECONDS):
                 logger.warning("the run folder does not answer: no final report")
             return code
-        finally:
-            self._kill()
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, local_rank: int, num_cores: int) -> RankProcess:
         plan = self._plan
@@ -406,14 +403,13 @@ class Supervisor:
         """Report changes of the set of stragglers, on the first node only."""
         if self._plan.node or self._absent(reports):
             return
-        everyone = (self._own_report(), *reports.values())
-        views = {view.rank: view for report in everyone for view in report.views}
-        sums = {
-            view.rank: times
-            for report in everyone
-            for view, times in zip(report.views, report.times, strict=True)
-        }
-        slow = self._watch_stragglers.update(sums)
+        pairs = [
+            pair
+            for report in (self._own_report(), *reports.values())
+            for pair in zip(report.views, report.times, strict=True)
+        ]
+        views = {view.rank: view for view, _ in pairs}
+        slow = self._watch_stragglers.update({view.rank: times for view, times in pairs})
         if slow is None:
             return
         ranks = tuple(sorted(item.rank for item in slow))
@@ -457,11 +453,10 @@ class Supervisor:
             return EXIT_DONE
         if signal.SIGINT in self._received or EXIT_INTERRUPTED in codes:
             return EXIT_INTERRUPTED
-        if codes & {-number for number in self._received}:
-            return EXIT_REQUEUE
-        if codes - {EXIT_DONE, EXIT_REQUEUE}:
+        is_stopped = codes & {-number for number in self._received}
+        if codes - {EXIT_DONE, EXIT_REQUEUE} and not is_stopped:
             return EXIT_FAILURE
-        return EXIT_REQUEUE if EXIT_REQUEUE in codes else EXIT_DONE
+        return EXIT_REQUEUE
 
 
 def node_plan(spec: JobSpec, attempt: str, variables: Mapping[str, str]) -> NodePlan:

@@ -31,7 +31,6 @@ def spec_of(folder: Path, nodes: int = 1, **values: object) -> JobSpec:
     profile = ClusterProfile(ranks_per_node=2, node_check=True)
     spec = make_spec(
         profile, nodes=nodes, run_dir=folder, job_name="a", submission=folder,
-        allow_config_change=False,
     )  # fmt: skip
     return replace(spec, **values)
 
@@ -100,8 +99,8 @@ def test_check_that_hangs_fails_and_the_next_ones_run(
     (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "job.json").write_bytes(spec_of(tmp_path, gpus_per_node=1).to_json())
     monkeypatch.setitem(node_check.CHECKS, "devices", (node_check.devices, 2.0))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    found = node_check.check_node(str(tmp_path / "job.json"), environment, ["devices", "clock"])
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    found = node_check.check_node(str(tmp_path / "job.json"), ["devices", "clock"])
     assert [(item.check, item.ok) for item in found] == [("devices", False), ("clock", True)]
     assert found[0].text == "no answer in 2 s; inspect the node"
 

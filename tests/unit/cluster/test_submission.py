@@ -39,7 +39,7 @@ LOGS = Path("/runs/a/logs/7.0")
 def spec_of(profile: ClusterProfile, **values: object) -> JobSpec:
     arguments = {
         "nodes": 16, "run_dir": Path("/runs/a"), "job_name": "a",
-        "submission": Path("/runs/a/submissions/1"), "allow_config_change": False, **values,
+        "submission": Path("/runs/a/submissions/1"), **values,
     }  # fmt: skip
     return make_spec(profile, **arguments)  # type: ignore[arg-type]
 
@@ -107,9 +107,7 @@ def test_bad_nodes_are_avoided_besides_the_profile_s() -> None:
     assert "--exclude=n1,n2,n7" in sbatch_command(spec, profile, Path("/j"), bad_nodes=("n7",))
     spec = spec_of(load_profile("local"))
     assert not any("exclude" in text for text in sbatch_command(spec, profile, Path("/j")))
-
-
-def test_any_number_of_bad_nodes_is_avoided() -> None:
+    # Any number of them.
     nodes = tuple(f"gpu-node-{number:04d}.cluster.example.org" for number in range(300))
     profile = replace(load_profile("local"), exclude=",".join(nodes[:20]))
     command = sbatch_command(spec_of(profile), profile, Path("/j"), bad_nodes=nodes)

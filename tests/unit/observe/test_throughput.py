@@ -67,15 +67,6 @@ def test_rate_that_was_measured_under_load_is_corrected() -> None:
     assert measured == []
 
 
-def test_meter_starts_afresh_after_a_lap() -> None:
-    clock = Clock()
-    meter = ThroughputMeter(work=StepWork(10, 1), matmul_rate=1, clock=clock)
-    for seconds in (1.0, 4.0):
-        clock.now += seconds
-        meter.step_done()
-        assert meter.lap().seconds_per_step == pytest.approx(seconds)
-
-
 def test_matmul_rate_is_plausible() -> None:
     rate = measure_matmul_rate(torch.device("cpu"), torch.float32)
     assert 1e8 < rate < 1e15

@@ -135,15 +135,8 @@ def test_search_prefers_the_simplest_of_the_fast(large: RunConfig) -> None:
     assert beyond == sorted(beyond) == [choice.seconds for choice in search.choices][-len(beyond) :]
     for choice in search.choices:
         assert choice.memory_bytes <= DGX2.capacity_bytes
-        assert (
-            2048
-            % (
-                choice.config.train.micro_batch_size
-                * 256
-                // choice.config.parallel.tensor_parallel_size
-            )
-            == 0
-        )
+        dp_size = 256 // choice.config.parallel.tensor_parallel_size
+        assert 2048 % (choice.config.train.micro_batch_size * dp_size) == 0
     (refusal,) = search.refusals
     assert "num_heads=24" in refusal.reason
     assert refusal.layout == "TP 16"
