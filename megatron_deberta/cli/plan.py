@@ -41,8 +41,7 @@ from megatron_deberta.planning.machine import DEVICES, FAILURE_DAYS, Device, mac
 
 if TYPE_CHECKING:
     # These import torch, which --help does not need.
-    from megatron_deberta.planning.plan import CpuPlan, LocalSavePlan, RunPlan
-    from megatron_deberta.planning.search import Search
+    from megatron_deberta.planning.plan import CpuPlan, LocalSavePlan, RunPlan, Search
 
 CPU = "cpu"
 """Value of ``--cluster``: this machine's CPU."""
@@ -438,7 +437,7 @@ def _time_table(plan: RunPlan) -> Table:
 
 
 def _show_search(search: Search, console: Console, num_layouts: int) -> None:
-    from megatron_deberta.planning.search import NEAR
+    from megatron_deberta.planning.plan import NEAR
 
     table = _table(
         f"{len(search.choices)} layouts fit, fastest first (simplest within {NEAR - 1:.0%})",

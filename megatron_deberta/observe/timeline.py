@@ -28,18 +28,14 @@ class SectionTimer(ProgressObserver):
 
     Args:
         observer: notified as well.
-        clock: returns seconds.
 
     Attributes:
         step: completed steps of this process; None: it has not begun to train.
     """
 
-    def __init__(
-        self, observer: ProgressObserver, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, observer: ProgressObserver) -> None:
         self._observer = observer
-        self._clock = clock
-        self._since = clock()
+        self._since = time.perf_counter()
         self._seconds: dict[str, float] = {}
         self.step: int | None = None
 
@@ -67,7 +63,7 @@ class SectionTimer(ProgressObserver):
         return {part: round(seconds, 4) for part, seconds in taken.items() if seconds > 0}
 
     def _switch(self, section: Section) -> None:
-        now = self._clock()
+        now = time.perf_counter()
         self._add(self.current.label, now - self._since)
         self.current, self._since = section, now
 

@@ -363,23 +363,6 @@ def test_only_named_variables_of_the_shell_reach_the_job(
         assert message in errors
 
 
-@pytest.mark.parametrize(
-    ("former", "new"), [("--least-nodes=16", "--min-nodes=16"), ("--links=2", "--max-attempts=2")]
-)
-def test_former_option_names_work_with_a_warning(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, former: str, new: str
-) -> None:
-    run = str(ROOT / "configs" / "runs" / "1.5b_dgx2.yaml")
-    arguments = (run, "--cluster", "dgx2", f"train.run_dir={tmp_path}/run")
-    code, printed, errors = dry_run(capsys, *arguments, former)
-    names = (former.partition("=")[0], new.partition("=")[0])
-    assert errors == "megatron-deberta submit: warning: {} is now {}\n".format(*names)
-    again = dry_run(capsys, *arguments, new)
-    assert again[0] == code == 0
-    assert again[2] == ""
-    assert re.sub(r"submissions/\w+", "", again[1]) == re.sub(r"submissions/\w+", "", printed)
-
-
 def test_torch_builds(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.version, "cuda", "13.0")

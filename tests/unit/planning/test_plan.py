@@ -20,8 +20,15 @@ from megatron_deberta.config.schema import Phase
 from megatron_deberta.errors import EXIT_USAGE, ConfigError
 from megatron_deberta.planning.machine import find_device, machine_of
 from megatron_deberta.planning.memory import estimate_memory
-from megatron_deberta.planning.plan import LIBRARY_BYTES, LostTime, make_cpu_plan, make_plan
-from megatron_deberta.planning.search import NEAR, rank_memory, search_layouts
+from megatron_deberta.planning.plan import (
+    LIBRARY_BYTES,
+    NEAR,
+    LostTime,
+    make_cpu_plan,
+    make_plan,
+    rank_memory,
+    search_layouts,
+)
 from megatron_deberta.planning.step import Traffic, run_seconds, step_time
 from tests.support.tiny_task import MODEL, write_task
 
