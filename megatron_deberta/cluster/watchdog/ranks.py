@@ -310,6 +310,26 @@ class NodePlan:
     shows_rank_zero: bool = False
     """Copy what rank 0 writes to the supervisor's standard output."""
 
+    def rank_environment(self, local_rank: int, num_cores: int, folder: Path) -> dict[str, str]:
+        """Return the environment of a rank.
+
+        Args:
+            local_rank: number of the rank on the node.
+            num_cores: cores that it may use.
+            folder: folder of heartbeats.
+        """
+        variables: dict[str, object] = {
+            "RANK": self.node * self.ranks_per_node + local_rank,
+            "LOCAL_RANK": local_rank,
+            "WORLD_SIZE": self.num_nodes * self.ranks_per_node,
+            "LOCAL_WORLD_SIZE": self.ranks_per_node,
+            FOLDER_VARIABLE: folder,
+        }
+        if self.binds_cores and "OMP_NUM_THREADS" not in self.environment:
+            # Otherwise a rank would divide its own cores among all ranks again.
+            variables["OMP_NUM_THREADS"] = num_cores
+        return {**self.environment, **{key: str(value) for key, value in variables.items()}}
+
 
 @dataclass(slots=True)
 class RankProcess:
@@ -360,27 +380,3 @@ class RankProcess:
         """Return steps, and nanoseconds in data, forward and steps, since the start."""
         beat = self.beat
         return beat.steps_timed, beat.data_time, beat.forward_time, beat.step_time
-
-
-def rank_environment(
-    plan: NodePlan, local_rank: int, num_cores: int, folder: Path
-) -> dict[str, str]:
-    """Return the environment of a rank.
-
-    Args:
-        plan: of its node.
-        local_rank: number of the rank on the node.
-        num_cores: cores that it may use.
-        folder: folder of heartbeats.
-    """
-    variables: dict[str, object] = {
-        "RANK": plan.node * plan.ranks_per_node + local_rank,
-        "LOCAL_RANK": local_rank,
-        "WORLD_SIZE": plan.num_nodes * plan.ranks_per_node,
-        "LOCAL_WORLD_SIZE": plan.ranks_per_node,
-        FOLDER_VARIABLE: folder,
-    }
-    if plan.binds_cores and "OMP_NUM_THREADS" not in plan.environment:
-        # Otherwise a rank would divide its own cores among all ranks again.
-        variables["OMP_NUM_THREADS"] = num_cores
-    return {**plan.environment, **{key: str(value) for key, value in variables.items()}}

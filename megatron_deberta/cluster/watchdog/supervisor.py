@@ -24,12 +24,7 @@ from types import FrameType
 
 from megatron_deberta.cluster.monitor import Notifier, RunMonitor, export_once
 from megatron_deberta.cluster.slurm.history import HARMLESS, Decision, JobHistory
-from megatron_deberta.cluster.slurm.submit import (
-    JobSpec,
-    attempt_name,
-    log_folder,
-    pretrain_arguments,
-)
+from megatron_deberta.cluster.slurm.submit import JobSpec, attempt_name, log_folder
 from megatron_deberta.cluster.watchdog.detection import (
     Diagnosis,
     Limits,
@@ -52,7 +47,6 @@ from megatron_deberta.cluster.watchdog.ranks import (
     collect_diagnostics,
     divide_cores,
     error_in_log,
-    rank_environment,
     same_error,
 )
 from megatron_deberta.cluster.watchdog.reports import (
@@ -165,7 +159,7 @@ class Supervisor:
     def _start(self, local_rank: int, num_cores: int) -> RankProcess:
         plan = self._plan
         number = plan.node * plan.ranks_per_node + local_rank
-        environment = rank_environment(plan, local_rank, num_cores, self._folder)
+        environment = plan.rank_environment(local_rank, num_cores, self._folder)
         with suppress(OSError):  # a full disk
             plan.logs.mkdir(parents=True, exist_ok=True)
         is_shown = plan.shows_rank_zero and number == 0
@@ -486,7 +480,7 @@ def node_plan(spec: JobSpec, attempt: str, variables: Mapping[str, str]) -> Node
         num_nodes=spec.nodes,
         host=variables.get("SLURMD_NODENAME") or socket.gethostname(),
         ranks_per_node=spec.ranks_per_node,
-        command=(spec.python, "-m", *pretrain_arguments(spec)),
+        command=(spec.python, "-m", *spec.pretrain_arguments()),
         environment=dict(variables),
         logs=log_folder(spec.run_dir, attempt),
         exit_wait_seconds=spec.exit_wait_seconds,

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_deberta.cluster import node_check
 from megatron_deberta.cluster.profile import ClusterProfile, load_profile
-from megatron_deberta.cluster.slurm.submit import JobSpec, check_command, make_spec
+from megatron_deberta.cluster.slurm.submit import JobSpec, make_spec
 from megatron_deberta.errors import ConfigError
 from tests.support.jobs import ROOT
 
@@ -128,7 +128,7 @@ def test_profiles_with_gpus_check_their_nodes() -> None:
         profile = load_profile(name)
         assert profile.node_check is checked
     spec = spec_of(Path("/runs/a"), nodes=16)
-    command = check_command(spec, Path("/runs/a/logs/7.0"))
+    command = spec.check_command(Path("/runs/a/logs/7.0"))
     assert {"--ntasks=16", "--output=/runs/a/logs/7.0/check_%t.log"} <= set(command)
     module = "megatron_deberta.cluster.node_check"
     assert command[-4:] == ["-m", module, "/runs/a/logs/7.0/job.json", "7.0"]
