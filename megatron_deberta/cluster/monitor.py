@@ -66,10 +66,7 @@ class Notifier:
         }
         for target in self._config.notify:
             try:
-                if is_url(target):
-                    _post(target, json.dumps(message).encode())
-                else:
-                    _run(target, json.dumps(message).encode())
+                _deliver(target, json.dumps(message).encode())
             # RuntimeError: there is no home directory.
             except (OSError, ValueError, RuntimeError, HTTPException, SubprocessError) as error:
                 # Without its path, in which services put secrets.
@@ -89,18 +86,16 @@ def is_url(target: str) -> bool:
     return target.startswith(("http://", "https://"))
 
 
-def _post(url: str, content: bytes) -> None:
-    request = urllib.request.Request(
-        url, data=content, headers={"Content-Type": "application/json"}, method="POST"
-    )
-    with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS):
-        pass
-
-
-def _run(name: str, content: bytes) -> None:
-    """Run a program of the user with the message on standard input."""
+def _deliver(target: str, content: bytes) -> None:
+    """Post a message, or run a program of the user with the message on standard input."""
+    if is_url(target):
+        request = urllib.request.Request(
+            target, data=content, headers={"Content-Type": "application/json"}, method="POST"
+        )
+        urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS).close()
+        return
     subprocess.run(
-        [Path.home() / PROGRAMS / name], input=content, timeout=TIMEOUT_SECONDS, check=True,
+        [Path.home() / PROGRAMS / target], input=content, timeout=TIMEOUT_SECONDS, check=True,
         stdout=subprocess.DEVNULL,
     )  # fmt: skip
 

@@ -208,23 +208,17 @@ class JobHistory:
         SLURM had taken its node for dead.
         """
         found: list[list[dict[str, Any]]] = [[]]
+        starts: list[str] = []
         for record in self.records():
             if record["event"] == "submit" and found[-1]:
                 found.append([])
-            found[-1].append(record)
-        return [self._without_late_ends(records) for records in found]
-
-    @staticmethod
-    def _without_late_ends(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        starts: list[str] = []
-        current = []
-        for record in records:
+                starts = []
             if record["event"] == "start":
                 starts.append(record["link"])
-            is_late = record["event"] == "end" and record["link"] in starts
-            if not is_late or record["link"] == starts[-1]:
-                current.append(record)
-        return current
+            has_successor = record.get("link") in starts and record["link"] != starts[-1]
+            if record["event"] != "end" or not has_successor:
+                found[-1].append(record)
+        return found
 
     def submitted_jobs(self) -> list[str]:
         """Return the job numbers of the last submission."""
@@ -451,13 +445,13 @@ class BadNodes:
         Returns:
             The node, if it is bad now; else an empty string.
         """
-        if len(diagnosis.hosts) != 1:
+        is_hang = diagnosis.kind == "hang"
+        counts = is_hang or " was killed by signal " in diagnosis.reason
+        if len(diagnosis.hosts) != 1 or not counts:
             return ""
         node = diagnosis.hosts[0]
-        if diagnosis.kind == "hang" or " was killed by signal " in diagnosis.reason:
-            self.add(node, diagnosis.reason, certain=diagnosis.kind == "hang")
-            return node if node in self.current() else ""
-        return ""
+        self.add(node, diagnosis.reason, certain=is_hang)
+        return node if node in self.current() else ""
 
     def current(self) -> dict[str, NodeFailure]:
         """Return the last failure of each bad node, oldest first."""
