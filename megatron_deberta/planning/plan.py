@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -23,7 +22,7 @@ from megatron_deberta.config.rules import (
     check_tensor_parallel_divides,
     validate_for_world,
 )
-from megatron_deberta.config.schema import ParallelConfig, RunConfig
+from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import ConfigError, TopologyError
 from megatron_deberta.model import count_parameters
 from megatron_deberta.model.flops import pretraining_flops_per_token
@@ -64,7 +63,8 @@ KEPT_SAVES = 2
 NEAR = 1.05
 """Layouts within this factor of the fastest count as equally fast."""
 _STAGES: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
-POLICIES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+Policy = Literal["none", "selective", "full"]
+POLICIES: tuple[Policy, ...] = ("none", "selective", "full")
 _LAYOUT = {
     "tensor_parallel_size": "parallel",
     "sequence_parallel": "parallel",
@@ -137,11 +137,26 @@ class _Costs:
 
     config: RunConfig
     world_size: int
-    batch: BatchArithmetic
-    parameters: int
     memory: dict[str, MemoryEstimate]
     """Per rank, by recomputation policy."""
-    flops_per_token: float
+
+    @property
+    def batch(self) -> BatchArithmetic:
+        """Division of the global batch."""
+        dp_size = self.world_size // self.config.parallel.tensor_parallel_size
+        return batch_arithmetic(self.config, dp_size)
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the model."""
+        return count_parameters(self.config.model)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Model FLOPs, without recomputation."""
+        model, objective, data = self.config.model, self.config.objective, self.config.data
+        rows = micro_batch_rows(self.config)
+        return pretraining_flops_per_token(model, objective, data.sequence_length, rows)
 
     @property
     def tokens_per_step(self) -> int:
@@ -310,30 +325,6 @@ class RunPlan(_Costs):
         }
 
 
-def _costs(
-    config: RunConfig,
-    world_size: int,
-    dp_size: int,
-    estimate: Callable[[ParallelConfig], MemoryEstimate],
-) -> dict[str, Any]:
-    """Return the fields of ``_Costs``; ``estimate`` returns the memory with a recomputation."""
-    return {
-        "config": config,
-        "world_size": world_size,
-        "batch": batch_arithmetic(config, dp_size),
-        "parameters": count_parameters(config.model),
-        "memory": {
-            policy: estimate(replace(config.parallel, recompute=policy)) for policy in POLICIES
-        },
-        "flops_per_token": pretraining_flops_per_token(
-            config.model,
-            config.objective,
-            config.data.sequence_length,
-            micro_batch_rows(config),
-        ),
-    }
-
-
 def make_cpu_plan(config: RunConfig, world_size: int) -> CpuPlan:
     """Plan a run on this machine's CPU.
 
@@ -348,19 +339,22 @@ def make_cpu_plan(config: RunConfig, world_size: int) -> CpuPlan:
     dp_size = validate_for_world(config, world_size).dp_size
     parts = [part.config for part in segments(config)]
 
-    def memory(parallel: ParallelConfig) -> MemoryEstimate:
-        variants = (replace(part, parallel=parallel) for part in parts)
+    def memory(policy: Policy) -> MemoryEstimate:
         estimates = (
-            estimate_memory(variant, dp_size, attention="chunked", device_type="cpu")
-            for variant in variants
+            estimate_memory(
+                _with_policy(part, policy), dp_size, attention="chunked", device_type="cpu"
+            )
+            for part in parts
         )
         return max(estimates, key=lambda estimate: estimate.total)
 
     return CpuPlan(
+        config=max(parts, key=micro_batch_tokens),
+        world_size=world_size,
+        memory={policy: memory(policy) for policy in POLICIES},
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=psutil.virtual_memory().total,
         phases=tuple(describe_phases(config)) if len(parts) > 1 else (),
-        **_costs(max(parts, key=micro_batch_tokens), world_size, dp_size, memory),
     )
 
 
@@ -402,11 +396,13 @@ def make_plan(
     is_uniform = len({(part.phase, part.config.train) for part in parts}) == 1
     largest = max((part.config for part in parts), key=micro_batch_tokens)
     step = step_time(largest, machine, dp_size)
-
-    def memory(parallel: ParallelConfig) -> MemoryEstimate:
-        return rank_memory(replace(largest, parallel=parallel), machine, dp_size)
-
     return RunPlan(
+        config=largest,
+        world_size=world_size,
+        memory={
+            policy: rank_memory(_with_policy(largest, policy), machine, dp_size)
+            for policy in POLICIES
+        },
         machine=machine,
         rank_parameters=local_parameters(largest),
         micro_batch_flops=rank_flops(largest),
@@ -423,7 +419,6 @@ def make_plan(
         local_saves=plan_local_saves(
             largest, machine, world_size, step.total, failure_days, parts[-1].end
         ),
-        **_costs(largest, world_size, dp_size, memory),
     )
 
 
@@ -558,11 +553,8 @@ def search_layouts(
                 # Sequence parallelism would fail for the same reason.
                 break
             for stage, policy in itertools.product(_STAGES, POLICIES):
-                variant = replace(
-                    split,
-                    precision=replace(split.precision, zero_stage=stage),
-                    parallel=replace(split.parallel, recompute=policy),
-                )
+                precision = replace(split.precision, zero_stage=stage)
+                variant = replace(_with_policy(split, policy), precision=precision)
                 outcome = _fastest(variant, machine, world_size // tp_size, row_tokens)
                 if isinstance(outcome, Choice):
                     choices.append(outcome)
@@ -620,6 +612,11 @@ def rank_memory(config: RunConfig, machine: Machine, dp_size: int) -> MemoryEsti
 def layout(config: RunConfig) -> dict[str, Any]:
     """Return the values of the keys that the search varies."""
     return {key: getattr(getattr(config, section), key) for key, section in _LAYOUT.items()}
+
+
+def _with_policy(config: RunConfig, policy: Policy) -> RunConfig:
+    """Return a run with another recomputation."""
+    return replace(config, parallel=replace(config.parallel, recompute=policy))
 
 
 def _with_rows(config: RunConfig, rows: int) -> RunConfig:
