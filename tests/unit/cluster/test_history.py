@@ -121,11 +121,8 @@ def test_checkpoint_that_no_attempt_can_resume_is_no_progress(history: JobHistor
     assert history.stalled_attempts()[0] == 0
     history.start_attempt("7.5", "n")
     history.append("resume", step=100, samples=800)
-    assert history.decide(1) == Decision(
-        False,
-        93,
-        "6 consecutive job attempts made no progress; see the logs, then start the run again",
-    )
+    reason = "6 consecutive job attempts made no progress; see the logs, then start the run again"
+    assert history.decide(1) == Decision(False, 93, reason)
 
 
 def test_attempts_stopped_during_start_up_are_counted_apart(history: JobHistory) -> None:
