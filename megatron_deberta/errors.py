@@ -97,6 +97,11 @@ class ReplicaError(MegatronDebertaError):
         self.differing = differing or {}
 
 
+def describe_error(error: object = None) -> str:
+    """Return an exception's kind and text in one line of at most 300 characters; empty: None."""
+    return "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
 def printable(text: str) -> str:
     """Replace characters that control a terminal or cannot be printed, except for newlines.
 

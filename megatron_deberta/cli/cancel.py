@@ -15,7 +15,7 @@ import argparse
 from megatron_deberta.cli.arguments import add_shared, run_folder
 from megatron_deberta.cluster.slurm import commands as slurm
 from megatron_deberta.cluster.slurm.history import JobHistory
-from megatron_deberta.cluster.slurm.submit import SUBMISSIONS, JobSpec, stop_signal
+from megatron_deberta.cluster.slurm.submit import SUBMISSIONS, JobSpec
 from megatron_deberta.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
     if not jobs:
         raise ConfigError(f"{args.run_dir}: no job was submitted for it; give the run's folder")
     newest = max((history.run_dir / SUBMISSIONS).glob("*/job.json"))
-    signal = f"--signal={stop_signal(JobSpec.read(newest))}"
+    signal = f"--signal={JobSpec.read(newest).stop_signal}"
     # First, so that the running job does not requeue itself.
     history.append("cancel", now=args.now)
     for job in jobs:

@@ -19,7 +19,7 @@ from pathlib import Path
 from megatron_deberta.checkpoint.resume import FLAG
 from megatron_deberta.cli.arguments import add_run_arguments, add_shared
 from megatron_deberta.cluster.run_lock import raise_if_locked
-from megatron_deberta.cluster.watchdog.local_job import rank_command, run_local_job
+from megatron_deberta.cluster.watchdog.supervisor import rank_command, run_local_job
 from megatron_deberta.config import load_config, save_config, validate_for_world
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import EXIT_DONE

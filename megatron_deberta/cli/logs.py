@@ -74,7 +74,7 @@ def read(run_dir: Path, rank: int, *, follow: bool, all_attempts: bool) -> Itera
     position = 0
     while True:
         # Before reading, so that the last lines of an attempt are read.
-        ended = bool(history.end_reason()) and not history.is_running()
+        ended = bool(history.end_reason()) and not history.unfinished_attempt()
         logs = attempt_logs(folder, rank)
         if current is None and logs:
             current = logs[0 if all_attempts else -1]

@@ -41,8 +41,7 @@ from megatron_deberta.planning.machine import DEVICES, FAILURE_DAYS, Device, mac
 
 if TYPE_CHECKING:
     # These import torch, which --help does not need.
-    from megatron_deberta.planning.plan import CpuPlan, LocalSavePlan, RunPlan
-    from megatron_deberta.planning.search import Search
+    from megatron_deberta.planning.plan import CpuPlan, LocalSavePlan, RunPlan, Search
 
 CPU = "cpu"
 """Value of ``--cluster``: this machine's CPU."""
@@ -357,8 +356,8 @@ def _show_local_saves(saves: LocalSavePlan, console: Console) -> None:
     )
     console.print(
         f"at {saves.failures_per_day:.3g} failures per day (--failure-days) each loses "
-        f"{format_duration(saves.lost.local)} of training instead of "
-        f"{format_duration(saves.lost.shared)}, without the restart: "
+        f"{format_duration(saves.lost_seconds.local)} of training instead of "
+        f"{format_duration(saves.lost_seconds.shared)}, without the restart: "
         f"{saves.saved_seconds_per_day / 60:,.1f} minutes saved per day, stalls deducted"
     )
 
@@ -438,7 +437,7 @@ def _time_table(plan: RunPlan) -> Table:
 
 
 def _show_search(search: Search, console: Console, num_layouts: int) -> None:
-    from megatron_deberta.planning.search import NEAR
+    from megatron_deberta.planning.plan import NEAR
 
     table = _table(
         f"{len(search.choices)} layouts fit, fastest first (simplest within {NEAR - 1:.0%})",

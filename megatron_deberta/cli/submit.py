@@ -35,7 +35,6 @@ from megatron_deberta.cluster.slurm.submit import (
     log_folder,
     make_spec,
     sbatch_command,
-    srun_command,
 )
 from megatron_deberta.config import load_config, save_config, validate_for_world
 from megatron_deberta.config.schema import RunConfig
@@ -293,7 +292,7 @@ def describe(spec: JobSpec, command: list[str], problem: str) -> str:
         BATCH_SCRIPT.read_text().rstrip(),
         "",
         "# srun, in every job attempt (JOB.0: the job's number and its restarts):",
-        shlex.join(srun_command(spec, logs, "RENDEZVOUS")),
+        shlex.join(spec.srun_command(logs, "RENDEZVOUS")),
         "",
         "# job.json:",
         json.dumps(json.loads(spec.to_json()), indent=1),

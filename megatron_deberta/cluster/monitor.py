@@ -16,8 +16,6 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
 from datetime import datetime
 from http.client import HTTPException
 from pathlib import Path
@@ -68,10 +66,7 @@ class Notifier:
         }
         for target in self._config.notify:
             try:
-                if is_url(target):
-                    _post(target, json.dumps(message).encode())
-                else:
-                    _run(target, json.dumps(message).encode())
+                _deliver(target, json.dumps(message).encode())
             # RuntimeError: there is no home directory.
             except (OSError, ValueError, RuntimeError, HTTPException, SubprocessError) as error:
                 # Without its path, in which services put secrets.
@@ -91,55 +86,47 @@ def is_url(target: str) -> bool:
     return target.startswith(("http://", "https://"))
 
 
-def _post(url: str, content: bytes) -> None:
-    request = urllib.request.Request(
-        url, data=content, headers={"Content-Type": "application/json"}, method="POST"
-    )
-    with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS):
-        pass
-
-
-def _run(name: str, content: bytes) -> None:
-    """Run a program of the user with the message on standard input."""
+def _deliver(target: str, content: bytes) -> None:
+    """Post a message, or run a program of the user with the message on standard input."""
+    if is_url(target):
+        request = urllib.request.Request(
+            target, data=content, headers={"Content-Type": "application/json"}, method="POST"
+        )
+        urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS).close()
+        return
     subprocess.run(
-        [Path.home() / PROGRAMS / name], input=content, timeout=TIMEOUT_SECONDS, check=True,
+        [Path.home() / PROGRAMS / target], input=content, timeout=TIMEOUT_SECONDS, check=True,
         stdout=subprocess.DEVNULL,
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One exported number."""
+def metrics_of(status: RunStatus) -> dict[str, tuple[str, float | None]]:
+    """Return the numbers that are exported about a run.
 
-    name: str
-    """Without the prefix; names of counters end with ``_total``."""
-    help: str
-    value: float | None
-    """None: unknown, and not exported."""
-
-
-def metrics_of(status: RunStatus) -> list[Metric]:
-    """Return the numbers that are exported about a run."""
+    Returns:
+        Description and value by name without the prefix; names of counters end with ``_total``,
+        and None is unknown and not exported.
+    """
     saved = status.checkpoint_time
     age = None if saved is None else max(0.0, time.time() - saved)
-    return [
-        Metric("step", "Completed optimizer steps", status.step),
-        Metric("target_step", "Last step of the run", status.target_step),
-        Metric("loss", "Mean training loss of the last record, in nats", status.loss),
-        Metric("tokens_per_second", "Tokens per second of all ranks", status.tokens_per_second),
-        Metric("seconds_left", "Estimated time to the last step", status.seconds_left),
-        Metric("checkpoint_step", "Step of the newest checkpoint", status.committed_step),
-        Metric("checkpoint_age_seconds", "Age of the newest checkpoint", age),
-        Metric("restarts_total", "Job attempts after the first", max(0, len(status.attempts) - 1)),
-        Metric("faults_total", "Attempts that failed, or were killed or lost", status.faults),
-        Metric("rollbacks_total", "Rollbacks of the numeric guard", status.rollbacks),
-        Metric("skipped_updates_total", "Updates that the guard skipped", status.skipped_updates),
-        Metric("bad_nodes", "Excluded nodes", len(status.bad_nodes)),
-    ]
+    return {
+        "step": ("Completed optimizer steps", status.step),
+        "target_step": ("Last step of the run", status.target_step),
+        "loss": ("Mean training loss of the last record, in nats", status.loss),
+        "tokens_per_second": ("Tokens per second of all ranks", status.tokens_per_second),
+        "seconds_left": ("Estimated time to the last step", status.seconds_left),
+        "checkpoint_step": ("Step of the newest checkpoint", status.committed_step),
+        "checkpoint_age_seconds": ("Age of the newest checkpoint", age),
+        "restarts_total": ("Job attempts after the first", max(0, len(status.attempts) - 1)),
+        "faults_total": ("Attempts that failed, or were killed or lost", status.faults),
+        "rollbacks_total": ("Rollbacks of the numeric guard", status.rollbacks),
+        "skipped_updates_total": ("Updates that the guard skipped", status.skipped_updates),
+        "bad_nodes": ("Excluded nodes", len(status.bad_nodes)),
+    }
 
 
 class PrometheusExporter:
-    """Exports the status of one run; a context manager.
+    """Exports the status of one run until it is closed.
 
     Args:
         run_dir: folder of the run, the label of all metrics.
@@ -168,11 +155,7 @@ class PrometheusExporter:
         if port:
             self._server, _ = start_http_server(port, HTTP_ADDRESS, self._registry)
 
-    def __enter__(self) -> PrometheusExporter:
-        """Return the exporter."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         """Stop the endpoint; the file remains."""
         if self._server is not None:
             self._server.shutdown()
@@ -197,12 +180,12 @@ class PrometheusExporter:
 
         if self._status is None:
             return
-        for metric in metrics_of(self._status):
-            if metric.value is not None:
-                is_counter = metric.name.endswith("_total")
+        for name, (description, value) in metrics_of(self._status).items():
+            if value is not None:
+                is_counter = name.endswith("_total")
                 kind = CounterMetricFamily if is_counter else GaugeMetricFamily
-                family = kind(f"{PREFIX}_{metric.name}", metric.help, labels=["run"])
-                family.add_metric([self._run], metric.value)
+                family = kind(f"{PREFIX}_{name}", description, labels=["run"])
+                family.add_metric([self._run], value)
                 yield family
         states = GaugeMetricFamily(
             f"{PREFIX}_condition", "1 for the present condition", labels=["run", "condition"]
@@ -216,8 +199,8 @@ def export_once(config: ClusterConfig, run_dir: str | os.PathLike[str]) -> None:
     """Update the file for Prometheus after the end of an attempt, when no monitor runs."""
     if config.prometheus_file:
         try:
-            with PrometheusExporter(run_dir, config.prometheus_file, port=None) as exporter:
-                exporter.update(gather(run_dir, ask_slurm=False))
+            exporter = PrometheusExporter(run_dir, config.prometheus_file, port=None)
+            exporter.update(gather(run_dir, ask_slurm=False))
         except (OSError, MegatronDebertaError) as error:
             logger.warning("no metrics for Prometheus: %s", error)
 
@@ -234,7 +217,6 @@ class RunMonitor:
         self._config = config
         self._run_dir = run_dir
         self._notifier = Notifier(config, run_dir)
-        self._stack = ExitStack()
         self._exporter: PrometheusExporter | None = None
         self._rollbacks: int | None = None
         self._is_late = self._is_stalled = False
@@ -247,10 +229,8 @@ class RunMonitor:
         config = self._config
         if config.prometheus_file or config.prometheus_port:
             try:
-                self._exporter = self._stack.enter_context(
-                    PrometheusExporter(
-                        self._run_dir, config.prometheus_file, config.prometheus_port
-                    )
+                self._exporter = PrometheusExporter(
+                    self._run_dir, config.prometheus_file, config.prometheus_port
                 )
             except (OSError, MegatronDebertaError) as error:
                 logger.warning("no metrics for Prometheus: %s", error)
@@ -264,7 +244,8 @@ class RunMonitor:
         if self._thread.ident is not None:
             # Not longer: the run folder may not answer.
             self._thread.join(timeout=2.0)
-        self._stack.close()
+        if self._exporter is not None:
+            self._exporter.close()
 
     def look(self) -> None:
         """Read the status, export it, and tell about changes.

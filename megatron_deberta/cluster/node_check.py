@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import selectors
+import select
 import socket
 import statistics
 import subprocess
@@ -232,49 +232,42 @@ CHECKS: dict[str, tuple[Callable[[JobSpec], str], float]] = {
 """The checks in order, and their time limits in seconds; ``kernels`` includes torch's import."""
 
 
-def check_node(job_file: str, variables: dict[str, str], checks: Sequence[str]) -> list[Finding]:
+def check_node(job_file: str, checks: Sequence[str]) -> list[Finding]:
     """Run checks one after the other; one that exceeds its time limit has failed.
 
     Args:
         job_file: path of ``job.json``.
-        variables: environment of the checks.
         checks: names from ``CHECKS``.
     """
     findings: list[Finding] = []
     while len(findings) < len(checks):
         # After a check that hung, a new process runs the remaining ones.
-        findings.extend(_in_one_process(job_file, variables, checks[len(findings) :]))
+        findings.extend(_in_one_process(job_file, checks[len(findings) :]))
     return findings
 
 
-def _in_one_process(
-    job_file: str, variables: dict[str, str], checks: Sequence[str]
-) -> Iterator[Finding]:
+def _in_one_process(job_file: str, checks: Sequence[str]) -> Iterator[Finding]:
     command = [sys.executable, "-m", "megatron_deberta.cluster.node_check", job_file, _RUN, *checks]
-    process = subprocess.Popen(
-        command, env=variables, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
     assert process.stdout is not None
     try:
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            for check in checks:
-                begin = time.monotonic()
-                limit = CHECKS[check][1]
-                ready = selector.select(limit)
-                # A line is short and arrives as a whole.
-                line = process.stdout.readline() if ready else b""
-                seconds = round(time.monotonic() - begin, 2)
-                if not line:
-                    how = "exited silently" if ready else f"no answer in {limit:.0f} s"
-                    yield Finding(check, False, f"{how}; inspect the node", seconds)
-                    return
-                try:
-                    found = parse_json(line, Finding, check, "an answer", remedy="see the log")
-                except DataError as error:
-                    yield Finding(check, False, str(error), seconds)
-                    return
-                yield replace(found, seconds=seconds)
+        for check in checks:
+            begin = time.monotonic()
+            limit = CHECKS[check][1]
+            ready, _, _ = select.select([process.stdout], [], [], limit)
+            # A line is short and arrives as a whole.
+            line = process.stdout.readline() if ready else b""
+            seconds = round(time.monotonic() - begin, 2)
+            if not line:
+                how = "exited silently" if ready else f"no answer in {limit:.0f} s"
+                yield Finding(check, False, f"{how}; inspect the node", seconds)
+                return
+            try:
+                found = parse_json(line, Finding, check, "an answer", remedy="see the log")
+            except DataError as error:
+                yield Finding(check, False, str(error), seconds)
+                return
+            yield replace(found, seconds=seconds)
     finally:
         process.kill()
         process.wait()
@@ -345,7 +338,7 @@ def main(arguments: Sequence[str]) -> int:
 def _check_this_node(job_file: str, attempt: str) -> int:
     spec = JobSpec.read(job_file)
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    findings = check_node(job_file, dict(os.environ), list(CHECKS))
+    findings = check_node(job_file, list(CHECKS))
     for finding in findings:
         status = "ok   " if finding.ok else "WRONG"
         sys.stdout.write(f"{status} {host} {finding.check}: {finding.text}\n")

@@ -6,10 +6,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast, get_type_hints
-
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from typing import Any, Literal, get_type_hints
 
 from megatron_deberta.cluster.slurm import commands as slurm
 from megatron_deberta.cluster.slurm.commands import checked
@@ -227,21 +224,20 @@ def load_profile(name: str, *, trusted: bool = False) -> ClusterProfile:
             raise ConfigError(f"{path}: no key {key}; {hint}")
     if "ranks_per_node" not in data:
         raise ConfigError(f"{path}: ranks_per_node is missing; add the number of ranks per node")
-    schema = OmegaConf.structured(ClusterProfile)
-    OmegaConf.set_readonly(schema, False)
+    values = {}
     for key, value in data.items():
         if mentions_interpolation(value):
             raise ConfigError(
                 f"{path}: {key}={value!r}: '${{' and '???' are not supported; write the value"
             )
         try:
-            OmegaConf.update(schema, key, _typed(known[key], value, key, path), merge=False)
-        except (OmegaConfBaseException, OverflowError, ValueError) as error:
+            values[key] = _typed(known[key], value, key, path)
+        except (OverflowError, ValueError) as error:
             raise ConfigError(
                 f"{path}: {key}={value!r} is not of type {_type_name(known[key])}"
             ) from error
     try:
-        profile = cast(ClusterProfile, OmegaConf.to_object(schema))
+        profile = ClusterProfile(**values)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     if not trusted and (setting := _runs_code(profile)):
@@ -253,11 +249,11 @@ def load_profile(name: str, *, trusted: bool = False) -> ClusterProfile:
 
 def _typed(hint: Any, value: Any, key: str, path: Path) -> Any:
     """Return a value as its key demands: the variable ``NCCL_DEBUG: 010`` is the text ``010``."""
-    if hint == dict[str, str] and isinstance(value, dict):
-        return {
-            name: read_value(str, item, f"{key}.{name}", str(path)) for name, item in value.items()
-        }
-    return read_value(hint, value, key, str(path))
+    if hint != dict[str, str]:
+        return read_value(hint, value, key, str(path))
+    if not isinstance(value, dict):
+        raise ValueError(f"{value!r} is no mapping")
+    return {name: read_value(str, item, f"{key}.{name}", str(path)) for name, item in value.items()}
 
 
 def _type_name(hint: Any) -> str:

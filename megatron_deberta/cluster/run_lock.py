@@ -44,7 +44,12 @@ from megatron_deberta.cluster.slurm.history import (
     JobNumber,
     ProgressEvent,
 )
-from megatron_deberta.errors import EXIT_FAILURE, ConfigError, MegatronDebertaError
+from megatron_deberta.errors import (
+    EXIT_FAILURE,
+    ConfigError,
+    MegatronDebertaError,
+    describe_error,
+)
 from megatron_deberta.files import write_atomically
 from megatron_deberta.parsing import IsoTime, read_json, whole_number
 
@@ -376,11 +381,6 @@ def _in_use(run_dir: str | os.PathLike[str], holder: Holder) -> ConfigError:
 def newest_lock(folder: Path) -> Path | None:
     """Return the lock file with the highest number, None if there is none."""
     return max(folder.glob(f"{'[0-9]' * 8}.json"), default=None)
-
-
-def describe_error(error: object = None) -> str:
-    """Return an exception's kind and text in one line of at most 300 characters; empty: None."""
-    return "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def read_lock(path: Path) -> Holder | None:

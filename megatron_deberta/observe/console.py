@@ -99,7 +99,7 @@ class LiveConsole:
     def __enter__(self) -> LiveConsole:
         """Start the live panel, if the console is a terminal."""
         if self.console.is_terminal:
-            self._live = Live(self._draw(), console=self.console, refresh_per_second=4)
+            self._live = Live(get_renderable=self._draw, console=self.console, refresh_per_second=4)
             self._live.start()
         return self
 
@@ -117,18 +117,14 @@ class LiveConsole:
         """Show a record."""
         self._record = record
         self.advance(record.step)
-        if self._live is not None:
-            self._live.update(self._draw())
-            return
-        cells = " | ".join(f"{name} {value}" for name, value in describe_record(record))
-        self._print(f"step {record.step}/{self.total_steps} | {cells}")
+        if self._live is None:
+            cells = " | ".join(f"{name} {value}" for name, value in describe_record(record))
+            self._print(f"step {record.step}/{self.total_steps} | {cells}")
 
     def note(self, text: str) -> None:
         """Show a line, such as a validation result, until the next one."""
         self._note = text
-        if self._live is not None:
-            self._live.update(self._draw())
-        else:
+        if self._live is None:
             self._print(text)
 
     def _print(self, line: str) -> None:

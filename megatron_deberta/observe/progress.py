@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 
 
@@ -32,10 +33,12 @@ class Section(IntEnum):
 
 
 class ProgressObserver:
-    """Receives progress notifications of one rank; this base class ignores them.
+    """Receives progress notifications of one rank; this base class only knows the section.
 
     Every rank of a run sends the same sequence of ``enter`` and ``mark`` calls.
     """
+
+    current = Section.STARTUP
 
     def enter(self, section: Section, step: int | None = None) -> None:
         """Report the start of a section.
@@ -44,13 +47,18 @@ class ProgressObserver:
             section: the section.
             step: completed optimizer steps; None: unchanged.
         """
+        self.current = section
 
     def mark(self) -> None:
         """Report progress within a section, such as a micro batch."""
 
-    def section(self, section: Section) -> AbstractContextManager[None]:
+    @contextmanager
+    def section(self, section: Section) -> Iterator[None]:
         """Report a section for the duration of a context, then the previous one again."""
-        return nullcontext()
+        before = self.current
+        self.enter(section)
+        yield
+        self.enter(before)
 
     def add_times(self, *, steps: int = 0, data: int = 0, forward: int = 0, whole: int = 0) -> None:
         """Add completed steps and the nanoseconds spent on them.

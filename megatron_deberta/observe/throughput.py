@@ -79,21 +79,19 @@ class ThroughputMeter:
         matmul_rate: FLOP/s of all ranks together, from ``measure_matmul_rate``.
         measure: measures that rate again. The first measurement falls into the start of the other
             ranks, which use the same cores and memory; None: the rate is right.
-        clock: returns seconds.
     """
 
     work: StepWork
     matmul_rate: float
     measure: Callable[[], float] | None = None
-    clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
         """Start the first lap."""
         self._is_first_lap = True
-        self._start_lap(self.clock())
+        self._start_lap()
 
-    def _start_lap(self, now: float) -> None:
-        self._start = now
+    def _start_lap(self) -> None:
+        self._start = time.perf_counter()
         self._steps = self._tokens = 0
         self._flops = self._recomputed = 0.0
 
@@ -108,9 +106,9 @@ class ThroughputMeter:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude the time spent in the context, such as a validation or a checkpoint."""
-        before = self.clock()
+        before = time.perf_counter()
         yield
-        self._start += self.clock() - before
+        self._start += time.perf_counter() - before
 
     def lap(self) -> Throughput:
         """Return the speed since the last lap and start the next one.
@@ -120,8 +118,7 @@ class ThroughputMeter:
         """
         if self._steps == 0:
             raise ValueError("no step since the last lap")
-        now = self.clock()
-        seconds = max(now - self._start, 1e-9)
+        seconds = max(time.perf_counter() - self._start, 1e-9)
         flops = self._flops / seconds
         if self.measure is not None:
             self._correct_rate(self.measure, flops + self._recomputed / seconds)
@@ -132,7 +129,7 @@ class ThroughputMeter:
             flops_per_second=flops,
             seconds_per_step=seconds / self._steps,
         )
-        self._start_lap(self.clock())
+        self._start_lap()
         return throughput
 
     def _correct_rate(self, measure: Callable[[], float], reached: float) -> None:

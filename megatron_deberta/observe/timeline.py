@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
 import torch
 
-from megatron_deberta.errors import printable
+from megatron_deberta.errors import describe_error, printable
 from megatron_deberta.observe.metrics import JsonLines
 from megatron_deberta.observe.progress import ProgressObserver, Section
 
 FILE_NAME = "timeline.jsonl"
 FORWARD = "forward"
 """Part of a step that is recorded beside the sections."""
-_MOST_TEXT = 300
 
 
 class SectionTimer(ProgressObserver):
@@ -29,19 +28,14 @@ class SectionTimer(ProgressObserver):
 
     Args:
         observer: notified as well.
-        clock: returns seconds.
 
     Attributes:
         step: completed steps of this process; None: it has not begun to train.
     """
 
-    def __init__(
-        self, observer: ProgressObserver, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, observer: ProgressObserver) -> None:
         self._observer = observer
-        self._clock = clock
-        self._section = Section.STARTUP
-        self._since = clock()
+        self._since = time.perf_counter()
         self._seconds: dict[str, float] = {}
         self.step: int | None = None
 
@@ -55,15 +49,6 @@ class SectionTimer(ProgressObserver):
         """Report progress within a section."""
         self._observer.mark()
 
-    @contextmanager
-    def section(self, section: Section) -> Iterator[None]:
-        """Report a section for the duration of a context, then the previous one again."""
-        before = self._section
-        with self._observer.section(section):
-            self._switch(section)
-            yield
-            self._switch(before)
-
     def add_times(self, *, steps: int = 0, data: int = 0, forward: int = 0, whole: int = 0) -> None:
         """Add completed steps and the nanoseconds spent on them."""
         self._add(FORWARD, forward / 1e9)
@@ -71,21 +56,22 @@ class SectionTimer(ProgressObserver):
 
     def take(self) -> dict[str, float]:
         """Return the seconds by part since the last call; ``step`` is without ``forward``."""
-        self._switch(self._section)
+        self._switch(self.current)
         taken, self._seconds = self._seconds, {}
         step, forward = taken.get(Section.STEP.label, 0.0), taken.get(FORWARD, 0.0)
         taken |= {Section.STEP.label: max(0.0, step - forward)}
         return {part: round(seconds, 4) for part, seconds in taken.items() if seconds > 0}
 
     def _switch(self, section: Section) -> None:
-        now = self._clock()
-        self._add(self._section.label, now - self._since)
-        self._section, self._since = section, now
+        now = time.perf_counter()
+        self._add(self.current.label, now - self._since)
+        self.current, self._since = section, now
 
     def _add(self, part: str, seconds: float) -> None:
         self._seconds[part] = self._seconds.get(part, 0.0) + seconds
 
 
+@dataclass
 class Timeline:
     """Writes the time axis of a run; a context manager, entered when the run has resumed.
 
@@ -98,44 +84,39 @@ class Timeline:
         check: called before each write; does not return if another process writes the folder.
     """
 
-    def __init__(
-        self,
-        run_dir: str,
-        timer: SectionTimer,
-        device: torch.device,
-        step: int,
-        world_size: int,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._lines = JsonLines(Path(run_dir) / FILE_NAME, check)
-        self._timer = timer
-        self._device = device
-        self._step = step
-        self._world_size = world_size
+    run_dir: str
+    timer: SectionTimer
+    device: torch.device
+    step: int
+    world_size: int
+    check: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        """Name the file."""
+        self._lines = JsonLines(Path(self.run_dir) / FILE_NAME, self.check)
 
     def __enter__(self) -> Timeline:
         """Record the start."""
-        self._write("start", world_size=self._world_size, device=device_name(self._device))
+        self._write("start", world_size=self.world_size, device=device_name(self.device))
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Record the end; ``reason`` names an exception."""
-        reason = "" if error is None else f"{type(error).__name__}: {error}"
         # Not every step is recorded.
-        self._step = self._step if self._timer.step is None else self._timer.step
-        self._write("end", reason=" ".join(reason.split())[:_MOST_TEXT], **self._measures())
+        self.step = self.step if self.timer.step is None else self.timer.step
+        self._write("end", reason=describe_error(error), **self._measures())
 
     def record(self, step: int) -> None:
         """Record time and memory after ``step`` steps."""
-        self._step = step
+        self.step = step
         self._write("steps", **self._measures())
 
     def _measures(self) -> dict[str, object]:
-        return {"seconds": self._timer.take(), "memory_bytes": peak_memory(self._device)}
+        return {"seconds": self.timer.take(), "memory_bytes": peak_memory(self.device)}
 
     def _write(self, event: str, **values: object) -> None:
         now = round(time.time(), 3)
-        self._lines.append({"event": event, "time": now, "step": self._step, **values})
+        self._lines.append({"event": event, "time": now, "step": self.step, **values})
 
 
 def device_name(device: torch.device) -> str:

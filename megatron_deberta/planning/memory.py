@@ -9,7 +9,7 @@ vocabulary projection are summed. ``tests/unit/planning/test_memory.py`` compare
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -108,48 +108,6 @@ class MemoryEstimate(NamedTuple):
         return sum(self)
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """Sizes of a rank's micro batch and of its model."""
-
-    config: RunConfig
-    tokens: int
-    masked: int
-
-    @property
-    def model(self) -> ModelConfig:
-        return self.config.model
-
-    @property
-    def element(self) -> int:
-        return ELEMENT_BYTES[self.config.precision.dtype]
-
-    @property
-    def tp(self) -> int:
-        return self.config.parallel.tensor_parallel_size
-
-    @property
-    def token_shards(self) -> int:
-        return self.tp if self.config.parallel.sequence_parallel else 1
-
-    @property
-    def table_bytes(self) -> int:
-        """What a layer keeps of the position table: copy after dropout, mask, projections."""
-        model, terms = self.model, num_position_terms(self.model)
-        slots = num_position_slots(model)
-        projected = terms * slots * model.hidden_size // self.tp * self.element
-        if not terms or not model.hidden_dropout:
-            return projected
-        return projected + slots * model.hidden_size * (self.element + self.mask_bytes)
-
-    @property
-    def mask_bytes(self) -> int:
-        """Bytes per element of dropout masks that are kept."""
-        parallel = self.config.parallel
-        recomputed = parallel.recompute == "selective" or parallel.fuse is True
-        return int(not recomputed and self.model.hidden_dropout > 0)
-
-
 def estimate_memory(
     config: RunConfig,
     dp_size: int,
@@ -165,37 +123,29 @@ def estimate_memory(
         attention: attention backend.
         device_type: ``cuda`` or ``cpu``; chunks of logits and scores differ in size.
     """
-    tokens = micro_batch_rows(config) * config.data.sequence_length
     # The vocabulary is that of the first model, which comes first in forward and last in backward.
-    shape, *later = (
-        _Shape(replace(config, model=model), tokens, masked_tokens(config))
-        for model in single_models(config.model)
-    )
-    kept = _activations(shape, device_type)
-    columns = vocabulary_rows(config.model.vocab_size, shape.tp)
+    first, *later = (replace(config, model=model) for model in single_models(config.model))
+    kept, element = _activations(first, device_type), ELEMENT_BYTES[config.precision.dtype]
+    columns = vocabulary_rows(config.model.vocab_size, config.parallel.tensor_parallel_size)
     table = columns * config.model.hidden_size
     # Summed in fp32; each chunk's product is in the format of the weights.
-    wide = table * (4 if shape.element == 4 else 4 + shape.element)
+    wide = table * (4 if element == 4 else 4 + element)
     reconstructed = reconstructed_tokens(config)
-    chunk = chunk_rows(max(shape.masked, reconstructed), columns, device_type) * columns
-    chunk_bytes = chunk * (4 if shape.element == 4 else 4 + 2 * shape.element)
-    kernels = _kernel_bytes(shape, attention, device_type)
+    chunk = chunk_rows(max(masked_tokens(config), reconstructed), columns, device_type) * columns
+    chunk_bytes = chunk * (4 if element == 4 else 4 + 2 * element)
+    kernels = _kernel_bytes(first, attention, device_type)
+    in_loss = wide * (1 + bool(reconstructed)) + chunk_bytes
+    in_layers, at_end = table * element, 2 * table * element
     if is_task_head(config.model):
         # Nothing is multiplied with the vocabulary; only the embedding has a gradient, unless
         # adapters are trained.
-        embedding = 0 if config.finetune.lora_rank else table * shape.element
-        of_task = (
-            (kept.encoder + kept.decoder, 0, 0, 0),
-            (kept.encoder, 0, kept.ffn, 0),
-            (kept.encoder, 0, kept.attention, kernels),
-            (0, embedding, 0, 0),
-        )
-        return MemoryEstimate(*_states(config, dp_size), *max(of_task, key=sum))
+        in_loss, in_layers = 0, 0
+        at_end = 0 if config.finetune.lora_rank else table * element
     moments = [  # activations, vocabulary, workspace, kernels
-        (kept.encoder + kept.decoder, wide * (1 + bool(reconstructed)) + chunk_bytes, 0, 0),  # loss
-        (kept.encoder, table * shape.element, kept.ffn, 0),
-        (kept.encoder, table * shape.element, kept.attention, kernels),
-        (0, 2 * table * shape.element, 0, 0),  # end
+        (kept.encoder + kept.decoder, in_loss, 0, 0),
+        (kept.encoder, in_layers, kept.ffn, 0),
+        (kept.encoder, in_layers, kept.attention, kernels),
+        (0, at_end, 0, 0),
     ]
     is_joint = config.rtd.update == "joint"
     for other in later:
@@ -252,88 +202,92 @@ class _Kept(NamedTuple):
     """The same of a layer's attention, less the activations that its FFN has freed."""
 
 
-def _activations(shape: _Shape, device_type: str) -> _Kept:
-    model, element, tp = shape.model, shape.element, shape.tp
+def _activations(config: RunConfig, device_type: str) -> _Kept:
+    model, parallel = config.model, config.parallel
+    element, tp = ELEMENT_BYTES[config.precision.dtype], parallel.tensor_parallel_size
     width, inner = model.hidden_size, model.ffn_hidden_size
-    first_only = reads_first_token(model)
-    decoded = model.mask_decoder_passes > 0 or first_only
-    tokens, own = shape.tokens, shape.tokens // shape.token_shards
-    residual = width * (element + shape.mask_bytes) + _STATISTICS  # dropout and LayerNorm
-    full = shape.config.parallel.recompute == "full"
-    ffn = (1 if shape.config.parallel.recompute == "selective" else 2) * inner // tp * element
+    decoded = model.mask_decoder_passes > 0 or reads_first_token(model)
+    tokens = micro_batch_rows(config) * config.data.sequence_length
+    token_shards = tp if parallel.sequence_parallel else 1
+    own = tokens // token_shards
+    full, repeated = parallel.recompute == "full", parallel.recompute == "selective"
+    # Per element: dropout masks that are kept.
+    mask_bytes = int(not repeated and parallel.fuse is not True and model.hidden_dropout > 0)
+    residual = width * (element + mask_bytes) + _STATISTICS  # dropout and LayerNorm
+    ffn = (1 if repeated else 2) * inner // tp * element
+    # What a layer keeps of the position table: projections, copy after dropout, mask.
+    slots, terms = num_position_slots(model), num_position_terms(model)
+    position_table = terms * slots * width // tp * element
+    if terms and model.hidden_dropout:
+        position_table += slots * width * (element + mask_bytes)
 
     # Input, Q, K, V and output of attention; input of and inside the FFN; two residual joins.
     layer = tokens * (2 * width * element + 4 * width // tp * element + ffn)
-    layer += 2 * own * residual + shape.table_bytes
-    num_layers = model.num_layers - decoded
+    layer += 2 * own * residual + position_table
     kept = own * width * element if full else layer
-    encoder = num_layers * kept + own * residual
+    encoder = (model.num_layers - decoded) * kept + own * residual
     if model.conv_kernel_size:
-        encoder += own * (2 * width * element + width * shape.mask_bytes + _STATISTICS)
+        encoder += own * (2 * width * element + width * mask_bytes + _STATISTICS)
         if device_type != "cpu":
             # The shifted tokens of all taps, for one matrix product.
             encoder += tokens * model.conv_kernel_size * width * element
     if model.position_terms != "none":
-        encoder += num_position_slots(model) * width * element
+        encoder += slots * width * element
     # Gradients inside the FFN (GELU's output is freed before unless it is recomputed here), and of
     # the residual stream.
-    repeated = shape.config.parallel.recompute == "selective"
     streams = own * 2 * width * element + (layer if full else 0)
     before_ffn = tokens * (1 + repeated) * inner // tp * element + streams
     freed = tokens * (width * element + ffn) + own * residual
     # Gradients of attention's output, Q, K and V; with sequence parallelism, a gathered one.
-    gathered = tokens * width * element * (shape.token_shards > 1)
+    gathered = tokens * width * element * (token_shards > 1)
     before_attention = tokens * 4 * width // tp * element + gathered + streams - freed
 
     # States that the head reads, and inside it: of masked tokens, or of all for a discriminator.
-    reconstructed = reconstructed_tokens(shape.config)
-    read = tokens if model.head == "discriminator" else shape.masked + reconstructed
-    decoder = shape.tokens * width * element + read * 4 * width * element
+    masked, reconstructed = masked_tokens(config), reconstructed_tokens(config)
+    read = tokens if model.head == "discriminator" else masked + reconstructed
+    decoder = tokens * width * element + read * 4 * width * element
     if model.head in ("spans", "tokens", "embed"):
         decoder = 0
     # Keys, values and positions of a decoding layer; its queries, per token.
-    keys = tokens * 2 * width // tp * element + shape.table_bytes
+    keys = tokens * 2 * width // tp * element + position_table
     one = width * element + 2 * width // tp * element + ffn + width * element + 2 * residual
     if decoded:
-        decoder += keys + model.mask_decoder_passes * shape.masked * one
+        decoder += keys + model.mask_decoder_passes * masked * one
     if reconstructed:
         # Its embeddings and input, and the states of the encoder that are pooled.
         decoder += keys + reconstructed * one + own * residual + tokens * width * element
-        pooled = tokens if shape.config.objective.retromae_pooling == "mean" else 0
+        pooled = tokens if config.objective.retromae_pooling == "mean" else 0
         decoder += pooled * (one * decoded + width * element)
     return _Kept(encoder, decoder, before_ffn, before_attention)
 
 
-def _kernel_bytes(shape: _Shape, attention: Literal["triton", "chunked"], device_type: str) -> int:
+def _kernel_bytes(config: RunConfig, attention: str, device_type: str) -> int:
+    """Return the peak of the attention backend's backward pass on a GPU."""
     if device_type == "cpu":
         return 0
-    model, length = shape.model, shape.config.data.sequence_length
-    if attention == "chunked":
-        return _chunked_bytes(shape)
-    # Backward writes the gradient of scores for distances with a slot of their own.
-    near = min(length, 2 * model.max_relative_positions)
-    return shape.tokens * near * model.num_heads // shape.tp * shape.element
-
-
-def _chunked_bytes(shape: _Shape) -> int:
-    """Return the peak of the chunked backend's backward pass on a GPU."""
-    length, width = shape.config.data.sequence_length, shape.model.hidden_size // shape.tp
-    heads, terms = shape.model.num_heads // shape.tp, num_position_terms(shape.model)
-    rows, queries = block_size(heads, micro_batch_rows(shape.config), length, length)
+    model, tp = config.model, config.parallel.tensor_parallel_size
+    length, sequences = config.data.sequence_length, micro_batch_rows(config)
+    element = ELEMENT_BYTES[config.precision.dtype]
+    if attention == "triton":
+        # Backward writes the gradient of scores for distances with a slot of their own.
+        near = min(length, 2 * model.max_relative_positions)
+        return sequences * length * near * model.num_heads // tp * element
+    width, heads, terms = model.hidden_size // tp, model.num_heads // tp, num_position_terms(model)
+    rows, queries = block_size(heads, sequences, length, length)
     vectors = rows * heads
     # Probabilities and their gradient, fp32; the gradient again as an operand; the dropout mask.
-    scores = vectors * queries * length * (4 + 4 + shape.element + 1)
+    scores = vectors * queries * length * (4 + 4 + element + 1)
     # A strip of each term's products, kept, and one of the queries' gradient.
     strip = sum(
         min(strip_size(size), count) * (size + min(strip_size(size), count))
         for count, size in ((queries, length), (length, queries))[:terms]
     )
     # Each term's table by distance and its gradient.
-    tables = terms * 2 * length * width * (shape.element + 4)
+    tables = terms * 2 * length * width * (element + 4)
     # Queries, keys, values and the output's gradient by head; sums of the gradients of the first
     # three, whose results are counted with the layer's.
-    copies = rows * length * width * (4 * shape.element + 3 * 4)
-    return scores + vectors * strip * shape.element + tables + copies
+    copies = rows * length * width * (4 * element + 3 * 4)
+    return scores + vectors * strip * element + tables + copies
 
 
 @cache

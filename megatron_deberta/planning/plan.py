@@ -1,11 +1,15 @@
-"""The plan of a run: memory, FLOPs, traffic, time and layouts on a cluster, or costs on a CPU."""
+"""The plan of a run: memory, FLOPs, traffic, time and layouts on a cluster, or costs on a CPU.
+
+The search of layouts varies tensor-parallel size, sequence parallelism, ZeRO stage, recomputation
+and micro batch; all other settings stay.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import psutil
 
@@ -19,7 +23,7 @@ from megatron_deberta.config.rules import (
     validate_for_world,
 )
 from megatron_deberta.config.schema import RunConfig
-from megatron_deberta.errors import TopologyError
+from megatron_deberta.errors import ConfigError, TopologyError
 from megatron_deberta.model import count_parameters
 from megatron_deberta.model.flops import pretraining_flops_per_token
 from megatron_deberta.planning.machine import (
@@ -37,7 +41,6 @@ from megatron_deberta.planning.memory import (
     micro_batch_tokens,
     rows_per_sample,
 )
-from megatron_deberta.planning.search import POLICIES, Search, layout, rank_memory, search_layouts
 from megatron_deberta.planning.step import (
     LinkVolume,
     RankFlops,
@@ -57,9 +60,23 @@ COPY_BYTES_PER_SECOND = 20e9
 """Assumed rate of copies from a device to host memory, per rank."""
 KEPT_SAVES = 2
 """Saves on a node's disk while one is being written."""
+NEAR = 1.05
+"""Layouts within this factor of the fastest count as equally fast."""
+_STAGES: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
+Policy = Literal["none", "selective", "full"]
+POLICIES: tuple[Policy, ...] = ("none", "selective", "full")
+_LAYOUT = {
+    "tensor_parallel_size": "parallel",
+    "sequence_parallel": "parallel",
+    "recompute": "parallel",
+    "zero_stage": "precision",
+    "micro_batch_size": "train",
+}
+"""Keys that vary, and their sections."""
 
 
-class LostTime(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LostTime:
     """Seconds of training lost per failure, without the restart: half of the interval."""
 
     shared: float
@@ -82,7 +99,7 @@ class LocalSavePlan:
         stall_seconds: time that training waits per save: the copy to the host.
         step_seconds: time of a step without saves.
         failures_per_day: of all nodes together.
-        lost: time lost per failure.
+        lost_seconds: time lost per failure.
     """
 
     every: int
@@ -93,7 +110,7 @@ class LocalSavePlan:
     stall_seconds: float
     step_seconds: float
     failures_per_day: float
-    lost: LostTime
+    lost_seconds: LostTime
 
     @property
     def stall_share(self) -> float:
@@ -103,14 +120,12 @@ class LocalSavePlan:
     @property
     def saved_seconds_per_day(self) -> float:
         """Time per day that is not lost to failures, less the stalls; may be negative."""
-        gained = self.failures_per_day * (self.lost.shared - self.lost.local)
+        gained = self.failures_per_day * (self.lost_seconds.shared - self.lost_seconds.local)
         return gained - self.stall_share * 86400
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON types, with units in the names."""
-        values = {**asdict(self), "lost_seconds": self.lost._asdict()}
-        del values["lost"]
-        return values | {
+        return asdict(self) | {
             "stall_share": self.stall_share,
             "saved_seconds_per_day": self.saved_seconds_per_day,
         }
@@ -122,11 +137,26 @@ class _Costs:
 
     config: RunConfig
     world_size: int
-    batch: BatchArithmetic
-    parameters: int
     memory: dict[str, MemoryEstimate]
     """Per rank, by recomputation policy."""
-    flops_per_token: float
+
+    @property
+    def batch(self) -> BatchArithmetic:
+        """Division of the global batch."""
+        dp_size = self.world_size // self.config.parallel.tensor_parallel_size
+        return batch_arithmetic(self.config, dp_size)
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the model."""
+        return count_parameters(self.config.model)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Model FLOPs, without recomputation."""
+        model, objective, data = self.config.model, self.config.objective, self.config.data
+        rows = micro_batch_rows(self.config)
+        return pretraining_flops_per_token(model, objective, data.sequence_length, rows)
 
     @property
     def tokens_per_step(self) -> int:
@@ -203,15 +233,13 @@ class RunPlan(_Costs):
     @property
     def saves_in_background(self) -> bool | None:
         """Whether scheduled checkpoints are asynchronous; None: the memory of nodes is unknown."""
-        mode, local = (
-            self.config.checkpoint.asynchronous,
-            self.config.checkpoint.local_every is not None,
-        )
-        if mode != "auto":
-            return mode
+        checkpoint = self.config.checkpoint
+        if checkpoint.asynchronous != "auto":
+            return checkpoint.asynchronous
         if not self.machine.host_gib:
             return None
-        return (1 + local) * self.copy_bytes <= FREE_SHARE * self.machine.host_gib * 2**30
+        saves = 1 + (checkpoint.local_every is not None)
+        return saves * self.copy_bytes <= FREE_SHARE * self.machine.host_gib * 2**30
 
     @property
     def tokens_per_second(self) -> float:
@@ -229,21 +257,18 @@ class RunPlan(_Costs):
         """Assumptions behind the predicted time."""
         device, dtype = self.machine.device, self.config.precision.dtype
         per_score = bytes_per_score(self.config, device)
-        offload = self.config.precision.offload_optimizer
-        return [
+        lines = [
             f"{device.name}: {device.flops_per_second(dtype) / 1e12:g} TFLOP/s in {dtype}, "
             f"{device.memory_gb:g} GB at {device.memory_gb_per_second:g} GB/s (data sheet)",
             f"forward and backward reach {device.achieved:.0%} of that rate "
             f"({device.achieved_source}), for any micro batch and layer width",
-            *(
-                [
-                    "attention without fused kernels is bound by memory: "
-                    f"{per_score:g} bytes per score in 16 bits (counted), added to "
-                    "the time of matrix products"
-                ]
-                if per_score
-                else []
-            ),
+        ]
+        if per_score:
+            lines.append(
+                f"attention without fused kernels is bound by memory: {per_score:g} bytes per "
+                "score in 16 bits (counted), added to the time of matrix products"
+            )
+        lines += [
             f"NVLink {device.link_gb_per_second:g} GB/s per rank, network "
             f"{self.machine.network_gb_per_second:g} GB/s per node, one way; collectives reach "
             f"{LINK_EFFICIENCY:.0%} of it, with a latency of {1e6 * CALL_SECONDS:g} us each",
@@ -252,8 +277,10 @@ class RunPlan(_Costs):
             "no time for data, validation, checkpoints, stragglers and restarts",
             f"{RESERVED_MEMORY:.0%} of device memory is reserved for the driver, the communication "
             "library and fragmentation",
-            *(["transfers of offloaded optimizer state over PCIe take no time"] if offload else []),
         ]
+        if self.config.precision.offload_optimizer:
+            lines.append("transfers of offloaded optimizer state over PCIe take no time")
+        return lines
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON types, with units in the names."""
@@ -298,28 +325,6 @@ class RunPlan(_Costs):
         }
 
 
-Policy = Literal["none", "selective", "full"]
-
-
-def _costs(
-    config: RunConfig, world_size: int, dp_size: int, estimate: Callable[[Policy], MemoryEstimate]
-) -> dict[str, Any]:
-    """Return the fields of ``_Costs``; ``estimate`` returns the memory with a recomputation."""
-    return {
-        "config": config,
-        "world_size": world_size,
-        "batch": batch_arithmetic(config, dp_size),
-        "parameters": count_parameters(config.model),
-        "memory": {policy: estimate(policy) for policy in POLICIES},
-        "flops_per_token": pretraining_flops_per_token(
-            config.model,
-            config.objective,
-            config.data.sequence_length,
-            micro_batch_rows(config),
-        ),
-    }
-
-
 def make_cpu_plan(config: RunConfig, world_size: int) -> CpuPlan:
     """Plan a run on this machine's CPU.
 
@@ -335,20 +340,21 @@ def make_cpu_plan(config: RunConfig, world_size: int) -> CpuPlan:
     parts = [part.config for part in segments(config)]
 
     def memory(policy: Policy) -> MemoryEstimate:
-        parallel = replace(config.parallel, recompute=policy)
         estimates = (
             estimate_memory(
-                replace(part, parallel=parallel), dp_size, attention="chunked", device_type="cpu"
+                _with_policy(part, policy), dp_size, attention="chunked", device_type="cpu"
             )
             for part in parts
         )
         return max(estimates, key=lambda estimate: estimate.total)
 
     return CpuPlan(
+        config=max(parts, key=micro_batch_tokens),
+        world_size=world_size,
+        memory={policy: memory(policy) for policy in POLICIES},
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=psutil.virtual_memory().total,
         phases=tuple(describe_phases(config)) if len(parts) > 1 else (),
-        **_costs(max(parts, key=micro_batch_tokens), world_size, dp_size, memory),
     )
 
 
@@ -390,12 +396,13 @@ def make_plan(
     is_uniform = len({(part.phase, part.config.train) for part in parts}) == 1
     largest = max((part.config for part in parts), key=micro_batch_tokens)
     step = step_time(largest, machine, dp_size)
-
-    def memory(policy: Policy) -> MemoryEstimate:
-        parallel = replace(largest.parallel, recompute=policy)
-        return rank_memory(replace(largest, parallel=parallel), machine, dp_size)
-
     return RunPlan(
+        config=largest,
+        world_size=world_size,
+        memory={
+            policy: rank_memory(_with_policy(largest, policy), machine, dp_size)
+            for policy in POLICIES
+        },
         machine=machine,
         rank_parameters=local_parameters(largest),
         micro_batch_flops=rank_flops(largest),
@@ -412,7 +419,6 @@ def make_plan(
         local_saves=plan_local_saves(
             largest, machine, world_size, step.total, failure_days, parts[-1].end
         ),
-        **_costs(largest, world_size, dp_size, memory),
     )
 
 
@@ -456,7 +462,7 @@ def plan_local_saves(
         stall_seconds=stall,
         step_seconds=step_seconds,
         failures_per_day=nodes / failure_days,
-        lost=LostTime(
+        lost_seconds=LostTime(
             interval * step_seconds / 2, min(interval, checkpoint.local_every) * step_seconds / 2
         ),
     )
@@ -487,3 +493,143 @@ def _check_machine(config: RunConfig, machine: Machine, world_size: int) -> None
     check_tensor_parallel_divides(
         config.parallel.tensor_parallel_size, {"ranks_per_node": per_node}, error=TopologyError
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """A layout that fits, with the duration of the run and the memory per rank."""
+
+    config: RunConfig
+    seconds: float
+    memory_bytes: int
+
+    def overrides(self) -> list[str]:
+        """Return the overrides that select this layout."""
+        values = layout(self.config)
+        return [f"{section}.{key}={str(values[key]).lower()}" for key, section in _LAYOUT.items()]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """Layouts that cannot run."""
+
+    layout: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Search:
+    """Result of a search."""
+
+    choices: list[Choice]
+    """Fastest first, within ``NEAR`` simplest first; each with its fastest micro batch."""
+    refusals: list[Refusal]
+
+
+def search_layouts(
+    config: RunConfig, machine: Machine, world_size: int, row_tokens: int | None = None
+) -> Search:
+    """Evaluate all parallel layouts of a run on a machine.
+
+    Args:
+        config: the run.
+        machine: devices and links of the cluster.
+        world_size: number of ranks.
+        row_tokens: length of rows for the time of the run; None: full rows.
+    """
+    choices: list[Choice] = []
+    refusals: list[Refusal] = []
+    per_node = min(machine.ranks_per_node, world_size)
+    for tp_size in (size for size in range(1, per_node + 1) if per_node % size == 0):
+        for sequence in (False, True) if tp_size > 1 else (False,):
+            parallel = replace(
+                config.parallel, tensor_parallel_size=tp_size, sequence_parallel=sequence
+            )
+            split = replace(config, parallel=parallel)
+            try:
+                validate_for_world(_with_rows(split, 1), world_size)
+            except (ConfigError, TopologyError) as error:
+                refusals.append(Refusal(layout=f"TP {tp_size}", reason=str(error)))
+                # Sequence parallelism would fail for the same reason.
+                break
+            for stage, policy in itertools.product(_STAGES, POLICIES):
+                precision = replace(split.precision, zero_stage=stage)
+                variant = replace(_with_policy(split, policy), precision=precision)
+                outcome = _fastest(variant, machine, world_size // tp_size, row_tokens)
+                if isinstance(outcome, Choice):
+                    choices.append(outcome)
+                else:
+                    refusals.append(outcome)
+    return Search(choices=_ranked(choices), refusals=refusals)
+
+
+def _ranked(choices: list[Choice]) -> list[Choice]:
+    """Sort by time; those within ``NEAR`` of the fastest are sorted by complexity."""
+    choices = sorted(choices, key=lambda choice: choice.seconds)
+    limit = NEAR * choices[0].seconds if choices else 0.0
+    near = [choice for choice in choices if choice.seconds <= limit]
+    near.sort(key=lambda choice: (*_complexity(choice.config), choice.seconds))
+    return near + choices[len(near) :]
+
+
+def _fastest(
+    config: RunConfig, machine: Machine, dp_size: int, row_tokens: int | None
+) -> Choice | Refusal:
+    """Return the fastest micro batch that fits and divides the global batch, or why none does."""
+    choices = []
+    rows_per_rank = config.train.global_batch_size // dp_size
+    for rows in range(1, rows_per_rank + 1):
+        if rows_per_rank % rows:
+            continue
+        candidate = _with_rows(config, rows)
+        memory = rank_memory(candidate, machine, dp_size)
+        if memory.total > machine.capacity_bytes:
+            break
+        seconds = run_seconds(candidate, machine, dp_size, row_tokens)
+        choices.append(Choice(config=candidate, seconds=seconds, memory_bytes=memory.total))
+    if choices:
+        return min(choices, key=lambda choice: choice.seconds)
+    memory = rank_memory(_with_rows(config, 1), machine, dp_size)
+    return Refusal(
+        layout=_describe(config),
+        reason=f"one row needs {memory.total / 1e9:.1f} GB of {machine.capacity_bytes / 1e9:.1f}",
+    )
+
+
+def rank_memory(config: RunConfig, machine: Machine, dp_size: int) -> MemoryEstimate:
+    """Estimate the memory of a rank with the attention backend of the run, or of the device.
+
+    Args:
+        config: the run.
+        machine: devices and links of the cluster.
+        dp_size: number of data-parallel ranks.
+    """
+    is_chunked = config.parallel.attention_backend in ("chunked", "efficient")
+    attention = "chunked" if is_chunked else machine.device.attention
+    return estimate_memory(config, dp_size, attention=attention)
+
+
+def layout(config: RunConfig) -> dict[str, Any]:
+    """Return the values of the keys that the search varies."""
+    return {key: getattr(getattr(config, section), key) for key, section in _LAYOUT.items()}
+
+
+def _with_policy(config: RunConfig, policy: Policy) -> RunConfig:
+    """Return a run with another recomputation."""
+    return replace(config, parallel=replace(config.parallel, recompute=policy))
+
+
+def _with_rows(config: RunConfig, rows: int) -> RunConfig:
+    return replace(config, train=replace(config.train, micro_batch_size=rows))
+
+
+def _complexity(config: RunConfig) -> tuple[int, int, int]:
+    parallel = config.parallel
+    policy = POLICIES.index(parallel.recompute)
+    return (config.precision.zero_stage, parallel.tensor_parallel_size, policy)
+
+
+def _describe(config: RunConfig) -> str:
+    parallel = config.parallel
+    split = f"TP {parallel.tensor_parallel_size}{' + SP' if parallel.sequence_parallel else ''}"
+    return f"{split}, ZeRO-{config.precision.zero_stage}, recompute {parallel.recompute}"

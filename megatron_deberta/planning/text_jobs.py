@@ -78,17 +78,17 @@ class Needs(NamedTuple):
 
     Attributes:
         processor_seconds: of all processes, on a core of the machine of the measurements.
-        serial_seconds: the part of them that a single process does while the others wait.
-        work_bytes: disk space during the work, besides the result.
         result_bytes: disk space of the uncompressed result.
         memory_bytes: of all processes of a node, with documents of usual length.
+        serial_seconds: the part of them that a single process does while the others wait.
+        work_bytes: disk space during the work, besides the result.
     """
 
     processor_seconds: float
-    serial_seconds: float
-    work_bytes: float
     result_bytes: float
     memory_bytes: float
+    serial_seconds: float = 0.0
+    work_bytes: float = 0.0
 
 
 def estimate_deduplicate(
@@ -166,7 +166,13 @@ def estimate_split(
         DataError: a file of the sample cannot be read.
     """
     found = sample(sources, options)
-    return describe_needs(found, split_needs(found, workers), nodes, workers)
+    # The files of the work become those of the result.
+    needed = Needs(
+        processor_seconds=found.text_bytes / _SPLIT_BYTES_PER_SECOND,
+        result_bytes=found.text_bytes,
+        memory_bytes=_FIRST_PROCESS_BYTES + workers * _COPYING_BYTES,
+    )
+    return describe_needs(found, needed, nodes, workers)
 
 
 def estimate_train_tokenizer(
@@ -187,11 +193,18 @@ def estimate_train_tokenizer(
         DataError: a file of the sample cannot be read.
     """
     found = sample(sources, options)
-    needed = tokenizer_needs(found, sample_bytes, workers)
+    trained = min(sample_bytes or found.text_bytes, found.text_bytes)
+    serial = trained / _TRAIN_BYTES_PER_SECOND
+    needed = Needs(
+        processor_seconds=found.text_bytes / _DRAW_BYTES_PER_SECOND + serial,
+        serial_seconds=serial,
+        work_bytes=min(INPUT_PER_SAMPLE * trained, found.text_bytes),
+        result_bytes=_TOKENIZER_FILES_BYTES,
+        memory_bytes=_TRAINER_BYTES + _TRAINED_TIMES * trained + workers * _COPYING_BYTES,
+    )
     return (
         f"{describe_needs(found, needed, nodes, workers)}\n"
-        f"sample  {_trained_bytes(found, sample_bytes) / 1e6:,.1f} MB; SentencePiece trains on "
-        "it in a single process"
+        f"sample  {trained / 1e6:,.1f} MB; SentencePiece trains on it in a single process"
     )
 
 
@@ -211,9 +224,17 @@ def estimate_merge(prefixes: Sequence[str], nodes: int, workers: int) -> str:
     size = sum(path.stat().st_size for path in files)
     tokens = sum(manifest.num_tokens for manifest in manifests)
     documents = sum(manifest.num_documents for manifest in manifests)
+    serial = size / _HASH_BYTES_PER_SECOND
+    # The copies become the result.
+    needed = Needs(
+        processor_seconds=size / _MERGE_BYTES_PER_SECOND + serial,
+        serial_seconds=serial,
+        result_bytes=size,
+        memory_bytes=_FIRST_PROCESS_BYTES + workers * _COPYING_BYTES,
+    )
     return (
         f"shards  {len(prefixes):,} of {documents:,} documents, {tokens:,} tokens\n"
-        f"{_describe(merge_needs(size, workers), nodes, workers)}"
+        f"{_describe(needed, nodes, workers)}"
     )
 
 
@@ -267,54 +288,6 @@ def needs(text_bytes: float, documents: float, settings: Settings, workers: int)
         work_bytes=documents * document_bytes + run_bytes,
         result_bytes=text_bytes,
         memory_bytes=_FIRST_PROCESS_BYTES + workers_bytes + documents * _MAP_BYTES,
-    )
-
-
-def split_needs(found: Sample, workers: int) -> Needs:
-    """Return the requirements of ``split``."""
-    return Needs(
-        processor_seconds=found.text_bytes / _SPLIT_BYTES_PER_SECOND,
-        serial_seconds=0.0,
-        # The files of the work become those of the result.
-        work_bytes=0.0,
-        result_bytes=found.text_bytes,
-        memory_bytes=_FIRST_PROCESS_BYTES + workers * _COPYING_BYTES,
-    )
-
-
-def tokenizer_needs(found: Sample, sample_bytes: int, workers: int) -> Needs:
-    """Estimate what ``train-tokenizer`` requires.
-
-    Args:
-        found: sample of the input.
-        sample_bytes: bytes of text to train on; 0: all.
-        workers: worker processes per node.
-    """
-    trained = _trained_bytes(found, sample_bytes)
-    serial = trained / _TRAIN_BYTES_PER_SECOND
-    return Needs(
-        processor_seconds=found.text_bytes / _DRAW_BYTES_PER_SECOND + serial,
-        serial_seconds=serial,
-        work_bytes=min(INPUT_PER_SAMPLE * trained, found.text_bytes),
-        result_bytes=_TOKENIZER_FILES_BYTES,
-        memory_bytes=_TRAINER_BYTES + _TRAINED_TIMES * trained + workers * _COPYING_BYTES,
-    )
-
-
-def _trained_bytes(found: Sample, sample_bytes: int) -> float:
-    return min(sample_bytes or found.text_bytes, found.text_bytes)
-
-
-def merge_needs(shard_bytes: int, workers: int) -> Needs:
-    """Return the requirements of ``merge`` for shards whose files have a total size."""
-    serial = shard_bytes / _HASH_BYTES_PER_SECOND
-    return Needs(
-        processor_seconds=shard_bytes / _MERGE_BYTES_PER_SECOND + serial,
-        serial_seconds=serial,
-        # The copies become the result.
-        work_bytes=0.0,
-        result_bytes=shard_bytes,
-        memory_bytes=_FIRST_PROCESS_BYTES + workers * _COPYING_BYTES,
     )
 
 

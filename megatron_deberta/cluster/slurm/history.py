@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -50,6 +50,8 @@ MAX_STALLED_ATTEMPTS = 3
 MAX_STARTUP_STOPS = 20
 """A run ends after this many consecutive attempts that were told to stop during start-up."""
 
+HARMLESS = (EXIT_DONE, EXIT_REQUEUE, EXIT_INTERRUPTED)
+"""Exit codes of ranks and attempts that did not fail."""
 FINISHED = "finished"
 _FINAL = {
     EXIT_DONE: FINISHED,
@@ -206,23 +208,17 @@ class JobHistory:
         SLURM had taken its node for dead.
         """
         found: list[list[dict[str, Any]]] = [[]]
+        starts: list[str] = []
         for record in self.records():
             if record["event"] == "submit" and found[-1]:
                 found.append([])
-            found[-1].append(record)
-        return [self._without_late_ends(records) for records in found]
-
-    @staticmethod
-    def _without_late_ends(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        starts: list[str] = []
-        current = []
-        for record in records:
+                starts = []
             if record["event"] == "start":
                 starts.append(record["link"])
-            is_late = record["event"] == "end" and record["link"] in starts
-            if not is_late or record["link"] == starts[-1]:
-                current.append(record)
-        return current
+            has_successor = record.get("link") in starts and record["link"] != starts[-1]
+            if record["event"] != "end" or not has_successor:
+                found[-1].append(record)
+        return found
 
     def submitted_jobs(self) -> list[str]:
         """Return the job numbers of the last submission."""
@@ -309,10 +305,6 @@ class JobHistory:
         """Return the start of the newest attempt if it has not recorded its end."""
         records = [r for r in self.current() if r["event"] in ("start", "end")]
         return records[-1] if records and records[-1]["event"] == "start" else None
-
-    def is_running(self) -> bool:
-        """Return whether the newest attempt has started and not recorded its end."""
-        return self.unfinished_attempt() is not None
 
     def start_attempt(self, attempt: str, nodes: str) -> None:
         """Record the start of an attempt, unless the disk is full."""
@@ -423,18 +415,11 @@ class BadNodes:
     Args:
         run_dir: folder of the run.
         hours: age after which a failure no longer counts.
-        clock: seconds since the epoch.
     """
 
-    def __init__(
-        self,
-        run_dir: str | os.PathLike[str],
-        hours: float,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, run_dir: str | os.PathLike[str], hours: float) -> None:
         self.path = Path(run_dir) / BAD_NODES_FILE
         self._seconds = 3600 * hours
-        self._clock = clock
 
     def add(self, node: str, reason: str, *, certain: bool) -> None:
         """Record a failure, unless the disk is full.
@@ -444,7 +429,7 @@ class BadNodes:
             reason: for people.
             certain: this failure alone makes the node bad.
         """
-        failure = NodeFailure(node, reason, round(self._clock(), 3), 2 if certain else 1)
+        failure = NodeFailure(node, reason, round(time.time(), 3), 2 if certain else 1)
         try:
             append_event(self.path, asdict(failure))
         except OSError as error:
@@ -460,20 +445,20 @@ class BadNodes:
         Returns:
             The node, if it is bad now; else an empty string.
         """
-        if len(diagnosis.hosts) != 1:
+        is_hang = diagnosis.kind == "hang"
+        counts = is_hang or " was killed by signal " in diagnosis.reason
+        if len(diagnosis.hosts) != 1 or not counts:
             return ""
         node = diagnosis.hosts[0]
-        if diagnosis.kind == "hang" or " was killed by signal " in diagnosis.reason:
-            self.add(node, diagnosis.reason, certain=diagnosis.kind == "hang")
-            return node if node in self.current() else ""
-        return ""
+        self.add(node, diagnosis.reason, certain=is_hang)
+        return node if node in self.current() else ""
 
     def current(self) -> dict[str, NodeFailure]:
         """Return the last failure of each bad node, oldest first."""
         weights: dict[str, int] = {}
         last: dict[str, NodeFailure] = {}
         for failure in read_events(self.path, NodeFailure):
-            if failure.time + self._seconds > self._clock():
+            if failure.time + self._seconds > time.time():
                 weights[failure.node] = weights.get(failure.node, 0) + failure.weight
                 last.pop(failure.node, None)
                 last[failure.node] = failure

@@ -28,12 +28,8 @@ from megatron_deberta.cluster.slurm.history import BadNodes, Decision, JobHistor
 from megatron_deberta.cluster.slurm.submit import (
     JobSpec,
     attempt_name,
-    check_command,
-    for_nodes,
     log_folder,
     read_cluster_config,
-    srun_command,
-    stop_signal,
 )
 from megatron_deberta.cluster.watchdog.detection import Diagnosis
 from megatron_deberta.cluster.watchdog.reports import ReportStore
@@ -124,7 +120,7 @@ class JobAttempt:
         logs = log_folder(self._spec.run_dir, self._name)
         logs.mkdir(parents=True, exist_ok=True)
         write_atomically(logs / "job.json", self._spec.to_json())
-        command = srun_command(self._spec, logs, f"{address}:{port}")
+        command = self._spec.srun_command(logs, f"{address}:{port}")
         environment = rank_environment(self._spec, self._variables)
         environment |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
         if self._spec.node_check and (failure := self._check_nodes(logs, environment)):
@@ -137,7 +133,7 @@ class JobAttempt:
 
     def _check_nodes(self, logs: Path, environment: Mapping[str, str]) -> str:
         """Check every node and record those that fail; return the failures, empty if none."""
-        code = subprocess.Popen(check_command(self._spec, logs), env=environment).wait()
+        code = subprocess.Popen(self._spec.check_command(logs), env=environment).wait()
         if code == 0:
             return ""
         failures = node_check.failures(self._spec.run_dir, self._name, self._spec.nodes)
@@ -150,7 +146,7 @@ class JobAttempt:
     def _forward_signal(self, number: int, frame: FrameType | None) -> None:
         logger.warning("%s: telling the ranks to save", signal.Signals(number).name)
         try:
-            slurm.call(["scancel", f"--signal={stop_signal(self._spec)}", self._job])
+            slurm.call(["scancel", f"--signal={self._spec.stop_signal}", self._job])
         except slurm.SlurmError as error:
             logger.warning("%s", error)
 
@@ -246,7 +242,7 @@ def _for_allocated_nodes(spec: JobSpec, variables: Mapping[str, str]) -> JobSpec
     allocated = whole_number(variables, "SLURM_JOB_NUM_NODES", spec.nodes)
     if allocated >= spec.nodes:
         return spec
-    smaller = for_nodes(spec, load_config(spec.config), allocated)
+    smaller = spec.for_nodes(load_config(spec.config), allocated)
     logger.warning("%d of %d nodes: running on %d", allocated, spec.nodes, smaller.nodes)
     return smaller
 

@@ -20,6 +20,7 @@ from megatron_deberta.cluster.run_lock import DEAD_SECONDS, Holder, newest_lock,
 from megatron_deberta.cluster.slurm import commands as slurm
 from megatron_deberta.cluster.slurm.history import (
     FINISHED,
+    HARMLESS,
     BadNodes,
     JobHistory,
     StopTime,
@@ -35,7 +36,7 @@ from megatron_deberta.cluster.watchdog.reports import (
     find_overdue,
 )
 from megatron_deberta.config.yaml_reader import read_yaml
-from megatron_deberta.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REQUEUE, ConfigError
+from megatron_deberta.errors import ConfigError
 from megatron_deberta.observe.console import format_duration
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 from megatron_deberta.parsing import Count, conform
@@ -179,7 +180,8 @@ def gather(run_dir: str | os.PathLike[str], *, ask_slurm: bool = True) -> RunSta
     last = records[-1] if records else {}
     state, jobs = slurm.queue_state(history.submitted_jobs()) if ask_slurm else ("not asked", ())
     config, cluster = _config(folder), read_cluster_config(_config_path(folder))
-    step, target = int(last.get("step", 0)), target_step(config)
+    step, train = int(last.get("step", 0)), config.get("train", {})
+    target = train.get("exit_step") or train.get("stop_after") or train.get("steps") or 0
     over = history.end_reason() or (FINISHED if is_finished(folder, all_records, target) else "")
     has_patience = config.get("finetune", {}).get("patience")
     if over == FINISHED and max(step, history.committed_step()) < target and not has_patience:
@@ -187,7 +189,7 @@ def gather(run_dir: str | os.PathLike[str], *, ask_slurm: bool = True) -> RunSta
         over = "stopped by the file `stop`"
     process = LastHolder.of(folder)
     is_alive = bool(process.present() or jobs)
-    has_eta = not over and (is_alive or history.is_running())
+    has_eta = not over and (is_alive or history.unfinished_attempt())
     saved = checkpoint_time(folder)
     starts: list[float] = [event["time"] for event in events if event["event"] == "start"]
     recorded = metrics.stat().st_mtime if metrics.exists() else None
@@ -262,8 +264,7 @@ def find_condition(
     is_present = bool(process.present())
     if over and not is_present:
         codes = [event.get("code") for event in events if event["event"] == "end"]
-        wanted = (EXIT_DONE, EXIT_REQUEUE, EXIT_INTERRUPTED)
-        is_stopped = over.startswith("cancelled") or (codes and codes[-1] in wanted)
+        is_stopped = over.startswith("cancelled") or (codes and codes[-1] in HARMLESS)
         return "stopped" if is_stopped else "failed", over
     attempts = [event for event in events if event["event"] in ("start", "end")]
     last = attempts[-1] if attempts else {}
@@ -335,11 +336,10 @@ def checkpoint_time(folder: Path) -> float | None:
 
 def count_faults(events: Sequence[Event]) -> int:
     """Count the attempts that failed, or were killed or lost."""
-    harmless = (None, EXIT_DONE, EXIT_REQUEUE, EXIT_INTERRUPTED)
     ends = {event["link"]: event.get("code") for event in events if event["event"] == "end"}
     starts = [event["link"] for event in events if event["event"] == "start"]
     lost = [link for link in starts[:-1] if link not in ends]
-    return len(lost) + sum(code not in harmless for code in ends.values())
+    return len(lost) + sum(code not in (None, *HARMLESS) for code in ends.values())
 
 
 def last_event(folder: Path, events: Sequence[Event], process: LastHolder) -> str:
@@ -391,7 +391,7 @@ def next_command(folder: Path, events: Sequence[Event], over: str, *, is_alive: 
     if over == FINISHED:
         export = shlex.quote(str(folder / "hf"))
         return f"megatron-deberta convert --checkpoint {run_dir} --to hf --output {export}"
-    if over and logs and ends and ends[-1] not in (EXIT_DONE, EXIT_REQUEUE, EXIT_INTERRUPTED):
+    if over and logs and ends and ends[-1] not in HARMLESS:
         named = re.search(r"rank ([1-9]\d*) on ", over)
         return f"megatron-deberta logs {run_dir}" + (f" --rank {named[1]}" if named else "")
     if (folder / SUBMISSIONS).exists():
@@ -461,12 +461,6 @@ def is_finished(folder: Path, records: Sequence[Event], target: int) -> bool:
         return False
     validated = {r["step"] for r in records if r["kind"] in ("validation", "baseline")}
     return not validated or max(validated) >= target
-
-
-def target_step(config: _Config) -> int:
-    """Return the last step by a run's resolved configuration; 0 without one."""
-    train = config.get("train", {})
-    return train.get("exit_step") or train.get("stop_after") or train.get("steps") or 0
 
 
 def _config_path(folder: Path) -> Path:

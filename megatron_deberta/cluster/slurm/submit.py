@@ -69,6 +69,95 @@ class JobSpec(NodeSettings):
         """Return the content of ``job.json``."""
         return json.dumps(asdict(self), indent=1).encode()
 
+    @property
+    def stop_signal(self) -> str:
+        """SLURM's name of the signal that makes ranks save; torchrun forwards only SIGTERM."""
+        return "TERM" if self.launcher == "torchrun" else "USR1"
+
+    def for_nodes(self, config: RunConfig, allocated: int) -> JobSpec:
+        """Return the job with as many of the allocated nodes as the global batch divides over.
+
+        Args:
+            config: the run.
+            allocated: number of nodes that SLURM has allocated.
+
+        Raises:
+            ConfigError: the batch divides over no number of them.
+        """
+        for nodes in range(min(allocated, self.nodes), 0, -1):
+            try:
+                validate_for_world(config, nodes * self.ranks_per_node)
+            except MegatronDebertaError:
+                continue
+            return replace(self, nodes=nodes)
+        raise ConfigError(
+            f"train.global_batch_size={config.train.global_batch_size} does not divide over any of "
+            f"1 to {allocated} nodes of {self.ranks_per_node} ranks; submit with other --nodes"
+        )
+
+    def srun_command(self, logs: Path, rendezvous: str) -> list[str]:
+        """Return the command that starts a supervisor, or torchrun, on every node of an attempt.
+
+        Ranks are numbered node by node, which keeps tensor-parallel groups inside nodes.
+
+        Args:
+            logs: folder of the attempt's logs.
+            rendezvous: ``address:port`` of rank 0, for torchrun.
+        """
+        if self.launcher == "srun":
+            # Supervisors kill ranks that outlive others, then exit; this is for one that cannot.
+            wait = self.exit_wait_seconds + SUPERVISOR_EXIT_SECONDS
+            return self._module_per_node(logs, "node", wait, "watchdog.supervisor")
+        return [
+            *self._one_task_per_node(f"{logs}/rank_%t.log", self.exit_wait_seconds),
+            "-m", "torch.distributed.run", f"--nnodes={self.nodes}",
+            f"--nproc-per-node={self.ranks_per_node}", "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={rendezvous}", f"--rdzv-id={logs.name}", "--max-restarts=0",
+            "-m", *self.pretrain_arguments(),
+        ]  # fmt: skip
+
+    def check_command(self, logs: Path) -> list[str]:
+        """Return the command that checks every node of an attempt."""
+        return self._module_per_node(logs, "check", 0, "node_check")
+
+    def pretrain_arguments(self) -> list[str]:
+        """Return the arguments of ``python -m`` that run a rank."""
+        options = ["--allow-config-change"] if self.allow_config_change else []
+        return ["megatron_deberta", "pretrain", self.config, *options]
+
+    def _module_per_node(self, logs: Path, log: str, wait: int, module: str) -> list[str]:
+        """Return the srun command of a ``cluster`` module, called with ``job.json`` and attempt."""
+        command = self._one_task_per_node(f"{logs}/{log}_%t.log", wait)
+        return [*command, "-m", f"megatron_deberta.cluster.{module}", f"{logs}/job.json", logs.name]
+
+    def _one_task_per_node(self, output: str, wait: int) -> list[str]:
+        """Return the srun command of one Python process per node, in the container if there is one.
+
+        Args:
+            output: file of a task's output.
+            wait: seconds that tasks may outlive the first that ends; 0: no limit.
+        """
+        command = [
+            "srun", f"--nodes={self.nodes}", f"--ntasks={self.nodes}", "--ntasks-per-node=1",
+            # Not inherited from sbatch since SLURM 22.05.
+            f"--cpus-per-task={self.cpus_per_rank * self.ranks_per_node}",
+            "--distribution=block:block", "--mpi=none", "--input=none",
+            # The environment is that of job.json (see job.py).
+            "--export=ALL",
+            # The first rank may end normally while others still close their files.
+            "--kill-on-bad-exit=0",
+            f"--wait={wait}", "--open-mode=append", f"--output={output}",
+        ]  # fmt: skip
+        if self.container == "pyxis":
+            command += [f"--container-image={self.container_image}", "--no-container-mount-home"]
+            if self.container_mounts:
+                command.append(f"--container-mounts={','.join(self.container_mounts)}")
+        if self.container == "apptainer":
+            command += ["apptainer", "exec", "--nv"]
+            command += [f"--bind={mount}" for mount in self.container_mounts]
+            command.append(self.container_image)
+        return [*command, self.python]
+
 
 def make_spec(
     profile: ClusterProfile,
@@ -79,7 +168,7 @@ def make_spec(
     job_name: str,
     submission: Path,
     exported: Mapping[str, str] | None = None,
-    allow_config_change: bool,
+    allow_config_change: bool = False,
 ) -> JobSpec:
     """Combine a run and a cluster.
 
@@ -157,7 +246,7 @@ def sbatch_command(
         f"--cpus-per-task={spec.cpus_per_rank * spec.ranks_per_node}",
         f"--mem={profile.memory_gib_per_node}{'G' if profile.memory_gib_per_node else ''}",
         f"--time={profile.time_limit_minutes}",
-        f"--signal={stop_signal(spec)}@{profile.signal_seconds}",
+        f"--signal={spec.stop_signal}@{profile.signal_seconds}",
         "--requeue" if profile.requeue else "--no-requeue",
         "--open-mode=append", f"--output={output or f'{spec.run_dir}/{LOGS}/job_%j.log'}",
     ]  # fmt: skip
@@ -179,34 +268,6 @@ def sbatch_command(
     return [*command, str(BATCH_SCRIPT), spec.python, spec.code_root, str(job_file)]
 
 
-def for_nodes(spec: JobSpec, config: RunConfig, allocated: int) -> JobSpec:
-    """Return a job with as many of the allocated nodes as the global batch divides over.
-
-    Args:
-        spec: the job.
-        config: its run.
-        allocated: number of nodes that SLURM has allocated.
-
-    Raises:
-        ConfigError: the batch divides over no number of them.
-    """
-    for nodes in range(min(allocated, spec.nodes), 0, -1):
-        try:
-            validate_for_world(config, nodes * spec.ranks_per_node)
-        except MegatronDebertaError:
-            continue
-        return replace(spec, nodes=nodes)
-    raise ConfigError(
-        f"train.global_batch_size={config.train.global_batch_size} does not divide over any of 1 "
-        f"to {allocated} nodes of {spec.ranks_per_node} ranks; submit with other --nodes"
-    )
-
-
-def stop_signal(spec: JobSpec) -> str:
-    """Return SLURM's name of the signal that makes ranks save; torchrun forwards only SIGTERM."""
-    return "TERM" if spec.launcher == "torchrun" else "USR1"
-
-
 def attempt_name(job: str, restarts: int) -> str:
     """Return the name of a job attempt: the job's number and how often it was requeued."""
     return f"{job}.{restarts}"
@@ -215,76 +276,6 @@ def attempt_name(job: str, restarts: int) -> str:
 def log_folder(run_dir: str | Path, attempt: str) -> Path:
     """Return the folder of a job attempt's logs."""
     return Path(run_dir) / LOGS / attempt
-
-
-def srun_command(spec: JobSpec, logs: Path, rendezvous: str) -> list[str]:
-    """Return the command that starts a supervisor, or torchrun, on every node of an attempt.
-
-    Ranks are numbered node by node, which keeps tensor-parallel groups inside nodes.
-
-    Args:
-        spec: the job.
-        logs: folder of the attempt's logs.
-        rendezvous: ``address:port`` of rank 0, for torchrun.
-    """
-    if spec.launcher == "srun":
-        # Supervisors kill ranks that outlive others, then exit; this is for one that cannot.
-        wait = spec.exit_wait_seconds + SUPERVISOR_EXIT_SECONDS
-        return _module_per_node(spec, logs, "node", wait, "watchdog.supervisor")
-    return [
-        *_one_task_per_node(spec, f"{logs}/rank_%t.log", spec.exit_wait_seconds),
-        "-m", "torch.distributed.run", f"--nnodes={spec.nodes}",
-        f"--nproc-per-node={spec.ranks_per_node}", "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={rendezvous}", f"--rdzv-id={logs.name}", "--max-restarts=0",
-        "-m", *pretrain_arguments(spec),
-    ]  # fmt: skip
-
-
-def check_command(spec: JobSpec, logs: Path) -> list[str]:
-    """Return the command that checks every node of an attempt."""
-    return _module_per_node(spec, logs, "check", 0, "node_check")
-
-
-def pretrain_arguments(spec: JobSpec) -> list[str]:
-    """Return the arguments of ``python -m`` that run a rank."""
-    options = ["--allow-config-change"] if spec.allow_config_change else []
-    return ["megatron_deberta", "pretrain", spec.config, *options]
-
-
-def _module_per_node(spec: JobSpec, logs: Path, log: str, wait: int, module: str) -> list[str]:
-    """Return the srun command of a module of ``cluster/``, called with ``job.json`` and attempt."""
-    command = _one_task_per_node(spec, f"{logs}/{log}_%t.log", wait)
-    return [*command, "-m", f"megatron_deberta.cluster.{module}", f"{logs}/job.json", logs.name]
-
-
-def _one_task_per_node(spec: JobSpec, output: str, wait: int) -> list[str]:
-    """Return the srun command of one Python process per node, in the container if there is one.
-
-    Args:
-        spec: the job.
-        output: file of a task's output.
-        wait: seconds that tasks may outlive the first that ends; 0: no limit.
-    """
-    command = [
-        "srun", f"--nodes={spec.nodes}", f"--ntasks={spec.nodes}", "--ntasks-per-node=1",
-        # Not inherited from sbatch since SLURM 22.05.
-        f"--cpus-per-task={spec.cpus_per_rank * spec.ranks_per_node}",
-        "--distribution=block:block", "--mpi=none", "--input=none",
-        # The environment is that of job.json (see job.py).
-        "--export=ALL",
-        # The first rank may end normally while others still close their files.
-        "--kill-on-bad-exit=0",
-        f"--wait={wait}", "--open-mode=append", f"--output={output}",
-    ]  # fmt: skip
-    if spec.container == "pyxis":
-        command += [f"--container-image={spec.container_image}", "--no-container-mount-home"]
-        if spec.container_mounts:
-            command.append(f"--container-mounts={','.join(spec.container_mounts)}")
-    if spec.container == "apptainer":
-        command += ["apptainer", "exec", "--nv"]
-        command += [f"--bind={mount}" for mount in spec.container_mounts]
-        command.append(spec.container_image)
-    return [*command, spec.python]
 
 
 def profile_of_ranks(profile: ClusterProfile, ranks: int) -> tuple[ClusterProfile, int]:
@@ -342,7 +333,6 @@ def _arrays(
             run_dir=Path(config.train.run_dir),
             job_name="search",
             submission=Path(config.train.run_dir) / SUBMISSIONS / time,
-            allow_config_change=False,
         )
         for config in configs
     ]

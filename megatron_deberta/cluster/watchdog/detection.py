@@ -169,19 +169,16 @@ def diagnose_hang(views: Sequence[RankView], overdue: str, silent: Sequence[str]
         reason = f"{overdue}; no rank is behind, all wait for each other: check the network"
         return Diagnosis("hang", (), (), reason)
     first = min(suspects, key=lambda view: (view.position, view.rank))
-    others = ""
-    if len(suspects) > 1:
-        others = (
-            f"; equally likely: ranks {', '.join(str(v.rank) for v in suspects if v is not first)}"
-        )
+    others = [view for view in suspects if view is not first]
+    ranks = ", ".join(str(view.rank) for view in others)
+    equal = f"; equally likely: ranks {ranks}" if others else ""
     detail = f", {first.detail}" if first.detail else ""
     reason = (
         f"rank {first.rank} on {first.host} hangs in {first.section.label} at step {first.step}"
-        f"{detail}; {overdue}{others}"
+        f"{detail}; {overdue}{equal}"
     )
-    ordered = (first, *(view for view in suspects if view is not first))
-    hosts = tuple(dict.fromkeys(view.host for view in ordered))
-    return Diagnosis("hang", tuple(view.rank for view in ordered), hosts, reason)
+    hosts = tuple(dict.fromkeys(view.host for view in (first, *others)))
+    return Diagnosis("hang", (first.rank, *(view.rank for view in others)), hosts, reason)
 
 
 def diagnose_missing_node(absent: Sequence[int], num_nodes: int) -> Diagnosis:

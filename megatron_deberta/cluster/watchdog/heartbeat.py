@@ -21,8 +21,8 @@ import struct
 import tempfile
 import time
 import zlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -112,6 +112,7 @@ class Heartbeat(ProgressObserver):
             section: the section.
             step: optimizer steps done; None: unchanged.
         """
+        super().enter(section)
         self._beat[1] = int(section)
         if step is not None:
             self._beat[2] = step
@@ -121,14 +122,6 @@ class Heartbeat(ProgressObserver):
         """Record progress inside a section, such as a micro batch."""
         self._beat[0] += 1
         self._write()
-
-    @contextmanager
-    def section(self, section: Section) -> Iterator[None]:
-        """Be in another section during the context."""
-        before = Section(self._beat[1])
-        self.enter(section)
-        yield
-        self.enter(before)
 
     def add_times(self, *, steps: int = 0, data: int = 0, forward: int = 0, whole: int = 0) -> None:
         """Add steps, and nanoseconds of their parts; written with the next beat."""

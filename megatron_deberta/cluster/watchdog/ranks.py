@@ -191,11 +191,8 @@ def _find_error(lines: list[str]) -> str:
 
 def same_error(first: str, second: str) -> bool:
     """Return whether two errors are the same up to numbers, such as ports and addresses."""
-    return bool(first) and _without_numbers(first) == _without_numbers(second)
-
-
-def _without_numbers(text: str) -> str:
-    return re.sub(r"0x[0-9a-f]+|\d+", "#", text)
+    left, right = (re.sub(r"0x[0-9a-f]+|\d+", "#", error) for error in (first, second))
+    return bool(first) and left == right
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,17 +240,13 @@ def collect_diagnostics(folder: Path, pids: Mapping[int, int]) -> dict[int, Proc
 
 def _inspect(pid: int, stacks: str, is_dump: bool) -> ProcessDiagnostics:
     state = process_state(pid)
-    frames = _current_frames(stacks) if is_dump else []
+    # The thread that wrote, innermost frame first.
+    current = stacks.rpartition("Current thread")[2] if is_dump else ""
+    frames = [f"{m['file']}:{m['line']} {m['function']}" for m in _FRAME.finditer(current)]
     waiting = any(folder in frames[0] for folder in _COLLECTIVES) if frames else None
     states = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "stuck in the kernel"}
     parts = [states.get(state, ""), _system_call(pid), f"at {frames[0]}" if frames else ""]
     return ProcessDiagnostics(state, waiting, ", ".join(filter(None, parts)), stacks)
-
-
-def _current_frames(stacks: str) -> list[str]:
-    """Return the frames of the thread that wrote, innermost first, as ``file:line function``."""
-    _, _, current = stacks.rpartition("Current thread")
-    return [f"{m['file']}:{m['line']} {m['function']}" for m in _FRAME.finditer(current)]
 
 
 def process_state(pid: int) -> str:
@@ -317,6 +310,26 @@ class NodePlan:
     shows_rank_zero: bool = False
     """Copy what rank 0 writes to the supervisor's standard output."""
 
+    def rank_environment(self, local_rank: int, num_cores: int, folder: Path) -> dict[str, str]:
+        """Return the environment of a rank.
+
+        Args:
+            local_rank: number of the rank on the node.
+            num_cores: cores that it may use.
+            folder: folder of heartbeats.
+        """
+        variables: dict[str, object] = {
+            "RANK": self.node * self.ranks_per_node + local_rank,
+            "LOCAL_RANK": local_rank,
+            "WORLD_SIZE": self.num_nodes * self.ranks_per_node,
+            "LOCAL_WORLD_SIZE": self.ranks_per_node,
+            FOLDER_VARIABLE: folder,
+        }
+        if self.binds_cores and "OMP_NUM_THREADS" not in self.environment:
+            # Otherwise a rank would divide its own cores among all ranks again.
+            variables["OMP_NUM_THREADS"] = num_cores
+        return {**self.environment, **{key: str(value) for key, value in variables.items()}}
+
 
 @dataclass(slots=True)
 class RankProcess:
@@ -367,27 +380,3 @@ class RankProcess:
         """Return steps, and nanoseconds in data, forward and steps, since the start."""
         beat = self.beat
         return beat.steps_timed, beat.data_time, beat.forward_time, beat.step_time
-
-
-def rank_environment(
-    plan: NodePlan, local_rank: int, num_cores: int, folder: Path
-) -> dict[str, str]:
-    """Return the environment of a rank.
-
-    Args:
-        plan: of its node.
-        local_rank: number of the rank on the node.
-        num_cores: cores that it may use.
-        folder: folder of heartbeats.
-    """
-    variables: dict[str, object] = {
-        "RANK": plan.node * plan.ranks_per_node + local_rank,
-        "LOCAL_RANK": local_rank,
-        "WORLD_SIZE": plan.num_nodes * plan.ranks_per_node,
-        "LOCAL_WORLD_SIZE": plan.ranks_per_node,
-        FOLDER_VARIABLE: folder,
-    }
-    if plan.binds_cores and "OMP_NUM_THREADS" not in plan.environment:
-        # Otherwise a rank would divide its own cores among all ranks again.
-        variables["OMP_NUM_THREADS"] = num_cores
-    return {**plan.environment, **{key: str(value) for key, value in variables.items()}}

@@ -55,10 +55,6 @@ class NodeReport:
     diagnosis: Annotated[Diagnosis | None, Field(alias="verdict")] = None
     code: int | None = None
 
-    def to_json(self) -> bytes:
-        """Return the content of its file."""
-        return dump_json(self)
-
     @classmethod
     def from_json(cls, content: bytes) -> NodeReport:
         """Read the content of a report's file.
@@ -91,7 +87,7 @@ class ReportStore:
             OSError: the folder cannot be written.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._path(report.node), report.to_json(), durable=False)
+        write_atomically(self._path(report.node), dump_json(report), durable=False)
 
     def read(self, nodes: Iterable[int]) -> dict[int, NodeReport]:
         """Return the newest report of each of the nodes that has one, with ages as of now."""

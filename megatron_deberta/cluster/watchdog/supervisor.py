@@ -1,7 +1,8 @@
 """Supervisor of a node's ranks: starts them, watches them and reports why they ended.
 
 ``srun`` starts one per node: ``python -m megatron_deberta.cluster.watchdog.supervisor job.json
-NAME``; on a single machine ``megatron-deberta launch`` runs it. It does not import torch.
+NAME``. On a single machine ``megatron-deberta launch`` runs it, and again after failures
+(``run_local_job``, the local form of ``slurm.job``). It does not import torch.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from types import FrameType
 
-from megatron_deberta.cluster.monitor import RunMonitor
-from megatron_deberta.cluster.slurm.history import JobHistory
-from megatron_deberta.cluster.slurm.submit import JobSpec, log_folder, pretrain_arguments
+from megatron_deberta.cluster.monitor import Notifier, RunMonitor, export_once
+from megatron_deberta.cluster.slurm.history import HARMLESS, Decision, JobHistory
+from megatron_deberta.cluster.slurm.submit import JobSpec, attempt_name, log_folder
 from megatron_deberta.cluster.watchdog.detection import (
     Diagnosis,
     Limits,
@@ -45,7 +46,8 @@ from megatron_deberta.cluster.watchdog.ranks import (
     RankProcess,
     collect_diagnostics,
     divide_cores,
-    rank_environment,
+    error_in_log,
+    same_error,
 )
 from megatron_deberta.cluster.watchdog.reports import (
     NodeReport,
@@ -54,6 +56,7 @@ from megatron_deberta.cluster.watchdog.reports import (
     find_overdue,
 )
 from megatron_deberta.config import load_config
+from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import (
     EXIT_DONE,
     EXIT_FAILURE,
@@ -69,7 +72,6 @@ from megatron_deberta.processes import die_with_parent
 
 logger = logging.getLogger("supervisor")
 
-HARMLESS = (EXIT_DONE, EXIT_REQUEUE, EXIT_INTERRUPTED)
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 POLL_SECONDS = 0.2
 REPORT_SECONDS = 0.5
@@ -131,10 +133,13 @@ class Supervisor:
             93 or 2 if a rank exited with it; else 130 after SIGINT, 1 if a rank failed or hung,
             75 if one exited with it, or 0.
         """
-        handlers = {number: signal.signal(number, self._forward) for number in FORWARDED}
         plan = self._plan
-        cores = divide_cores(os.sched_getaffinity(0), plan.ranks_per_node)
-        try:
+        with ExitStack() as at_exit:
+            at_exit.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            for number in FORWARDED:
+                at_exit.callback(signal.signal, number, signal.signal(number, self._forward))
+            at_exit.callback(self._kill)
+            cores = divide_cores(os.sched_getaffinity(0), plan.ranks_per_node)
             for local_rank in range(plan.ranks_per_node):
                 self._ranks.append(self._start(local_rank, len(cores[local_rank])))
                 # One that came meanwhile has reached the ranks before this one only.
@@ -150,16 +155,11 @@ class Supervisor:
             if not self._exchange.flush(FINAL_REPORT_SECONDS):
                 logger.warning("the run folder does not answer: no final report")
             return code
-        finally:
-            self._kill()
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, local_rank: int, num_cores: int) -> RankProcess:
         plan = self._plan
         number = plan.node * plan.ranks_per_node + local_rank
-        environment = rank_environment(plan, local_rank, num_cores, self._folder)
+        environment = plan.rank_environment(local_rank, num_cores, self._folder)
         with suppress(OSError):  # a full disk
             plan.logs.mkdir(parents=True, exist_ok=True)
         is_shown = plan.shows_rank_zero and number == 0
@@ -406,14 +406,13 @@ class Supervisor:
         """Report changes of the set of stragglers, on the first node only."""
         if self._plan.node or self._absent(reports):
             return
-        everyone = (self._own_report(), *reports.values())
-        views = {view.rank: view for report in everyone for view in report.views}
-        sums = {
-            view.rank: times
-            for report in everyone
-            for view, times in zip(report.views, report.times, strict=True)
-        }
-        slow = self._watch_stragglers.update(sums)
+        pairs = [
+            pair
+            for report in (self._own_report(), *reports.values())
+            for pair in zip(report.views, report.times, strict=True)
+        ]
+        views = {view.rank: view for view, _ in pairs}
+        slow = self._watch_stragglers.update({view.rank: times for view, times in pairs})
         if slow is None:
             return
         ranks = tuple(sorted(item.rank for item in slow))
@@ -457,11 +456,10 @@ class Supervisor:
             return EXIT_DONE
         if signal.SIGINT in self._received or EXIT_INTERRUPTED in codes:
             return EXIT_INTERRUPTED
-        if codes & {-number for number in self._received}:
-            return EXIT_REQUEUE
-        if codes - {EXIT_DONE, EXIT_REQUEUE}:
+        is_stopped = codes & {-number for number in self._received}
+        if codes - {EXIT_DONE, EXIT_REQUEUE} and not is_stopped:
             return EXIT_FAILURE
-        return EXIT_REQUEUE if EXIT_REQUEUE in codes else EXIT_DONE
+        return EXIT_REQUEUE
 
 
 def node_plan(spec: JobSpec, attempt: str, variables: Mapping[str, str]) -> NodePlan:
@@ -482,12 +480,126 @@ def node_plan(spec: JobSpec, attempt: str, variables: Mapping[str, str]) -> Node
         num_nodes=spec.nodes,
         host=variables.get("SLURMD_NODENAME") or socket.gethostname(),
         ranks_per_node=spec.ranks_per_node,
-        command=(spec.python, "-m", *pretrain_arguments(spec)),
+        command=(spec.python, "-m", *spec.pretrain_arguments()),
         environment=dict(variables),
         logs=log_folder(spec.run_dir, attempt),
         exit_wait_seconds=spec.exit_wait_seconds,
         config=load_config(spec.config).cluster,
         binds_cores=spec.gpus_per_node > 0,
+    )
+
+
+def rank_command(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Return the command of each rank.
+
+    Args:
+        arguments: of ``pretrain``.
+    """
+    return (sys.executable, "-m", "megatron_deberta", "pretrain", *arguments)
+
+
+def run_local_job(config: RunConfig, arguments: Sequence[str], ranks: int, restarts: int) -> int:
+    """Train on this machine until the run has finished, cannot continue, or was told to stop.
+
+    Args:
+        config: configuration of the run, as the ranks read it.
+        arguments: arguments of ``pretrain``.
+        ranks: number of ranks.
+        restarts: number of restarts after failures.
+
+    Returns:
+        The exit code of the ranks; 93 after three attempts without progress, or two that failed
+        before the first step with the same error; 75, or 130 after SIGINT, if a stop signal came
+        while no ranks ran.
+    """
+    received: set[signal.Signals] = set()
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        received.add(signal.Signals(number))
+
+    with ExitStack() as at_exit:
+        # A supervisor has its own handlers while its ranks run.
+        for number in FORWARDED:
+            at_exit.callback(signal.signal, number, signal.signal(number, remember))
+        return _run_attempts(config, arguments, ranks, restarts, received)
+
+
+def _run_attempts(
+    config: RunConfig,
+    arguments: Sequence[str],
+    ranks: int,
+    restarts: int,
+    received: set[signal.Signals],
+) -> int:
+    """Run attempts until none follows; a signal in ``received`` ends the next one at its start."""
+    run_dir = config.train.run_dir
+    history = JobHistory(run_dir)
+    notifier = Notifier(config.cluster, run_dir)
+    # In place of SLURM's job number: date and time (UTC). That of a later job is larger.
+    job = time.strftime("%Y%m%d%H%M%S", time.gmtime())
+    before = history.path.stat().st_size if history.path.exists() else 0
+    history.append("submit", links=restarts + 1, nodes=1)
+    restart, former_error = 0, ""
+    while True:
+        attempt = attempt_name(job, restart)
+        plan = _local_plan(config, arguments, ranks, attempt)
+        history.start_attempt(attempt, plan.host)
+        supervisor = Supervisor(plan, received)
+        code = supervisor.run()
+        if code == EXIT_USAGE and restart == 0:
+            # Refused before the first step; a finished run stays one.
+            history.forget(before)
+            return code
+        diagnosis = ReportStore(run_dir, attempt).diagnose(1)
+        failed = diagnosis.ranks[0] if diagnosis and diagnosis.ranks else 0
+        # After a full disk the log lacks it.
+        error = error_in_log(plan.logs / f"rank_{failed}.log") or supervisor.errors.get(failed, "")
+        error = error if code else ""
+        reason = ": ".join(filter(None, (diagnosis.reason if diagnosis else "", error)))
+        decision = history.decide(code, reason)
+        startup_error = "" if _has_stepped(run_dir, attempt) else error
+        if decision.continues and same_error(startup_error, former_error):
+            repeated = f"two starts failed before the first step with the same error: {reason}"
+            decision = Decision(False, EXIT_NEVER_REQUEUE, repeated)
+        former_error = startup_error
+        # A signal to this process asked for the end; its sender starts it again.
+        is_stopped = bool(received) or code == EXIT_REQUEUE
+        again = decision.continues and not is_stopped and restart < restarts
+        decided = Decision(again, decision.code, decision.reason)
+        history.end_attempt(attempt, decided, code)
+        export_once(config.cluster, run_dir)
+        notifier.send_attempt_end(diagnosis, decided)
+        logger.warning("attempt %s: %s%s", attempt, decision.reason, "; starting again" * again)
+        if not again and decision.continues and received:
+            return EXIT_INTERRUPTED if signal.SIGINT in received else EXIT_REQUEUE
+        if not again:
+            return code if decision.continues else decision.code
+        restart += 1
+
+
+def _has_stepped(run_dir: str, attempt: str) -> bool:
+    """Return whether a rank of an attempt did a step, or whether that is unknown."""
+    reports = ReportStore(run_dir, attempt).read([0])
+    return not reports or any(steps for steps, *_ in reports[0].times)
+
+
+def _local_plan(config: RunConfig, arguments: Sequence[str], ranks: int, attempt: str) -> NodePlan:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return NodePlan(
+        run_dir=config.train.run_dir,
+        attempt=attempt,
+        node=0,
+        num_nodes=1,
+        host=socket.gethostname(),
+        ranks_per_node=ranks,
+        command=rank_command(arguments),
+        environment={**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        logs=log_folder(config.train.run_dir, attempt),
+        exit_wait_seconds=30.0,
+        config=config.cluster,
+        shows_rank_zero=True,
     )
 
 

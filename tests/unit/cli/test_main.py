@@ -397,6 +397,8 @@ def test_wrong_arguments_are_refused(
         ("generate RUN text --tokens 0", "--max-new-tokens", "--max-new-tokens: 0 must be"),
         ("plan RUN --world-size 0", "--ranks", "--ranks: 0 must be at least 1"),
         ("verify x --jobs 0", "--workers", "--workers: 0 must be at least 1"),
+        ("submit RUN --cluster dgx2 --links=0", "--max-attempts", "--max-attempts: 0 must be"),
+        ("submit RUN --cluster dgx2 --least-nodes=1", "--min-nodes", "RUN: "),
     ],
 )
 def test_former_options_work_with_a_warning(

@@ -64,12 +64,8 @@ def test_sections_steps_and_times_are_read_back(tmp_path: Path) -> None:
     assert after is not None
     assert (inside.section, inside.step, inside.position) == (Section.SAVE, 41, 4)
     assert (after.section, after.position) == (Section.STEP, 5)
-    assert (after.steps_timed, after.data_time, after.forward_time, after.step_time) == (
-        1,
-        5,
-        0,
-        20,
-    )
+    times = (after.steps_timed, after.data_time, after.forward_time, after.step_time)
+    assert times == (1, 5, 0, 20)
     assert 0 <= time.monotonic_ns() - after.time < 10**9
     # The last heartbeat remains after the end of its writer.
     assert read_beat(path) == after

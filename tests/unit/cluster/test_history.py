@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,15 +65,6 @@ def test_decision_by_exit_code(
     assert history.end_reason() == ""
 
 
-def test_run_ends_after_three_attempts_without_progress(history: JobHistory) -> None:
-    for _ in range(2):
-        begin(history)
-        assert finish(history, 1)[0]
-    begin(history)
-    assert finish(history, 1)[:2] == (False, 93)
-    assert "made no progress" in history.end_reason()
-
-
 def test_progress_resets_the_count_of_stalled_attempts(history: JobHistory, tmp_path: Path) -> None:
     for step in range(1, 9):
         begin(history)
@@ -129,11 +121,8 @@ def test_checkpoint_that_no_attempt_can_resume_is_no_progress(history: JobHistor
     assert history.stalled_attempts()[0] == 0
     history.start_attempt("7.5", "n")
     history.append("resume", step=100, samples=800)
-    assert history.decide(1) == Decision(
-        False,
-        93,
-        "6 consecutive job attempts made no progress; see the logs, then start the run again",
-    )
+    reason = "6 consecutive job attempts made no progress; see the logs, then start the run again"
+    assert history.decide(1) == Decision(False, 93, reason)
 
 
 def test_attempts_stopped_during_start_up_are_counted_apart(history: JobHistory) -> None:
@@ -161,7 +150,7 @@ def test_late_end_of_a_superseded_attempt_does_not_count(history: JobHistory) ->
     history.start_attempt("7.1", "n2")
     history.end_attempt("7.0", Decision(False, 93, "3 attempts"), 1)
     assert history.end_reason() == ""
-    assert history.is_running()
+    assert history.unfinished_attempt()
     assert history.is_superseded("7.0")
     assert not history.is_superseded("7.1")
     # An attempt whose start could not be recorded on a full disk is the newest.
@@ -171,13 +160,13 @@ def test_late_end_of_a_superseded_attempt_does_not_count(history: JobHistory) ->
 
 
 def test_cancelled(history: JobHistory) -> None:
-    assert not history.is_running()
+    assert not history.unfinished_attempt()
     begin(history)
     history.append("cancel")
-    assert history.is_running()
+    assert history.unfinished_attempt()
     assert finish(history, 75) == (False, 0, "cancelled")
     assert history.end_reason() == "cancelled"
-    assert not history.is_running()
+    assert not history.unfinished_attempt()
 
 
 def test_damaged_lines_are_ignored_and_spoil_no_later_one(history: JobHistory) -> None:
@@ -238,9 +227,10 @@ def test_submit_checks_what_the_run_has_measured(
 KILLED = "rank 1 on node2 was killed by signal 9 in step at step 3"
 
 
-def test_failures_expire(tmp_path: Path) -> None:
+def test_failures_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    nodes = BadNodes(tmp_path, hours=24, clock=lambda: now)
+    monkeypatch.setattr(time, "time", lambda: now)
+    nodes = BadNodes(tmp_path, hours=24)
     assert nodes.current() == {}
     nodes.record_failure(Diagnosis("hang", (1,), ("node2",), "hangs"))
     now += 3600
@@ -250,7 +240,7 @@ def test_failures_expire(tmp_path: Path) -> None:
     now = 1000.0 + 24 * 3600
     assert list(nodes.current()) == ["node1"]
     # Another process sees the same.
-    assert list(BadNodes(tmp_path, hours=24, clock=lambda: now).current()) == ["node1"]
+    assert list(BadNodes(tmp_path, hours=24).current()) == ["node1"]
 
 
 def test_two_killed_ranks_make_a_node_bad(tmp_path: Path) -> None:

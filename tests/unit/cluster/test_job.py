@@ -55,7 +55,7 @@ class Place:
         self.job("JobState=RUNNING Restarts=0")
         spec = make_spec(
             load_profile("local"), nodes=2, run_dir=self.run_dir, job_name="run",
-            submission=self.run_dir, allow_config_change=False,
+            submission=self.run_dir,
         )  # fmt: skip
         (folder / "job.json").write_bytes(spec.to_json())
         JobHistory(self.run_dir).append("submit")
@@ -313,7 +313,7 @@ def test_environment_of_job_json_takes_precedence(place: Place) -> None:
     profile = load_profile("dgx2")
     spec = make_spec(
         profile, nodes=1, run_dir=Path("/r"), job_name="r", submission=Path("/r/s"),
-        exported={"NCCL_DEBUG": "INFO"}, allow_config_change=False,
+        exported={"NCCL_DEBUG": "INFO"},
     )  # fmt: skip
     seen = rank_environment(spec, {"NCCL_IB_HCA": "x", "NCCL_DEBUG": "WARN", "LC_ALL": "C"})
     assert (seen["NCCL_IB_HCA"], seen["NCCL_DEBUG"], seen["LC_ALL"]) == ("mlx5", "INFO", "C")

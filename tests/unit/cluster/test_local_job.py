@@ -15,7 +15,7 @@ import pytest
 from megatron_deberta.cli.main import main
 from megatron_deberta.cluster.monitor import Notifier
 from megatron_deberta.cluster.slurm.history import JobHistory
-from megatron_deberta.cluster.watchdog import local_job
+from megatron_deberta.cluster.watchdog import supervisor
 from megatron_deberta.cluster.watchdog.detection import RankView
 from megatron_deberta.cluster.watchdog.ranks import NodePlan
 from megatron_deberta.cluster.watchdog.reports import NodeReport, ReportStore
@@ -40,9 +40,9 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             def run(self) -> int:
                 return left.pop(0)
 
-        monkeypatch.setattr(local_job, "Supervisor", Ends)
+        monkeypatch.setattr(supervisor, "Supervisor", Ends)
         config = RunConfig(train=TrainConfig(run_dir=str(tmp_path)))
-        code = local_job.run_local_job(config, [], 2, 3)
+        code = supervisor.run_local_job(config, [], 2, 3)
         return code, len(codes) - len(left)
 
     return run
@@ -115,9 +115,9 @@ def launch_with_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
                 ReportStore(plan.run_dir, plan.attempt).publish(report)
                 return 1
 
-        monkeypatch.setattr(local_job, "Supervisor", Fails)
+        monkeypatch.setattr(supervisor, "Supervisor", Fails)
         config = RunConfig(train=TrainConfig(run_dir=str(tmp_path)))
-        code = local_job.run_local_job(config, [], 2, 9)
+        code = supervisor.run_local_job(config, [], 2, 9)
         return code, len(attempts) - len(left)
 
     return run
@@ -175,14 +175,14 @@ def test_stop_signal_after_the_end_of_an_attempt_reaches_the_next_one(
 ) -> None:
     """Its ranks are started, and told to stop at once."""
     commands = iter([("false",), ("sleep", "60")])
-    plan_of = local_job._node_plan
+    plan_of = supervisor._local_plan
     monkeypatch.setattr(
-        local_job, "_node_plan",
+        supervisor, "_local_plan",
         lambda *arguments: replace(plan_of(*arguments), command=next(commands)),
     )  # fmt: skip
-    monkeypatch.setattr(local_job, "export_once", lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
+    monkeypatch.setattr(supervisor, "export_once", lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
     config = RunConfig(train=TrainConfig(run_dir=str(tmp_path)))
-    assert local_job.run_local_job(config, [], 1, 3) == EXIT_REQUEUE
+    assert supervisor.run_local_job(config, [], 1, 3) == EXIT_REQUEUE
     history = JobHistory(tmp_path)
     assert [event["event"] for event in history.current()].count("start") == 2
     assert history.end_reason() == "stopped by SIGUSR1 before the first step"

@@ -9,6 +9,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -130,7 +131,7 @@ def test_a_damaged_run_folder_does_not_end_the_monitor(
 def test_file_and_endpoint_of_prometheus(run: Run) -> None:
     pytest.importorskip("prometheus_client")
     file, port = run.folder / "export" / "run.prom", free_port()
-    with PrometheusExporter(run.folder, str(file), port) as exporter:
+    with closing(PrometheusExporter(run.folder, str(file), port)) as exporter:
         exporter.update(gather(run.folder, ask_slurm=False))
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
             served = answer.read().decode()
@@ -177,8 +178,7 @@ def test_the_dashboard_shows_exported_metrics(run: Run) -> None:
         for target in panel["targets"]
         for name in re.findall(rf"{PREFIX}_(\w+)", target["expr"])
     }
-    exported = {metric.name for metric in metrics_of(gather(run.folder, ask_slurm=False))}
-    assert shown == exported | {"condition"}
+    assert shown == {*metrics_of(gather(run.folder, ask_slurm=False)), "condition"}
 
 
 @pytest.fixture
@@ -221,22 +221,18 @@ def test_program_and_webhook_get_the_message(
 
 
 def test_only_chosen_events_are_sent(program: NotifyProgram) -> None:
-    config = ClusterConfig(notify=("append",), notify_events=("ended",))
-    notifier = Notifier(config, "run")
-    notifier.send("rollback", "to step 7")
     hang = Diagnosis("hang", (1,), ("node1",), "rank 1 hangs")
+    every = ClusterConfig(notify=("append",))
+    notifier = Notifier(replace(every, notify_events=("ended",)), "run")
+    notifier.send("rollback", "to step 7")
     notifier.send_attempt_end(hang, Decision(True, 75, "rank 1 hangs"))
     assert program.messages() == []
     notifier.send_attempt_end(None, Decision(False, 93, "no new checkpoint"))
     assert program.messages()[0]["text"] == "run: no new checkpoint (exit code 93)"
-
-
-def test_a_hang_is_told_and_a_requeue_is_not(program: NotifyProgram) -> None:
-    notifier = Notifier(ClusterConfig(notify=("append",)), "run")
-    hang = Diagnosis("hang", (1,), ("node1",), "rank 1 hangs")
-    notifier.send_attempt_end(hang, Decision(True, 75, "rank 1 hangs"))
-    notifier.send_attempt_end(None, Decision(True, 75, "stopped with a checkpoint"))
-    assert [message["event"] for message in program.messages()] == ["stalled"]
+    # By default a hang is told, and a requeue is not.
+    for diagnosis in (hang, None):
+        Notifier(every, "run").send_attempt_end(diagnosis, Decision(True, 75, "goes on"))
+    assert [message["event"] for message in program.messages()] == ["ended", "stalled"]
 
 
 def test_a_failing_target_is_logged_without_its_secret(
@@ -250,19 +246,13 @@ def test_a_failing_target_is_logged_without_its_secret(
     assert "SECRET" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    "target", ["rm -rf x", "/bin/true", "../append", "a/b", "", "file:///etc/passwd", "-x"]
-)
-def test_a_config_contains_no_command(target: str, tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(json.dumps({"cluster": {"notify": [target]}}))
-    with pytest.raises(ConfigError, match="neither a URL nor the name of a program"):
-        load_config(path)
+NO_PROGRAMS = ("rm -rf x", "/bin/true", "../append", "a/b", "", "file:///etc/passwd", "-x")
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
+        *(("notify", json.dumps([target])) for target in NO_PROGRAMS),
         ("notify_events", "[ended, strange]"),
         ("deadline", "tomorrow"),
         ("prometheus_port", "70000"),
@@ -270,5 +260,6 @@ def test_a_config_contains_no_command(target: str, tmp_path: Path) -> None:
     ],
 )
 def test_wrong_values_are_refused(key: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"cluster.{key}"):
+    problem = ".*neither a URL nor the name of a program" * (key == "notify")
+    with pytest.raises(ConfigError, match=f"cluster.{key}{problem}"):
         load_config(None, [f"cluster.{key}={value}"])

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_deberta.cluster import node_check
 from megatron_deberta.cluster.profile import ClusterProfile, load_profile
-from megatron_deberta.cluster.slurm.submit import JobSpec, check_command, make_spec
+from megatron_deberta.cluster.slurm.submit import JobSpec, make_spec
 from megatron_deberta.errors import ConfigError
 from tests.support.jobs import ROOT
 
@@ -31,7 +31,6 @@ def spec_of(folder: Path, nodes: int = 1, **values: object) -> JobSpec:
     profile = ClusterProfile(ranks_per_node=2, node_check=True)
     spec = make_spec(
         profile, nodes=nodes, run_dir=folder, job_name="a", submission=folder,
-        allow_config_change=False,
     )  # fmt: skip
     return replace(spec, **values)
 
@@ -100,8 +99,8 @@ def test_check_that_hangs_fails_and_the_next_ones_run(
     (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "job.json").write_bytes(spec_of(tmp_path, gpus_per_node=1).to_json())
     monkeypatch.setitem(node_check.CHECKS, "devices", (node_check.devices, 2.0))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    found = node_check.check_node(str(tmp_path / "job.json"), environment, ["devices", "clock"])
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    found = node_check.check_node(str(tmp_path / "job.json"), ["devices", "clock"])
     assert [(item.check, item.ok) for item in found] == [("devices", False), ("clock", True)]
     assert found[0].text == "no answer in 2 s; inspect the node"
 
@@ -129,7 +128,7 @@ def test_profiles_with_gpus_check_their_nodes() -> None:
         profile = load_profile(name)
         assert profile.node_check is checked
     spec = spec_of(Path("/runs/a"), nodes=16)
-    command = check_command(spec, Path("/runs/a/logs/7.0"))
+    command = spec.check_command(Path("/runs/a/logs/7.0"))
     assert {"--ntasks=16", "--output=/runs/a/logs/7.0/check_%t.log"} <= set(command)
     module = "megatron_deberta.cluster.node_check"
     assert command[-4:] == ["-m", module, "/runs/a/logs/7.0/job.json", "7.0"]

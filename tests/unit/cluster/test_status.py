@@ -21,7 +21,7 @@ from megatron_deberta.cluster.profile import load_profile
 from megatron_deberta.cluster.run_lock import Holder, RunLock
 from megatron_deberta.cluster.slurm import commands as slurm
 from megatron_deberta.cluster.slurm.history import BadNodes, JobHistory
-from megatron_deberta.cluster.slurm.status import gather, present_holder
+from megatron_deberta.cluster.slurm.status import gather
 from megatron_deberta.cluster.slurm.submit import make_spec
 from megatron_deberta.cluster.watchdog.detection import RankView
 from megatron_deberta.cluster.watchdog.reports import NodeReport, ReportStore
@@ -217,15 +217,6 @@ def test_queue_state(run_dir: Path, answer: str, state: str, queue: Slurm, show:
     assert json.loads(show(run_dir, "--json"))["state"] == state
 
 
-def test_present_holder(tmp_path: Path) -> None:
-    assert present_holder(tmp_path) == ""
-    with RunLock(tmp_path):
-        assert f"process {os.getpid()} on" in present_holder(tmp_path)
-        os.utime(tmp_path / "lock" / "00000001.json", (0, 0))
-        assert present_holder(tmp_path) == ""
-    assert present_holder(tmp_path) == ""
-
-
 def test_status_before_the_first_step(tmp_path: Path, show: Show) -> None:
     (tmp_path / "config.yaml").write_text("train: {}\n")
     shown = show(tmp_path)
@@ -360,7 +351,6 @@ def test_cancel(
     submission.mkdir(parents=True)
     spec = make_spec(
         load_profile("local"), nodes=1, run_dir=run_dir, job_name="run", submission=submission,
-        allow_config_change=False,
     )  # fmt: skip
     (submission / "job.json").write_bytes(spec.to_json())
     program = Slurm(scontrol="JobId=7 JobState=RUNNING Reason=None")
@@ -369,10 +359,6 @@ def test_cancel(
     assert [*program.calls[0]] == ["scancel", "--state=PENDING", "7"]
     assert program.calls[-1] == ["scancel", *([call] if call else []), "7"]
     assert JobHistory(run_dir).end_reason() == "cancelled"
-
-
-def test_cancel_of_nothing(tmp_path: Path) -> None:
-    assert main(["cancel", str(tmp_path)]) == 2
 
 
 @contextmanager

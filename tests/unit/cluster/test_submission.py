@@ -21,10 +21,8 @@ from megatron_deberta.cluster.slurm.job import job_file
 from megatron_deberta.cluster.slurm.submit import (
     BATCH_SCRIPT,
     JobSpec,
-    for_nodes,
     make_spec,
     sbatch_command,
-    srun_command,
 )
 from megatron_deberta.cluster.watchdog.supervisor import node_plan
 from megatron_deberta.config import load_config
@@ -39,7 +37,7 @@ LOGS = Path("/runs/a/logs/7.0")
 def spec_of(profile: ClusterProfile, **values: object) -> JobSpec:
     arguments = {
         "nodes": 16, "run_dir": Path("/runs/a"), "job_name": "a",
-        "submission": Path("/runs/a/submissions/1"), "allow_config_change": False, **values,
+        "submission": Path("/runs/a/submissions/1"), **values,
     }  # fmt: skip
     return make_spec(profile, **arguments)  # type: ignore[arg-type]
 
@@ -58,7 +56,7 @@ def test_sixteen_dgx2_nodes() -> None:
     script = command[-4:]
     assert script[0] == str(BATCH_SCRIPT)
     assert script[-1] == "/runs/a/submissions/1/job.json"
-    srun = srun_command(spec, LOGS, "10.0.0.1:12345")
+    srun = spec.srun_command(LOGS, "10.0.0.1:12345")
     assert {
         "--nodes=16", "--ntasks=16", "--ntasks-per-node=1", "--cpus-per-task=48",
         "--distribution=block:block", "--kill-on-bad-exit=0", "--wait=90",
@@ -92,11 +90,11 @@ def test_fewer_nodes_where_there_are_no_more() -> None:
     assert "--ntasks-per-node=1" not in command
     config = RunConfig(train=TrainConfig(global_batch_size=2048, micro_batch_size=8))
     # 256 micro batches: over 16 ranks a node, a power of two nodes.
-    assert [for_nodes(spec, config, given).nodes for given in (17, 16, 15, 8)] == [16, 16, 8, 8]
-    assert for_nodes(spec, config, 15) == replace(spec, nodes=8)
+    assert [spec.for_nodes(config, given).nodes for given in (17, 16, 15, 8)] == [16, 16, 8, 8]
+    assert spec.for_nodes(config, 15) == replace(spec, nodes=8)
     odd = RunConfig(train=TrainConfig(global_batch_size=24, micro_batch_size=8))
     with pytest.raises(ConfigError, match="global_batch_size=24 does not divide over any of 1 to"):
-        for_nodes(spec, odd, 15)
+        spec.for_nodes(odd, 15)
 
 
 def test_bad_nodes_are_avoided_besides_the_profile_s() -> None:
@@ -107,9 +105,7 @@ def test_bad_nodes_are_avoided_besides_the_profile_s() -> None:
     assert "--exclude=n1,n2,n7" in sbatch_command(spec, profile, Path("/j"), bad_nodes=("n7",))
     spec = spec_of(load_profile("local"))
     assert not any("exclude" in text for text in sbatch_command(spec, profile, Path("/j")))
-
-
-def test_any_number_of_bad_nodes_is_avoided() -> None:
+    # Any number of them.
     nodes = tuple(f"gpu-node-{number:04d}.cluster.example.org" for number in range(300))
     profile = replace(load_profile("local"), exclude=",".join(nodes[:20]))
     command = sbatch_command(spec_of(profile), profile, Path("/j"), bad_nodes=nodes)
@@ -123,11 +119,11 @@ def test_containers_and_torchrun() -> None:
         load_profile("dgx_h100"), container="pyxis", container_image="nvcr.io#nvidia/pytorch:26.10",
         container_mounts=("/lustre:/lustre", "/data:/data:ro"),
     )  # fmt: skip
-    srun = srun_command(spec_of(profile), LOGS, "h:1")
+    srun = spec_of(profile).srun_command(LOGS, "h:1")
     assert "--container-image=nvcr.io#nvidia/pytorch:26.10" in srun
     assert "--container-mounts=/lustre:/lustre,/data:/data:ro" in srun
     profile = replace(profile, container="apptainer", container_image="/images/a.sif")
-    srun = srun_command(spec_of(profile), LOGS, "h:1")
+    srun = spec_of(profile).srun_command(LOGS, "h:1")
     at = srun.index("apptainer")
     assert srun[at : at + 6] == [
         "apptainer", "exec", "--nv", "--bind=/lustre:/lustre", "--bind=/data:/data:ro",
@@ -135,9 +131,9 @@ def test_containers_and_torchrun() -> None:
     ]  # fmt: skip
     profile = replace(load_profile("dgx_h100"), launcher="torchrun")
     spec = spec_of(profile, nodes=2)
-    assert "--ntasks=2" in srun_command(spec, LOGS, "h:1")
-    assert "--nproc-per-node=8" in srun_command(spec, LOGS, "h:1")
-    assert "--rdzv-endpoint=h:1" in srun_command(spec, LOGS, "h:1")
+    assert "--ntasks=2" in spec.srun_command(LOGS, "h:1")
+    assert "--nproc-per-node=8" in spec.srun_command(LOGS, "h:1")
+    assert "--rdzv-endpoint=h:1" in spec.srun_command(LOGS, "h:1")
     command = sbatch_command(spec, profile, Path("/j"))
     assert {"--ntasks-per-node=1", "--cpus-per-task=112", "--signal=TERM@600"} <= set(command)
 
@@ -363,23 +359,6 @@ def test_only_named_variables_of_the_shell_reach_the_job(
         code, _, errors = dry_run(capsys, *arguments, "--export", option)
         assert code == 2
         assert message in errors
-
-
-@pytest.mark.parametrize(
-    ("former", "new"), [("--least-nodes=16", "--min-nodes=16"), ("--links=2", "--max-attempts=2")]
-)
-def test_former_option_names_work_with_a_warning(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, former: str, new: str
-) -> None:
-    run = str(ROOT / "configs" / "runs" / "1.5b_dgx2.yaml")
-    arguments = (run, "--cluster", "dgx2", f"train.run_dir={tmp_path}/run")
-    code, printed, errors = dry_run(capsys, *arguments, former)
-    names = (former.partition("=")[0], new.partition("=")[0])
-    assert errors == "megatron-deberta submit: warning: {} is now {}\n".format(*names)
-    again = dry_run(capsys, *arguments, new)
-    assert again[0] == code == 0
-    assert again[2] == ""
-    assert re.sub(r"submissions/\w+", "", again[1]) == re.sub(r"submissions/\w+", "", printed)
 
 
 def test_torch_builds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,12 +85,9 @@ def test_hang_is_detected_and_its_rank_named(
     assert ranks.run() == [1, 1], ranks.logs
     assert ranks.seconds_since_fault() < WITHIN
     diagnosis = ranks.diagnosis()
-    assert (diagnosis.kind, diagnosis.ranks, diagnosis.hosts) == (
-        "hang",
-        (rank,),
-        (f"node{rank // 2}",),
-    )
-    assert f"rank {rank} on node{rank // 2} {words}" in diagnosis.reason
+    host = f"node{rank // 2}"
+    assert (diagnosis.kind, diagnosis.ranks, diagnosis.hosts) == ("hang", (rank,), (host,))
+    assert f"rank {rank} on {host} {words}" in diagnosis.reason
     # The rest may contain each node's own measurement of the delay.
     assert all(diagnosis.reason.partition(";")[0] in log for log in ranks.logs)
     waiting = (rank + 2) % 4
@@ -347,24 +344,19 @@ def test_signal_while_ranks_are_started_reaches_all(tmp_path: Path, count: int) 
     assert [rank.code for rank in supervisor._ranks] == [-signal.SIGTERM] * 2
 
 
-def own_supervisor(tmp_path: Path, nodes: int, age: float) -> Supervisor:
-    """Return a supervisor of one rank in a step, which has not progressed for ``age`` seconds."""
-    supervisor = Supervisor(plan_of(tmp_path, "true", num_nodes=nodes))
-    last = time.monotonic_ns() - int(age * 1e9)
-    beat = Beat(100, Section.STEP, 9, last, pid=1, steps_timed=9)
-    process = subprocess.Popen(["sleep", "60"])
-    supervisor._ranks = [RankProcess(0, process, beat)]
-    supervisor._started = supervisor._resumed = time.monotonic() - 10_000
-    return supervisor
-
-
 @pytest.fixture
 def supervisor_of(tmp_path: Path) -> Iterator[Any]:
+    """Supervisors of one rank in a step, which has not progressed for ``age`` seconds."""
     made = []
 
-    def make(**values: Any) -> Supervisor:
-        made.append(own_supervisor(tmp_path, **values))
-        return made[-1]
+    def make(nodes: int, age: float) -> Supervisor:
+        supervisor = Supervisor(plan_of(tmp_path, "true", num_nodes=nodes))
+        made.append(supervisor)
+        last = time.monotonic_ns() - int(age * 1e9)
+        beat = Beat(100, Section.STEP, 9, last, pid=1, steps_timed=9)
+        supervisor._ranks = [RankProcess(0, subprocess.Popen(["sleep", "60"]), beat)]
+        supervisor._started = supervisor._resumed = time.monotonic() - 10_000
+        return supervisor
 
     yield make
     for supervisor in made:

@@ -47,12 +47,8 @@ def test_records_are_json_lines_in_order(tmp_path: Path) -> None:
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     with closing(MetricsWriter(tmp_path, tensorboard=False)) as writer:
         writer.write(1, {"grad_norm": float("inf"), "loss": float("nan")})
-    assert read_metrics(writer.path)[0] == {
-        "step": 1,
-        "kind": "train",
-        "grad_norm": None,
-        "loss": None,
-    }
+    nulls = {"grad_norm": None, "loss": None}
+    assert read_metrics(writer.path)[0] == {"step": 1, "kind": "train", **nulls}
 
 
 @pytest.mark.parametrize("value", ["0.9", True])
