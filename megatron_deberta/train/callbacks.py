@@ -21,7 +21,7 @@ from megatron_deberta.evaluate.selection import SCORE, Selection, record_selecti
 from megatron_deberta.evaluate.validation import Evaluation
 from megatron_deberta.evaluate.validation_samples import FILE_NAME as SAMPLES_FILE
 from megatron_deberta.evaluate.validation_samples import SampleRecorder, SampleWriter
-from megatron_deberta.observe.metrics import JsonLines, RecordKind, StepRecord
+from megatron_deberta.observe.metrics import JsonLines, RecordKind
 from megatron_deberta.observe.progress import Section
 from megatron_deberta.observe.timeline import Timeline
 from megatron_deberta.tasks.class_scores import FILE_NAME as CLASS_SCORES_FILE
@@ -101,33 +101,28 @@ class LogMetrics(Callback):
         return step % trainer.segment.config.log.every == 0 or is_end_of_phase
 
     def _write(self, trainer: Trainer, records: RunRecords, result: StepResult) -> None:
-        labels = {"consumed_samples": trainer.state.consumed_samples, **self._labels}
-        records.record_step(self._record(trainer, result), labels)
-        self._losses = []
-
-    def _record(self, trainer: Trainer, result: StepResult) -> StepRecord:
-        meter, step = trainer.meter, trainer.state.step
-        speed = meter.lap()
+        step, speed = trainer.state.step, trainer.meter.lap()
         # If all updates since the last record were skipped, report the loss of this step.
         losses = self._losses or [result.loss]
         seconds_left = (last_step(trainer.config) - step) * speed.seconds_per_step
         if self._work:
             flops = sum(max(0, end - max(first, step)) * each for first, end, each in self._work)
             seconds_left = flops / speed.flops_per_second
-        return StepRecord(
-            step=step,
-            loss=sum(losses) / len(losses),
-            learning_rate=result.learning_rate,
-            grad_norm=result.outcome.grad_norm,
-            loss_scale=result.outcome.loss_scale,
-            tokens_per_second=speed.tokens_per_second,
-            utilization=speed.utilization,
-            hardware_utilization=speed.hardware_utilization,
-            flops_per_second=speed.flops_per_second,
-            matmul_flops_per_second=meter.matmul_rate,
-            seconds_left=seconds_left,
-            metrics=result.metrics,
-        )
+        values = {
+            "loss": sum(losses) / len(losses),
+            "learning_rate": result.learning_rate,
+            "grad_norm": result.outcome.grad_norm,
+            "loss_scale": result.outcome.loss_scale,
+            "tokens_per_second": speed.tokens_per_second,
+            "utilization": speed.utilization,
+            "hardware_utilization": speed.hardware_utilization,
+            "flops_per_second": speed.flops_per_second,
+            "matmul_flops_per_second": trainer.meter.matmul_rate,
+            "seconds_left": seconds_left,
+        }
+        labels = {"consumed_samples": trainer.state.consumed_samples, **self._labels}
+        records.record_step(step, values, result.metrics, labels)
+        self._losses = []
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from megatron_deberta.observe.console import LiveConsole
 from megatron_deberta.observe.metrics import (
     MetricsWriter,
     RecordKind,
-    StepRecord,
     WandbWriter,
     plot_loss,
     read_metrics,
@@ -148,18 +147,23 @@ class RunRecords:
             for record in read_metrics(self.writer.path)
         )
 
-    def record_step(self, record: StepRecord, labels: Mapping[str, float]) -> None:
+    def record_step(
+        self,
+        step: int,
+        values: Mapping[str, float],
+        metrics: Mapping[str, float],
+        labels: Mapping[str, float],
+    ) -> None:
         """Record and show the steps since the last record.
 
         Args:
-            record: their metrics; its fields and ``metrics`` are the keys of the line.
-            labels: further keys.
+            step: the last one.
+            values: their loss, rates and duration; with ``metrics`` the keys of the line.
+            metrics: further losses and accuracies of the objective.
+            labels: further keys, which are not shown.
         """
-        self.console.update(record)
-        values = asdict(record)
-        values |= values.pop("metrics")
-        step = values.pop("step")
-        self.writer.write(step, {**values, **labels})
+        self.console.update(step, values, metrics)
+        self.writer.write(step, {**values, **metrics, **labels})
 
     def record_skip(self, step: int, result: StepResult) -> None:
         """Record and show that an update was skipped."""

@@ -268,7 +268,7 @@ class Trainer:
             batches = self.inputs.take()
             observer.add_times(data=time.perf_counter_ns() - begin)
             observer.enter(Section.STEP)
-            result = self.train_step(self.state.step, batches.device, self._meanwhile)
+            result = self.train_step(self.state.step, batches, self._meanwhile)
             self.state = self.state.advanced(self.segment.config.train.global_batch_size)
             observer.add_times(forward=result.forward_time)
             if result.rollback:
@@ -276,7 +276,7 @@ class Trainer:
             request = self.requests.poll()
             whole = time.perf_counter_ns() - begin
             observer.add_times(steps=1, whole=whole)
-            self.batches, self.step_seconds = batches.host, whole / 1e9
+            self.batches, self.step_seconds = self.inputs.host, whole / 1e9
             self.ending, self.save_requested = self._ending(request), request.save
             self._call_callbacks(result)
             stop = request.stop or self.ending is Ending.STOPPED

@@ -297,7 +297,7 @@ class Written:
     def advance(self, step: int) -> None:
         pass
 
-    def update(self, record: Any) -> None:
+    def update(self, *record: Any) -> None:
         pass
 
 

@@ -106,13 +106,13 @@ def test_a_step_is_copied_beside_the_one_that_runs_and_handed_over(streams: Fake
     streams.log.clear()
     taken = queue.take()
     assert streams.log == ["compute waits for side's mark", *kept]
-    assert [int(part.sample_index[0]) for part in taken.device] == [2, 3]
+    assert [int(part.sample_index[0]) for part in taken] == [2, 3]
 
 
 def test_batches_are_on_the_device_and_stay_on_the_host(streams: FakeStreams) -> None:
-    taken = InputQueue(loader(0, []), torch.device("meta"), streams).take()
-    assert {part.inputs.input_ids.device.type for part in taken.device} == {"meta"}
-    assert [part.sample_index.item() for part in taken.host] == [0, 1]
+    queue = InputQueue(loader(0, []), torch.device("meta"), streams)
+    assert {part.inputs.input_ids.device.type for part in queue.take()} == {"meta"}
+    assert [part.sample_index.item() for part in queue.host] == [0, 1]
 
 
 def test_without_a_device_nothing_is_ahead() -> None:
