@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.batch import MicroBatch, batches_from_bytes, batches_to_bytes
 from megatron_deberta.distributed.control import all_reduce_max, gather_rows
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.engine.base import Engine, Placements
+from megatron_deberta.engine.base import Placements
 from megatron_deberta.errors import LossScaleError, ReplicaError
 from megatron_deberta.train.records import RunRecords
 from megatron_deberta.train.stability.guard import NONFINITE
@@ -48,25 +47,14 @@ class RerunStep(TrainStep):
     over each gradient.
 
     Args:
-        engine: as in `TrainStep`.
-        config: as in `TrainStep`.
-        groups: as in `TrainStep`.
+        arguments: those of `TrainStep`.
         on_verdict: called with what a second run has shown.
-        options: the other arguments of `TrainStep`.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        config: RunConfig,
-        groups: ProcessGroups,
-        *,
-        on_verdict: Callable[[Verdict], None] = lambda verdict: None,
-        **options: Any,
-    ) -> None:
-        super().__init__(engine, config, groups, **options)
+    def __init__(self, *arguments: Any, on_verdict: Callable[[Verdict], None]) -> None:
+        super().__init__(*arguments)
         self._on_verdict = on_verdict
-        self._record = ComputationRecord(engine.module)
+        self._record = ComputationRecord(self._engine.module)
         self._last: tuple[UpdatePass, Sequence[MicroBatch]] | None = None
 
     def _run(
@@ -121,29 +109,30 @@ class RerunStep(TrainStep):
         one.engine.load_state_dict(scalars)
         return self._record.table(), not is_nonfinite
 
-    def check_last(self, cause: str, ranks: Sequence[int]) -> Verdict | None:
-        """Run the last step again after its replicas were found to differ. Collective.
+    def explained(self, error: ReplicaError, specs: Placements) -> ReplicaError:
+        """Return an error with the verdict about differing replicas. Collective over all ranks.
 
-        Call it with equal replicas. The state is not to be trained on afterwards.
+        Makes the replicas equal and runs the last step again, if there is one. The state is not to
+        be trained on afterwards.
 
         Args:
-            cause: for the verdict.
-            ranks: whose replicas differed.
-
-        Returns:
-            The verdict; None: no step was taken.
+            error: of ``check_replicas``.
+            specs: placement of every parameter.
         """
         if self._last is None:
-            return None
+            return error
+        make_equal(self._engine.module, specs, self._groups, error.differing)
         one, batches = self._last
         compute, none = functools.partial(self._compute, one), [None] * len(batches)
         first, _ = compute(batches, none)
         verdict = run_again(
-            one.step + 1, cause, first, compute, batches, none, self._groups, has_failed=False
-        )
+            one.step + 1, "replicas differ", first, compute, batches, none, self._groups,
+            has_failed=False,
+        )  # fmt: skip
+        ranks = sorted({rank for ranks in error.differing.values() for rank in ranks})
         verdict = verdict.about_replicas(places(ranks, self._groups))
         self._on_verdict(verdict)
-        return verdict
+        return ReplicaError(f"{error}; {verdict}", error.differing)
 
 
 class ComputationRecord:
@@ -264,47 +253,23 @@ def _exchange(own: Tensor, other: Tensor, groups: ProcessGroups) -> Tensor:
     return other
 
 
-@dataclass(slots=True)
-class FaultReports:
-    """Reports verdicts to the log, ``metrics.jsonl`` and the job history.
+def report_verdict(
+    verdict: Verdict, groups: ProcessGroups, records: RunRecords | None, lock: FolderLock
+) -> None:
+    """Report a verdict, which all ranks have, to the log, ``metrics.jsonl`` and the job history.
 
     Args:
-        groups: the rank grid.
-        lock: has the job history.
-
-    Attributes:
+        verdict: the verdict.
+        groups: the rank grid; rank 0 reports.
         records: of the present segment, on rank 0.
-        train_step: of the present segment, with ``guard.rerun``.
+        lock: has the job history.
     """
-
-    groups: ProcessGroups
-    lock: FolderLock
-    records: RunRecords | None = field(default=None, init=False)
-    train_step: RerunStep | None = field(default=None, init=False)
-
-    def report(self, verdict: Verdict) -> None:
-        """Report a verdict, which all ranks have; rank 0 does."""
-        if self.groups.rank == 0:
-            logger.error("%s", verdict)
-            if self.records is not None:
-                self.records.record_verdict(verdict)
-            places: list[Mapping[str, int | str]] = [
-                {"rank": place.rank, "host": place.host, "device": place.device}
-                for place in verdict.places
-            ]
-            self.lock.record_fault(step=verdict.step, verdict=verdict.kind, places=places)
-
-    def explained(self, error: ReplicaError, module: nn.Module, specs: Placements) -> ReplicaError:
-        """Return an error with the verdict about differing replicas. Collective over all ranks.
-
-        Args:
-            error: of ``check_replicas``.
-            module: the model, whose replicas are made equal.
-            specs: placement of every parameter.
-        """
-        if self.train_step is None:
-            return error
-        make_equal(module, specs, self.groups, error.differing)
-        ranks = sorted({rank for ranks in error.differing.values() for rank in ranks})
-        verdict = self.train_step.check_last("replicas differ", ranks)
-        return error if verdict is None else ReplicaError(f"{error}; {verdict}", error.differing)
+    if groups.rank == 0:
+        logger.error("%s", verdict)
+        if records is not None:
+            records.record_verdict(verdict)
+        lock.record_fault(
+            step=verdict.step,
+            verdict=verdict.kind,
+            places=[asdict(place) for place in verdict.places],
+        )

@@ -103,7 +103,7 @@ def test_a_step_waits_once(
     model = build_model(config, groups, DTYPES[dtype])
     requests = Requests(StopSignal(), str(tmp_path), groups)
     engine = build_engine(config, model.module, model.specs, groups)
-    step = TrainStep(engine, config, groups, flags=requests)
+    step = TrainStep(engine, config, groups, requests=requests)
     batches = [fake_batch(groups.device, False, padded=False)[0]] * 2
     update, operators, lists = engine.step, Operators(), []
 
