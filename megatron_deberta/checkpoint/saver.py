@@ -9,7 +9,7 @@ time while training waits. The ranks agree on the commit in the main thread.
 
 from __future__ import annotations
 
-import datetime
+import functools
 import json
 import math
 import os
@@ -33,7 +33,7 @@ from megatron_deberta.checkpoint.retention import Retention, delete_expired
 from megatron_deberta.checkpoint.writer import UNLOCKED, Fence, OwnedState
 from megatron_deberta.distributed.control import all_reduce_max, gather_bytes
 from megatron_deberta.distributed.parallelize.plan import ParameterSpec
-from megatron_deberta.distributed.topology import ProcessGroups
+from megatron_deberta.distributed.topology import ProcessGroups, host_group
 from megatron_deberta.engine.base import Engine, LocalShard
 
 FREE_SHARE = 0.5
@@ -448,18 +448,14 @@ class Saver:
             self.run_dir, metadata, kinds, shapes, self.groups, self.fence
         )
         writer.begin(staged)
-
-        def write(states: Iterator[OwnedState]) -> None:
-            writer.write(staged, states)
-
+        write = functools.partial(writer.write, staged)
         work = Work("checkpoint", collector, write, began, in_background=in_background)
         self._save = work, staged, retention or Retention()
 
     def _collector(self, *, in_turn: bool) -> StateCollector:
         """Return the collector, built at the first save of its kind. Collective: all ranks."""
-        if self.groups.world_size > 1 and self._group is None:
-            timeout = datetime.timedelta(minutes=self.timeout_minutes)
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
+        if self._group is None:
+            self._group = host_group(self.groups, self.timeout_minutes)
         if in_turn not in self._collectors:
             self._collectors[in_turn] = StateCollector(
                 self.engine, self.specs, self.groups, self._group, writer.FILE_BYTES,

@@ -160,19 +160,15 @@ class PeriodicEvaluation(Callback):
         raise NotImplementedError
 
     def show(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Record an evaluation; called on rank 0."""
-        raise NotImplementedError
-
-    @property
-    def is_active(self) -> bool:
-        """Whether there is something to evaluate on."""
-        return True
+        """Record and show an evaluation; called on rank 0."""
+        assert trainer.records is not None
+        trainer.records.report(trainer.state.step, self.kind, evaluation)
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> bool:
         """Evaluate, if due; not when interrupted, because time is limited then."""
         ending = trainer.ending
         is_due = ending is Ending.FINISHED or (ending is None and self._is_due(trainer))
-        return self.is_active and is_due and not self.run(trainer, trainer.selection)
+        return is_due and not self.run(trainer, trainer.selection)
 
     def run(self, trainer: Trainer, selection: Selection) -> bool:
         """Evaluate now; return whether it was completed. Collective over all ranks.
@@ -269,10 +265,9 @@ class Validate(PeriodicEvaluation):
             folder = None if trainer.records is None else trainer.records.run_dir
             select_committed(trainer.selection, state.step, groups, folder)
 
-    @property
-    def is_active(self) -> bool:
-        """Whether the run has a validation."""
-        return self._evaluate is not None
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> bool:
+        """Validate, if due and if the run has a validation."""
+        return self._evaluate is not None and super().on_step_end(trainer, result)
 
     @staticmethod
     def _validation(trainer: Trainer, validator: Validator) -> Evaluate:
@@ -290,11 +285,10 @@ class Validate(PeriodicEvaluation):
 
     def show(self, trainer: Trainer, evaluation: Evaluation) -> None:
         """Record the metrics, the samples and the scores by class."""
-        assert trainer.records is not None
+        super().show(trainer, evaluation)
         assert self._writer is not None
         assert self._classes is not None
         step = trainer.state.step
-        trainer.records.report(step, evaluation)
         self._writer.write(step)
         if evaluation.class_scores is not None:
             self._classes.append({"step": step, **evaluation.class_scores.to_dict()})
@@ -323,11 +317,6 @@ class EvaluateMinimalPairs(PeriodicEvaluation):
         """Score all pairs."""
         module, must_stop = trainer.engine.module, trainer.requests.must_stop
         return self.task.evaluate(module, trainer.groups, must_stop)
-
-    def show(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Record the accuracies."""
-        assert trainer.records is not None
-        trainer.records.report_minimal_pairs(trainer.state.step, evaluation)
 
 
 class CheckReplicas(Callback):

@@ -174,16 +174,14 @@ class RunRecords:
             f"step {step}: no update, {result.skip} | loss {result.loss:.4f} | grad norm {norm:.3f}"
         )
 
-    def report_minimal_pairs(self, step: int, evaluation: Evaluation) -> None:
-        """Record and show an evaluation of minimal pairs."""
-        self.writer.write(step, evaluation.metrics, kind="minimal_pairs")
-        self.console.note(f"minimal pairs at step {step} | {evaluation.text}")
-
-    def report(self, step: int, evaluation: Evaluation) -> None:
-        """Record and show a validation."""
-        self.writer.write(step, evaluation.metrics, kind="validation")
-        baseline = "" if self._unigram is None else f" | unigram loss {self._unigram:.4f}"
-        self.console.note(f"validation at step {step} | {evaluation.text}{baseline}")
+    def report(self, step: int, kind: RecordKind, evaluation: Evaluation) -> None:
+        """Record and show a validation, or an evaluation of minimal pairs."""
+        self.writer.write(step, evaluation.metrics, kind=kind)
+        baseline = ""
+        if kind == "validation" and self._unigram is not None:
+            baseline = f" | unigram loss {self._unigram:.4f}"
+        what = kind.replace("_", " ")
+        self.console.note(f"{what} at step {step} | {evaluation.text}{baseline}")
 
     def record_checkpoint(self, step: int, saved: Saved) -> None:
         """Record the time that a checkpoint took."""

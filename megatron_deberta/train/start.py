@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_deberta.checkpoint import store
-from megatron_deberta.checkpoint.layout import COMMITTED_FILE, committed_steps
+from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.checkpoint.reader import CheckpointReader, StoredRun
 from megatron_deberta.checkpoint.resume import (
     check_continuation,
@@ -145,9 +145,8 @@ def _extended(reader: CheckpointReader, config: RunConfig) -> StoredRun:
 
 def _continue(config: RunConfig, groups: ProcessGroups, identity: Identity) -> Start:
     """Open ``checkpoint.continue_from`` as the state of a new run."""
-    path = Path(config.checkpoint.continue_from or "")
-    if not (path / COMMITTED_FILE).exists():
-        path = store.find_newest(path) or path
+    given = Path(config.checkpoint.continue_from or "")
+    path = store.find_state(given) or given
     reader = store.open_intact(path, groups, hashes=config.checkpoint.verify)
     changed = check_continuation(
         reader, config, tokenizer_fingerprint=identity.tokenizer_fingerprint

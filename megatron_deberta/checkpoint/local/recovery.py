@@ -251,14 +251,12 @@ class LocalRecovery:
             self.run_dir, manifest.metadata, state_kinds(manifest.metadata.config),
             manifest.parameters, self.groups, self.fence, candidate.world_size,
         )  # fmt: skip
-        writer.begin(staged)
-        failure: OSError | None = None
-        try:
+
+        def copy() -> None:
             for part in mine:
                 _copy(part, part_dir(self.folder, part.save, part.rank), staged.staging)
-        except OSError as error:
-            failure = error
-        return writer.commit(staged, failure)
+
+        return writer.save(staged, copy)
 
 
 def _copy(part: PartManifest, source: Path, staging: Path) -> None:
