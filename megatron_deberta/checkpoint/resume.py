@@ -66,6 +66,13 @@ WITH_FLAG = _keys(
     objective="class_path",
     finetune="epochs class_weights focal_gamma",
 )
+# Keys that do not change what the weights mean.
+_OF_TRAINING = _keys(model="hidden_dropout attention_dropout initializer_range conv_init")
+# Keys of the head: another one than the checkpoint's starts from new weights.
+_OF_HEADS = _keys(
+    model="head labels head_dropout pooler_activation normalize_embeddings next_sentence_head "
+    "mask_decoder_passes generator_layers embedding_sharing"
+)
 
 
 def check_resume(
@@ -229,34 +236,18 @@ def check_same_architecture(reader: CheckpointReader, config: RunConfig) -> None
     Raises:
         CheckpointError: a key of the architecture differs.
     """
-    training_keys = {
-        "model.hidden_dropout",
-        "model.attention_dropout",
-        "model.initializer_range",
-        "model.conv_init",
-    }
+    may_differ = _OF_TRAINING
     if config.finetune.task:
-        # Another head than the checkpoint's starts from new weights.
-        training_keys |= {
-            "model.head",
-            "model.labels",
-            "model.head_dropout",
-            "model.pooler_activation",
-            "model.normalize_embeddings",
-            "model.next_sentence_head",
-            "model.mask_decoder_passes",
-            "model.generator_layers",
-            "model.embedding_sharing",
-        }
+        may_differ |= _OF_HEADS
         if config.model.absolute_positions == "none":
-            training_keys.add("model.absolute_positions")
+            may_differ |= {"model.absolute_positions"}
     for key, (old, new) in changes(_saved_config(reader), config).items():
         if key == "model.head" and {old, new} == set(LANGUAGE_MODEL_HEADS):
             # The same weights in another form
             continue
         if key == "model.max_position_embeddings" and _extends(config, old, new):
             continue
-        if key.startswith("model.") and key not in training_keys:
+        if key.startswith("model.") and key not in may_differ:
             raise CheckpointError(
                 f"{key}={new!r} but the model in checkpoint.load_from, {reader.path}, has {old!r}; "
                 "use the model section of its config"

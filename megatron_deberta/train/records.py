@@ -29,7 +29,6 @@ from megatron_deberta.observe.metrics import (
     read_metrics,
 )
 from megatron_deberta.train.stability.rollback import Rollback
-from megatron_deberta.train.stability.verdict import Verdict
 from megatron_deberta.train.state import StepResult
 
 logger = logging.getLogger(__name__)
@@ -199,18 +198,6 @@ class RunRecords:
             f"rolled back from step {done.trouble_step} to the checkpoint of step {done.step} | "
             f"data continues at sample {done.consumed_samples} | {done.vain_rollbacks} in a row"
         )
-
-    def record_verdict(self, verdict: Verdict) -> None:
-        """Record what a second run of a step has shown."""
-        values = {
-            "event": "rerun",
-            "verdict": verdict.kind,
-            "cause": verdict.cause,
-            "ranks": ", ".join(str(place.rank) for place in verdict.places),
-            "hosts": ", ".join(place.host for place in verdict.places),
-            "devices": ", ".join(place.device for place in verdict.places),
-        }
-        self.writer.write(verdict.step, values, kind="guard")
 
     def plot(self) -> None:
         """Draw ``loss.png``."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -21,7 +24,6 @@ from megatron_deberta.engine.schedule import learning_rate
 from megatron_deberta.errors import LossScaleError, NumericsError
 from megatron_deberta.model.dropout import DropoutSeeds
 from megatron_deberta.objectives import NO_COUNTS, Mean, Update, build_objective
-from megatron_deberta.train.forward_timer import ForwardTimer
 from megatron_deberta.train.preemption import Requests
 from megatron_deberta.train.stability.guard import Guard, NonfiniteGradients, Skip
 from megatron_deberta.train.state import StepResult
@@ -63,6 +65,43 @@ class UpdatePass:
     outcome: StepOutcome | None = None
     error: LossScaleError | None = None
     skip: Skip | None = None
+
+
+class ForwardTimer:
+    """Accumulates the time of forward passes.
+
+    By CUDA events on GPUs; never synchronizes with the device.
+
+    Args:
+        device: the device they run on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_on_gpu = device.type == "cuda"
+        self._done = 0
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Time one pass."""
+        if not self._is_on_gpu:
+            start = time.perf_counter_ns()
+            yield
+            self._done += time.perf_counter_ns() - start
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        yield
+        end.record()
+        self._pending.append((begin, end))
+
+    def take(self) -> int:
+        """Return the nanoseconds of passes completed since the last call."""
+        while self._pending and self._pending[0][1].query():
+            begin, end = self._pending.popleft()
+            self._done += round(begin.elapsed_time(end) * 1e6)
+        done, self._done = self._done, 0
+        return done
 
 
 class TrainStep:

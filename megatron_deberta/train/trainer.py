@@ -37,9 +37,8 @@ from megatron_deberta.train.records import RunRecords
 from megatron_deberta.train.setup import build_meter
 from megatron_deberta.train.stability.guard import Guard
 from megatron_deberta.train.stability.replicas import check_replicas
-from megatron_deberta.train.stability.rerun import RerunStep, report_verdict
+from megatron_deberta.train.stability.rerun import RerunStep, Verdict, report_verdict
 from megatron_deberta.train.stability.rollback import Rollback, rollback
-from megatron_deberta.train.stability.verdict import Verdict
 from megatron_deberta.train.state import Ending, FolderLock, StepResult, TrainState
 from megatron_deberta.train.step import TrainStep
 

@@ -20,8 +20,7 @@ from megatron_deberta.errors import EXIT_FAILURE, ReplicaError
 from megatron_deberta.objectives import ModelLosses
 from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.stability.replicas import check_replicas
-from megatron_deberta.train.stability.rerun import RerunStep, report_verdict
-from megatron_deberta.train.stability.verdict import Verdict
+from megatron_deberta.train.stability.rerun import RerunStep, Verdict, report_verdict
 from megatron_deberta.train.state import FolderLock
 from tests.support.layout_matrix import GLOBAL_BATCH, Layout, micro_batches, moments, run_config
 from tests.support.losses import with_first_loss

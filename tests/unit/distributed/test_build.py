@@ -12,8 +12,8 @@ import torch
 from benchmarks.lib.measuring import peak_resident_bytes
 from megatron_deberta.config.schema import ModelConfig, ParallelConfig, RunConfig
 from megatron_deberta.distributed.parallelize import build_model
+from megatron_deberta.distributed.parallelize.apply import row_parallel
 from megatron_deberta.distributed.parallelize.plan import VOCABULARY_MULTIPLE, shard_spec
-from megatron_deberta.distributed.tensor_parallel import row_parallel
 from megatron_deberta.distributed.topology import ProcessGroups, single_process_groups
 from megatron_deberta.errors import TopologyError
 from megatron_deberta.model import DebertaForMaskedLM

@@ -19,8 +19,7 @@ from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.observe.metrics import read_metrics
 from megatron_deberta.train.records import RunRecords
 from megatron_deberta.train.setup import choose_background_saves
-from megatron_deberta.train.stability.rerun import report_verdict
-from megatron_deberta.train.stability.verdict import Kind, Place, Verdict
+from megatron_deberta.train.stability.rerun import Kind, Place, Verdict, report_verdict
 
 GROUPS = single_process_groups(torch.device("cpu"))
 PLACE = Place(3, "node7", "cuda:1")
