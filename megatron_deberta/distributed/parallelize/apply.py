@@ -26,8 +26,9 @@ all ranks and use the middle column in either mode.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -179,30 +180,25 @@ def row_parallel(
     return out if bias is None else out + bias
 
 
-@dataclass(frozen=True, slots=True)
-class _Parallelism:
-    """Process groups and vocabulary range of the parallel layers."""
-
-    group: ProcessGroup | None
-    batch_group: ProcessGroup | None
-    sequence: bool
-    vocab_start: int
-
-
 class _ParallelLayer(nn.Module):
-    """Base class: keeps the parameters of the layer that it replaces."""
+    """Base class: keeps parameters, adapter and ``options`` of the layer that it replaces."""
 
     weight: Tensor
     bias: Tensor
+    options: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, layer: nn.Module, parallelism: _Parallelism) -> None:
+    def __init__(
+        self, layer: nn.Module, groups: ProcessGroups, sequence: bool, vocab_start: int
+    ) -> None:
         super().__init__()
-        self.group = parallelism.group
-        self.batch_group = parallelism.batch_group
-        self.sequence = parallelism.sequence
-        self.vocab_start = parallelism.vocab_start
+        self.group, self.batch_group = groups.tp_group, groups.dp_group
+        self.sequence, self.vocab_start = sequence, vocab_start
         for name, parameter in layer.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
+        for name, child in layer.named_children():
+            self.register_module(name, child)
+        for name in self.options:
+            setattr(self, name, getattr(layer, name))
 
     def _replicated(self, name: str, is_sequence: bool) -> Tensor:
         """Return a replicated parameter, its gradient summed if ranks hold different tokens."""
@@ -239,11 +235,8 @@ class _GatherFromSequenceParallelRegion(_ParallelLayer):
 
 
 class _ColumnParallelInput(_ParallelLayer):
-    def __init__(
-        self, layer: parallel_layers.ColumnParallelInput, parallelism: _Parallelism
-    ) -> None:
-        super().__init__(layer, parallelism)
-        self.per_token = layer.per_token
+    options = ("per_token",)
+    per_token: bool
 
     def forward(self, hidden: Tensor, is_sequence: bool) -> Tensor:
         if self.sequence and is_sequence:
@@ -329,23 +322,16 @@ class _GatherFromDataParallelRegion(_ParallelLayer):
 
 
 class _RowParallelLinear(_ParallelLayer):
-    def __init__(self, layer: parallel_layers.RowParallelLinear, parallelism: _Parallelism) -> None:
-        super().__init__(layer, parallelism)
-        self.per_token = layer.per_token
-        self.lora = parallel_layers.adapter_of(layer)
+    options = ("per_token",)
+    per_token: bool
 
     def forward(self, input: Tensor, is_sequence: bool) -> Tensor:
-        sequence = self.sequence and is_sequence
-        order = token_order(input, self.per_token)
+        sequence, order = self.sequence and is_sequence, token_order(input, self.per_token)
+        adapter = parallel_layers.adapter_of(self)
         return row_parallel(
-            input,
-            self.weight,
-            self.bias,
-            self.group,
-            sequence=sequence,
-            order=order,
-            adapter=self.lora,
-        )
+            input, self.weight, self.bias, self.group,
+            sequence=sequence, order=order, adapter=adapter,
+        )  # fmt: skip
 
 
 class _ReplicatedEmbedding(_ParallelLayer):
@@ -354,15 +340,11 @@ class _ReplicatedEmbedding(_ParallelLayer):
 
 
 class _LayerNorm(_ParallelLayer):
-    def __init__(self, layer: parallel_layers.LayerNorm, parallelism: _Parallelism) -> None:
-        super().__init__(layer, parallelism)
-        self.eps = layer.eps
+    options = ("eps",)
+    eps: float
 
     def forward(self, input: Tensor | PendingResidual, is_sequence: bool) -> Tensor:
-        weight, bias = (
-            self._replicated("weight", is_sequence),
-            self._replicated("bias", is_sequence),
-        )
+        weight, bias = (self._replicated(name, is_sequence) for name in ("weight", "bias"))
         return layer_norm(input, weight, bias, self.eps)
 
 
@@ -406,12 +388,11 @@ def parallelize_module(
         vocab_size: size of the vocabulary, without padding.
         fuse: fuse the vocabulary's cross-entropy where its kernels are supported.
     """
-    parallelism = _Parallelism(groups.tp_group, groups.dp_group, sequence, vocab_start)
     for path, module in list(model.named_modules()):
         layer = _PARALLEL_LAYERS.get(type(module))
         if layer is not None:
             parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, layer(module, parallelism))
+            setattr(model.get_submodule(parent), name, layer(module, groups, sequence, vocab_start))
         elif isinstance(module, DisentangledSelfAttention):
             local_heads = module.query.weight.size(0) // module.head_size
             module.first_head = groups.tp_rank * local_heads

@@ -19,7 +19,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from megatron_deberta.data.batch import MicroBatch, batches_from_bytes, batches_to_bytes
 from megatron_deberta.distributed.control import all_reduce_max, gather_rows
@@ -27,7 +26,7 @@ from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import Placements
 from megatron_deberta.errors import LossScaleError, ReplicaError
 from megatron_deberta.train.records import RunRecords
-from megatron_deberta.train.stability.guard import NONFINITE
+from megatron_deberta.train.stability.guard import NONFINITE, GradientHooks
 from megatron_deberta.train.stability.replicas import (
     INTEGERS,
     gather_hosts,
@@ -206,10 +205,10 @@ class RerunStep(TrainStep):
         return ReplicaError(f"{error}; {verdict}", error.differing)
 
 
-class ComputationRecord:
+class ComputationRecord(GradientHooks):
     """Checksums of this rank's losses and gradients, in the order of computation.
 
-    A context manager, which begins a new record. Without host synchronization; costs two passes
+    Entering it begins a new record. Without host synchronization; costs two passes
     over each gradient.
 
     Args:
@@ -217,21 +216,17 @@ class ComputationRecord:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._parameters = [p for p in module.parameters() if p.requires_grad]
-        self._handles: list[RemovableHandle] = []
+        super().__init__(module.named_parameters())
         self._rows: list[Tensor] = []
 
-    def __enter__(self) -> ComputationRecord:
-        """Register the gradient hooks."""
+    def __enter__(self) -> None:
+        """Begin a record."""
         self._rows = []
-        self._handles = [parameter.register_hook(self.add) for parameter in self._parameters]
-        return self
+        super().__enter__()
 
-    def __exit__(self, *_: object) -> None:
-        """Remove the hooks; the record is kept."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+    def see(self, index: int, gradient: Tensor) -> None:
+        """Add a gradient."""
+        self.add(gradient)
 
     def add(self, tensor: Tensor) -> None:
         """Add a tensor: the sum of its bits as integers, and whether its norm is finite.
