@@ -34,7 +34,7 @@ from megatron_deberta.checkpoint.writer import UNLOCKED, Fence, OwnedState
 from megatron_deberta.distributed.control import all_reduce_max, gather_bytes
 from megatron_deberta.distributed.parallelize.plan import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups, host_group
-from megatron_deberta.engine.base import Engine, LocalShard
+from megatron_deberta.engine.base import Engine
 
 FREE_SHARE = 0.5
 """Share of a node's free memory that copies may take with ``checkpoint.asynchronous=auto``."""
@@ -157,7 +157,7 @@ class StateCollector:
         """Copy this rank's shards to host memory, without communication."""
         return deque(
             (name, tuple(t.detach().to("cpu", torch.float32, copy=True) for t in tensors))
-            for name, _, tensors in self._needed()
+            for name, tensors in self._needed()
         )
 
     def assemble(self, copies: Copies | None = None) -> Iterator[OwnedState]:
@@ -170,21 +170,16 @@ class StateCollector:
         Raises:
             RuntimeError: another rank is gone, or does not respond in time.
         """
-        shards = (
-            ((name, tensors) for name, _, tensors in self._needed())
-            if copies is None
-            else _drained(copies)
-        )
+        shards = self._needed() if copies is None else _drained(copies)
         for batch in self._batches:
             yield from self._assemble(batch, shards)
 
-    def _needed(self) -> Iterator[LocalShard]:
-        """Yield the shards of this rank that some rank writes."""
+    def _needed(self) -> Iterator[tuple[str, _Tensors]]:
+        """Yield the shards of this rank that some rank writes, with their names."""
         assemblies = {name: one for batch in self._batches for name, one in batch.items()}
-        for shard in self._engine.local_shards():
-            assembly = assemblies.get(shard.name)
-            if assembly is not None and self._groups.dp_rank in assembly.sources:
-                yield shard
+        for name, _, tensors in self._engine.local_shards():
+            if name in assemblies and self._groups.dp_rank in assemblies[name].sources:
+                yield name, tensors
 
     def _assemble(
         self, batch: Mapping[str, _Assembly], shards: Iterator[tuple[str, _Tensors]]

@@ -226,9 +226,11 @@ def host_group(groups: ProcessGroups, timeout_minutes: float) -> ProcessGroup | 
     Returns:
         The group; None in a single process.
     """
-    if groups.world_size == 1:
-        return None
-    return dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=timeout_minutes))
+    group: ProcessGroup | None = None
+    if groups.world_size > 1:
+        timeout = datetime.timedelta(minutes=timeout_minutes)
+        group = dist.new_group(backend="gloo", timeout=timeout)
+    return group
 
 
 def shutdown() -> None:

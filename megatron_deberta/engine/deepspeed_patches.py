@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
-from torch.distributed import ProcessGroup
 
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import ReadNorm
@@ -196,7 +195,7 @@ def model_parallel_unit(groups: ProcessGroups) -> SimpleNamespace:
     ignore these groups.
     """
     # DeepSpeed takes None for all ranks.
-    own_group = groups.own_group or _default_group()
+    own_group = groups.own_group or dist.group.WORLD
     dp_group, tp_group = groups.dp_group or own_group, groups.tp_group or own_group
     tensor_parallel = (tp_group, groups.tp_rank, groups.tp_size)
     axes = {
@@ -209,13 +208,6 @@ def model_parallel_unit(groups: ProcessGroups) -> SimpleNamespace:
         for name, value in zip(("group", "rank", "world_size"), values, strict=True):
             setattr(unit, f"get_{axis}_{name}", lambda value=value: value)
     return unit
-
-
-def _default_group() -> ProcessGroup:
-    group: ProcessGroup | None = dist.group.WORLD
-    if group is None:
-        raise RuntimeError("torch.distributed is not initialised")
-    return group
 
 
 def overlapped_reduction(groups: ProcessGroups) -> AbstractContextManager[None]:

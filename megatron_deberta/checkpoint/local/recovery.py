@@ -19,6 +19,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_deberta.checkpoint import writer
 from megatron_deberta.checkpoint.layout import part_index_file, part_index_json, state_kinds
@@ -112,8 +113,7 @@ class History:
         write_atomically(Path(run_dir) / FILE_NAME, self.to_json())
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class _Candidate:
+class _Candidate(NamedTuple):
     """A save that some nodes hold parts of; ordered by step."""
 
     step: int
@@ -191,10 +191,7 @@ class LocalRecovery:
         self, candidates: list[_Candidate], parts: Iterable[PartManifest]
     ) -> dict[_Candidate, dict[int, list[int]]]:
         """Return the ranks that see each part of each save. Collective over all ranks."""
-        own = [
-            [c.step, c.generation, c.world_size, c.digest, part.rank]
-            for c, part in zip(candidates, parts, strict=True)
-        ]
+        own = [[*one, part.rank] for one, part in zip(candidates, parts, strict=True)]
         found: dict[_Candidate, dict[int, list[int]]] = {}
         for holder, content in enumerate(self.nodes.gather(json.dumps(own).encode())):
             for *fields, rank in json.loads(content):
