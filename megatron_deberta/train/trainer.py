@@ -153,11 +153,6 @@ class Trainer:
     save_requested: bool = field(init=False, default=False)
     step_seconds: float = field(init=False, default=0.0)
     resources: ExitStack = field(init=False)
-    _first_step: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Note the first step of this process."""
-        self._first_step = self.state.step
 
     @property
     def is_finished(self) -> bool:
@@ -176,11 +171,12 @@ class Trainer:
             DataError: the data is damaged.
         """
         done: Rollback | None = None
+        first_step = self.state.step
         while True:
             self.ending = None
             with ExitStack() as self.resources:
                 self._open_segment(done)
-                ending = self._train()
+                ending = self._train(first_step)
             done = None
             if ending is Ending.ROLLBACK:
                 done = self._roll_back()
@@ -250,12 +246,16 @@ class Trainer:
 
         return RerunStep(*arguments, on_verdict=report)
 
-    def _train(self) -> Ending:
-        """Train to the end of the segment or of the run, a request to stop or a rollback."""
+    def _train(self, first_step: int) -> Ending:
+        """Train to the end of the segment or of the run, a request to stop or a rollback.
+
+        Args:
+            first_step: completed steps when the process began to train.
+        """
         observer = self.observer
         if self.is_finished:
             return Ending.FINISHED
-        if self.state.step == self._first_step:
+        if self.state.step == first_step:
             # A signal during start-up: there is nothing new to save.
             if ending := _requested(replace(self.requests.poll(), stop=False)):
                 return ending
