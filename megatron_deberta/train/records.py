@@ -13,6 +13,7 @@ from rich.console import Console
 from megatron_deberta.checkpoint.saver import Saved
 from megatron_deberta.checkpoint.writer import UNLOCKED, Fence
 from megatron_deberta.config import config_to_dict, save_config
+from megatron_deberta.config.phases import last_step
 from megatron_deberta.config.rules import causal_fraction
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.build import Corpora, validation_loader
@@ -43,7 +44,6 @@ class RunRecords:
     Args:
         config: the run.
         first_step: completed optimizer steps; later records are dropped.
-        last_step: last step of this process.
         terminal: console to draw on.
         fence: lock of the run folder.
         resolved: config to save; None: ``config``, which may be that of a phase.
@@ -62,26 +62,25 @@ class RunRecords:
         self,
         config: RunConfig,
         first_step: int,
-        last_step: int,
         terminal: Console,
         fence: Fence = UNLOCKED,
         resolved: RunConfig | None = None,
     ) -> None:
-        self.config = config
+        self.config, whole = config, resolved or config
         self.run_dir = Path(config.train.run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         fence.check()
-        save_config(resolved or config, self.run_dir / "config.yaml")
+        save_config(whole, self.run_dir / "config.yaml")
         self.first_step = first_step
         self.writer = MetricsWriter(
             self.run_dir,
             resume_step=first_step,
             tensorboard=config.log.tensorboard,
-            wandb=_open_wandb(resolved or config),
+            wandb=_open_wandb(whole),
             check=fence.check,
         )
         self.console = LiveConsole(
-            last_step, first_step=first_step, title=str(self.run_dir), console=terminal
+            last_step(whole), first_step=first_step, title=str(self.run_dir), console=terminal
         )
         self.longest_step = 0.0
         self.longest_check = 0.0

@@ -229,9 +229,7 @@ class Trainer:
                 "phase %d from step %d: %d sequences of %d tokens", segment.phase + 1, step + 1,
                 now.train.global_batch_size, now.data.sequence_length,
             )  # fmt: skip
-        return RunRecords(
-            segment.phase_config, step, last_step(config), self.terminal, self.saver.fence, config
-        )
+        return RunRecords(segment.phase_config, step, self.terminal, self.saver.fence, config)
 
     def _build_step(self) -> TrainStep:
         config = self.segment.config

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
+from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.collectives import (
     TokenOrder,
     all_gather,
@@ -55,6 +56,7 @@ from megatron_deberta.distributed.collectives import (
     start_all_reduce_sum,
     start_reduce_scatter,
 )
+from megatron_deberta.distributed.parallelize.plan import vocabulary_offset
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.model import parallel_layers
 from megatron_deberta.model.attention import DisentangledSelfAttention
@@ -370,24 +372,18 @@ _PARALLEL_LAYERS: dict[type[nn.Module], type[_ParallelLayer]] = {
 
 
 def parallelize_module(
-    model: nn.Module,
-    groups: ProcessGroups,
-    *,
-    sequence: bool,
-    vocab_start: int,
-    vocab_size: int,
-    fuse: bool,
+    model: nn.Module, config: RunConfig, groups: ProcessGroups, *, fuse: bool
 ) -> None:
     """Replace every parallel layer of ``model`` in place; parameters keep their names and identity.
 
     Args:
         model: a single-device model with this rank's parameter shapes.
+        config: the run.
         groups: process groups.
-        sequence: sequence parallelism.
-        vocab_start: first vocabulary row of this rank.
-        vocab_size: size of the vocabulary, without padding.
         fuse: fuse the vocabulary's cross-entropy where its kernels are supported.
     """
+    vocab_size, sequence = config.model.vocab_size, config.parallel.sequence_parallel
+    vocab_start = vocabulary_offset(vocab_size, groups.tp_rank, groups.tp_size)
     for path, module in list(model.named_modules()):
         layer = _PARALLEL_LAYERS.get(type(module))
         if layer is not None:

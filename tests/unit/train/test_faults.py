@@ -31,7 +31,7 @@ def test_verdict_is_recorded(
 ) -> None:
     JobHistory(tmp_path).append("submit")
     config = RunConfig(train=TrainConfig(run_dir=str(tmp_path)))
-    with RunLock(tmp_path) as lock, RunRecords(config, 0, 9, Console(quiet=True)) as records:
+    with RunLock(tmp_path) as lock, RunRecords(config, 0, Console(quiet=True)) as records:
         verdict = Verdict(12, "gradient not finite", kind, (PLACE,))
         with caplog.at_level(logging.ERROR):
             report_verdict(verdict, GROUPS, records, lock)
