@@ -18,17 +18,10 @@ from megatron_deberta.distributed.topology import ProcessGroups, single_process_
 from megatron_deberta.errors import TopologyError
 from megatron_deberta.model import DebertaForMaskedLM
 from tests.support.ranks import run_ranks
+from tests.support.tiny_models import V2
 
 CPU = torch.device("cpu")
-SMALL = ModelConfig(
-    num_layers=2,
-    hidden_size=32,
-    num_heads=4,
-    ffn_hidden_size=64,
-    vocab_size=200,
-    max_position_embeddings=32,
-    conv_kernel_size=3,
-)
+SMALL = replace(V2, num_layers=2, vocab_size=200, conv_kernel_size=3)
 
 
 def layout(tp_rank: int, tp_size: int) -> ProcessGroups:

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_deberta.checkpoint import store
-from megatron_deberta.checkpoint.layout import CheckpointMetadata
 from megatron_deberta.checkpoint.reader import CheckpointReader, Slice
 from megatron_deberta.checkpoint.views import open_part
-from megatron_deberta.config import config_to_dict, validate
+from megatron_deberta.config import validate
 from megatron_deberta.config.schema import (
     DataConfig,
     ObjectiveConfig,
@@ -33,7 +32,7 @@ from megatron_deberta.model.replaced_tokens import DELTA, DISCRIMINATOR, GENERAT
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.objectives.rtd import ReplacedTokenModel, fill
 from megatron_deberta.train.step import TrainStep
-from tests.support.checkpoints import save_state
+from tests.support.checkpoints import metadata, save_state
 from tests.support.toy_engine import states
 from tests.unit.train.test_step import CONFIG, GROUPS, SPLITS, part, rows, start
 
@@ -117,14 +116,7 @@ def test_both_models_have_dropout_bits_of_their_own(monkeypatch: pytest.MonkeyPa
 
 
 def saved(run_dir: Path, model: ShardedModel, engine: Engine) -> Path:
-    metadata = CheckpointMetadata(
-        step=3,
-        consumed_samples=12,
-        config=config_to_dict(RTD),
-        tokenizer_fingerprint="",
-        tokenizer_path="",
-    )
-    return save_state(run_dir, engine, model.specs, GROUPS, metadata)
+    return save_state(run_dir, engine, model.specs, GROUPS, metadata(3, RTD))
 
 
 @MODES
