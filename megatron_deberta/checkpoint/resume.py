@@ -6,7 +6,7 @@ Keys in neither table may not change; a new key has to be added explicitly. Only
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from megatron_deberta.checkpoint.layout import KINDS
@@ -75,21 +75,32 @@ _OF_HEADS = _keys(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Identity of a run's tokenizer and training data.
+
+    Attributes:
+        tokenizer_path: folder or file of the tokenizer.
+        tokenizer_fingerprint: hash of the tokenizer's content.
+        data_fingerprint: hash of the training shards' content.
+        validation_fingerprint: hash of the examples that select checkpoints; empty: none do.
+    """
+
+    tokenizer_path: str
+    tokenizer_fingerprint: str
+    data_fingerprint: str
+    validation_fingerprint: str = ""
+
+
 def check_resume(
-    reader: CheckpointReader,
-    config: RunConfig,
-    *,
-    tokenizer_fingerprint: str,
-    data_fingerprint: str,
-    allow_change: bool = False,
+    reader: CheckpointReader, config: RunConfig, identity: Identity, *, allow_change: bool = False
 ) -> list[str]:
     """Check that a run may resume from a checkpoint.
 
     Args:
         reader: the checkpoint.
         config: config of the run.
-        tokenizer_fingerprint: fingerprint of the run's tokenizer.
-        data_fingerprint: fingerprint of the run's training shards.
+        identity: its tokenizer and training data.
         allow_change: permit changes of the keys in ``WITH_FLAG``.
 
     Returns:
@@ -124,9 +135,10 @@ def check_resume(
             f"back {remedy}"
         )
     for what, old_hash, new_hash in (
-        ("tokenizer", saved.tokenizer_fingerprint, tokenizer_fingerprint),
-        ("data.train, or splitting validation off it", saved.data_fingerprint, data_fingerprint),
-    ):
+        ("tokenizer", saved.tokenizer_fingerprint, identity.tokenizer_fingerprint),
+        ("data.train, or splitting validation off it", saved.data_fingerprint,
+         identity.data_fingerprint),
+    ):  # fmt: skip
         if old_hash != new_hash:
             raise CheckpointError(
                 f"{what}: fingerprint {new_hash[:16]} but the {source} was trained with "
@@ -189,14 +201,14 @@ def changes(saved: RunConfig, config: RunConfig) -> dict[str, tuple[Any, Any]]:
 
 
 def check_continuation(
-    reader: CheckpointReader, config: RunConfig, *, tokenizer_fingerprint: str
+    reader: CheckpointReader, config: RunConfig, identity: Identity
 ) -> list[str]:
     """Check that a new run may continue a checkpoint of another run.
 
     Args:
         reader: ``checkpoint.continue_from``.
         config: the new run.
-        tokenizer_fingerprint: fingerprint of its tokenizer.
+        identity: its tokenizer and training data.
 
     Returns:
         Log messages ``key: old -> new`` for all changes.
@@ -216,7 +228,7 @@ def check_continuation(
                 f"{key}={new!r} but checkpoint.continue_from was trained with {old!r}; change it "
                 "back, or use checkpoint.load_from"
             )
-    if saved.tokenizer_fingerprint != tokenizer_fingerprint:
+    if saved.tokenizer_fingerprint != identity.tokenizer_fingerprint:
         raise CheckpointError(f"{reader.path} was trained with another tokenizer; use that one")
     part = segment_at(config, saved.step)
     before = saved.step - part.first_step

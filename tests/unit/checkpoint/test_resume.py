@@ -14,6 +14,7 @@ from megatron_deberta.checkpoint.resume import (
     FLAG,
     FREE,
     WITH_FLAG,
+    Identity,
     check_resume,
     check_same_architecture,
 )
@@ -74,9 +75,13 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> CheckpointReader:
     return CheckpointReader(save_alone(tmp_path_factory.mktemp("run"), 8))
 
 
-def resume(reader: CheckpointReader, config: RunConfig, **changes: Any) -> list[str]:
-    arguments = {"tokenizer_fingerprint": "t" * 64, "data_fingerprint": "d" * 64, **changes}
-    return check_resume(reader, config, **arguments)
+IDENTITY = Identity("/tokenizer", "t" * 64, "d" * 64)
+
+
+def resume(
+    reader: CheckpointReader, config: RunConfig, identity: Identity = IDENTITY, **options: bool
+) -> list[str]:
+    return check_resume(reader, config, identity, **options)
 
 
 def test_the_cause_of_several_changes_is_named_first(reader: CheckpointReader) -> None:
@@ -151,7 +156,7 @@ def test_auto_is_the_format_with_which_the_run_began(tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", ["tokenizer_fingerprint", "data_fingerprint"])
 def test_other_content_is_refused(reader: CheckpointReader, what: str) -> None:
     with pytest.raises(CheckpointError, match="fingerprint eeee"):
-        resume(reader, RunConfig(), **{what: "e" * 64})
+        resume(reader, RunConfig(), replace(IDENTITY, **{what: "e" * 64}))
 
 
 def test_weights_alone_cannot_be_resumed(tmp_path: Path) -> None:

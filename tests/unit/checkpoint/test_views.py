@@ -43,7 +43,7 @@ from tests.support.checkpoints import (
     save_state,
 )
 from tests.support.labelled import labelled_run
-from tests.unit.checkpoint.test_resume import resume
+from tests.unit.checkpoint.test_resume import IDENTITY, resume
 
 TABLE = "mask_decoder.position.weight"
 
@@ -148,9 +148,8 @@ def test_what_may_differ_in_a_run_that_continues_another(tmp_path: Path) -> None
     reader = CheckpointReader(save_alone(tmp_path, 8))
     # The checkpoint has read 4 samples per step.
     base = replace(RunConfig(), train=replace(RunConfig().train, global_batch_size=4))
-    same = {"tokenizer_fingerprint": "t" * 64}
     schedule = replace(base.optimizer, schedule="wsd", decay_steps=4, learning_rate=1e-4)
-    assert check_continuation(reader, replace(base, optimizer=schedule), **same)
+    assert check_continuation(reader, replace(base, optimizer=schedule), IDENTITY)
     larger = replace(base.train, global_batch_size=1 << 40)
     for changed, message in (
         (replace(base, train=replace(base.train, seed=2)), "train.seed=2"),
@@ -158,9 +157,9 @@ def test_what_may_differ_in_a_run_that_continues_another(tmp_path: Path) -> None
         (replace(base, train=larger), "as the first phase"),
     ):
         with pytest.raises(CheckpointError, match=message):
-            check_continuation(reader, changed, **same)
+            check_continuation(reader, changed, IDENTITY)
     with pytest.raises(CheckpointError, match="another tokenizer"):
-        check_continuation(reader, base, tokenizer_fingerprint="u")
+        check_continuation(reader, base, replace(IDENTITY, tokenizer_fingerprint="u"))
 
 
 class Weights:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from megatron_deberta.checkpoint.resume import Identity
 from megatron_deberta.checkpoint.saver import Saved
 from megatron_deberta.config.schema import (
     CheckpointConfig,
@@ -29,7 +30,6 @@ from megatron_deberta.train import trainer as trainer_module
 from megatron_deberta.train.callbacks import LogMetrics, PeriodicEvaluation, SaveCheckpoints
 from megatron_deberta.train.records import RunRecords
 from megatron_deberta.train.stability.guard import Guard
-from megatron_deberta.train.start import Identity
 from megatron_deberta.train.state import Ending, StepResult, TrainState
 from megatron_deberta.train.trainer import Trainer
 from tests.support.trainers import step_result, trainer_at

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_deberta.checkpoint.resume import Identity
 from megatron_deberta.checkpoint.store import save_weights
 from megatron_deberta.config.schema import (
     CheckpointConfig,
@@ -34,7 +35,7 @@ from megatron_deberta.errors import (
     refusals,
 )
 from megatron_deberta.train.fingerprint import data_fingerprint
-from megatron_deberta.train.start import Identity, Start, choose_start, load_start
+from megatron_deberta.train.start import Start, choose_start, load_start
 from megatron_deberta.train.state import TrainState
 from tests.support.checkpoints import (
     SCALARS,
