@@ -8,7 +8,6 @@ persistent fault.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections import Counter
@@ -39,9 +38,6 @@ from megatron_deberta.train.step import TrainStep, UpdatePass
 _OVERFLOW = "gradient overflows at the smallest loss scale"
 
 Outputs = Sequence[Tensor | None]
-# Runs forward and backward of micro batches without an update; returns the record, and whether loss
-# and gradient of all ranks together are finite.
-Compute = Callable[[Sequence[MicroBatch], Outputs], tuple[Tensor, bool]]
 logger = logging.getLogger(__name__)
 
 Kind = Literal["transient", "persistent", "reproducible", "undecided"]
@@ -148,10 +144,7 @@ class RerunStep(TrainStep):
         if one.error is None and one.skip not in NONFINITE:
             return
         cause = str(one.skip) if one.error is None else _OVERFLOW
-        compute = functools.partial(self._compute, one)
-        verdict = run_again(
-            one.step + 1, cause, self._record.table(), compute, batches, before, self._groups
-        )
+        verdict = self._run_again(one, cause, self._record.table(), batches, before)
         self._on_verdict(verdict)
         if verdict.kind == "persistent":
             raise ReplicaError(str(verdict))
@@ -166,7 +159,11 @@ class RerunStep(TrainStep):
     def _compute(
         self, one: UpdatePass, batches: Sequence[MicroBatch], outputs: Outputs
     ) -> tuple[Tensor, bool]:
-        """Run forward and backward without an update; see `Compute`."""
+        """Run forward and backward of micro batches without an update.
+
+        Returns:
+            The record, and whether loss and gradient of all ranks together are finite.
+        """
         scalars = one.engine.state_dict()
         with self._record:
             totals = self._accumulate(one, batches, list(outputs))
@@ -178,6 +175,39 @@ class RerunStep(TrainStep):
             is_nonfinite = True
         one.engine.load_state_dict(scalars)
         return self._record.table(), not is_nonfinite
+
+    def _run_again(
+        self,
+        one: UpdatePass,
+        cause: str,
+        first: Tensor,
+        batches: Sequence[MicroBatch],
+        outputs: Outputs,
+        *,
+        has_failed: bool = True,
+    ) -> Verdict:
+        """Run an update again on this rank and on the next data-parallel rank. Collective.
+
+        Args:
+            one: the update.
+            cause: why.
+            first: record of the original run, int64 ``[N, 2]``.
+            batches: this rank's micro batches.
+            outputs: of each micro batch in the update before, any shape; None: it has none.
+            has_failed: the original run of all ranks together was not finite.
+        """
+        groups = self._groups
+        again, is_finite = self._compute(one, batches, outputs)
+        runs = [first, again]
+        if groups.dp_group is not None:
+            content = _pass_on(batches_to_bytes(batches, outputs), groups)
+            others, other_outputs = batches_from_bytes(content)
+            moved = [batch.to(groups.device) for batch in others]
+            of_moved = [None if x is None else x.to(groups.device) for x in other_outputs]
+            runs.append(self._compute(one, moved, of_moved)[0])
+        records = gather_rows(_padded(runs, groups), groups).cpu()
+        kind, ranks = diagnose(records, groups.tp_size, repeats=not (has_failed and is_finite))
+        return Verdict(one.step + 1, cause, kind, tuple(places(ranks, groups)))
 
     def explained(self, error: ReplicaError, specs: Placements) -> ReplicaError:
         """Return an error with the verdict about differing replicas. Collective over all ranks.
@@ -193,12 +223,9 @@ class RerunStep(TrainStep):
             return error
         make_equal(self._engine.module, specs, self._groups, error.differing)
         one, batches = self._last
-        compute, none = functools.partial(self._compute, one), [None] * len(batches)
-        first, _ = compute(batches, none)
-        verdict = run_again(
-            one.step + 1, "replicas differ", first, compute, batches, none, self._groups,
-            has_failed=False,
-        )  # fmt: skip
+        none = [None] * len(batches)
+        first, _ = self._compute(one, batches, none)
+        verdict = self._run_again(one, "replicas differ", first, batches, none, has_failed=False)
         ranks = sorted({rank for ranks in error.differing.values() for rank in ranks})
         verdict = verdict.about_replicas(places(ranks, self._groups))
         self._on_verdict(verdict)
@@ -317,43 +344,6 @@ def _wrong(differs: Tensor, own: Tensor, other: Tensor, tp_size: int) -> tuple[i
                     votes[suspect] += 1 if flags[0] == flags[1] else 2
     most = max(votes.values())
     return tuple(sorted(rank for rank, count in votes.items() if count == most))
-
-
-def run_again(
-    step: int,
-    cause: str,
-    first: Tensor,
-    compute: Compute,
-    batches: Sequence[MicroBatch],
-    outputs: Outputs,
-    groups: ProcessGroups,
-    *,
-    has_failed: bool = True,
-) -> Verdict:
-    """Run a step again on the same rank and on the next data-parallel rank. Collective.
-
-    Args:
-        step: counted from 1.
-        cause: why.
-        first: record of the original run, int64 ``[N, 2]``.
-        compute: runs forward and backward.
-        batches: this rank's micro batches.
-        outputs: of each micro batch in the update before, any shape; None: it has none.
-        groups: the rank grid.
-        has_failed: the original run of all ranks together was not finite.
-    """
-    again, is_finite = compute(batches, outputs)
-    runs = [first, again]
-    if groups.dp_group is not None:
-        content = _pass_on(batches_to_bytes(batches, outputs), groups)
-        others, other_outputs = batches_from_bytes(content)
-        device = groups.device
-        moved = [batch.to(device) for batch in others]
-        of_moved = [None if output is None else output.to(device) for output in other_outputs]
-        runs.append(compute(moved, of_moved)[0])
-    records = gather_rows(_padded(runs, groups), groups).cpu()
-    kind, ranks = diagnose(records, groups.tp_size, repeats=not (has_failed and is_finite))
-    return Verdict(step, cause, kind, tuple(places(ranks, groups)))
 
 
 def places(ranks: Sequence[int], groups: ProcessGroups) -> list[Place]:
