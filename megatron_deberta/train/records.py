@@ -173,7 +173,13 @@ class RunRecords:
         )
 
     def report(self, step: int, kind: RecordKind, evaluation: Evaluation) -> None:
-        """Record and show a validation, or an evaluation of minimal pairs."""
+        """Record and show a validation, or an evaluation of minimal pairs.
+
+        Args:
+            step: completed steps.
+            kind: of the record.
+            evaluation: metrics, and text to show.
+        """
         self.writer.write(step, evaluation.metrics, kind=kind)
         baseline = ""
         if kind == "validation" and self._unigram is not None:

@@ -173,7 +173,7 @@ class GradientHooks:
 
         Args:
             index: of its parameter.
-            gradient: of the parameter's shape.
+            gradient: any shape, that of the parameter.
         """
         raise NotImplementedError
 
