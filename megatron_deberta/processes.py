@@ -1,4 +1,4 @@
-"""Parent-death signal, and the limit of open files."""
+"""Parent-death signal, the limit of open files, and calls in a thread."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import ctypes
 import os
 import resource
 import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
+_T = TypeVar("_T")
 _PR_SET_PDEATHSIG = 1
 _OPEN_FILES = 65_536
 
@@ -35,3 +40,25 @@ def raise_open_file_limit() -> None:
     limit = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < limit:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def call_in_thread(call: Callable[[], _T], name: str) -> Future[_T]:
+    """Call a function in a daemon thread, which does not delay the exit of the process.
+
+    Args:
+        call: function to call; a system call in it cannot be interrupted.
+        name: of the thread.
+
+    Returns:
+        Its result, or the exception that it raised.
+    """
+    future: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

@@ -6,7 +6,7 @@ Keys in neither table may not change; a new key has to be added explicitly. Only
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from megatron_deberta.checkpoint.layout import KINDS
@@ -66,23 +66,41 @@ WITH_FLAG = _keys(
     objective="class_path",
     finetune="epochs class_weights focal_gamma",
 )
+# Keys that do not change what the weights mean.
+_OF_TRAINING = _keys(model="hidden_dropout attention_dropout initializer_range conv_init")
+# Keys of the head: another one than the checkpoint's starts from new weights.
+_OF_HEADS = _keys(
+    model="head labels head_dropout pooler_activation normalize_embeddings next_sentence_head "
+    "mask_decoder_passes generator_layers embedding_sharing"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Identity of a run's tokenizer and training data.
+
+    Attributes:
+        tokenizer_path: folder or file of the tokenizer.
+        tokenizer_fingerprint: hash of the tokenizer's content.
+        data_fingerprint: hash of the training shards' content.
+        validation_fingerprint: hash of the examples that select checkpoints; empty: none do.
+    """
+
+    tokenizer_path: str
+    tokenizer_fingerprint: str
+    data_fingerprint: str
+    validation_fingerprint: str = ""
 
 
 def check_resume(
-    reader: CheckpointReader,
-    config: RunConfig,
-    *,
-    tokenizer_fingerprint: str,
-    data_fingerprint: str,
-    allow_change: bool = False,
+    reader: CheckpointReader, config: RunConfig, identity: Identity, *, allow_change: bool = False
 ) -> list[str]:
     """Check that a run may resume from a checkpoint.
 
     Args:
         reader: the checkpoint.
         config: config of the run.
-        tokenizer_fingerprint: fingerprint of the run's tokenizer.
-        data_fingerprint: fingerprint of the run's training shards.
+        identity: its tokenizer and training data.
         allow_change: permit changes of the keys in ``WITH_FLAG``.
 
     Returns:
@@ -117,9 +135,10 @@ def check_resume(
             f"back {remedy}"
         )
     for what, old_hash, new_hash in (
-        ("tokenizer", saved.tokenizer_fingerprint, tokenizer_fingerprint),
-        ("data.train, or splitting validation off it", saved.data_fingerprint, data_fingerprint),
-    ):
+        ("tokenizer", saved.tokenizer_fingerprint, identity.tokenizer_fingerprint),
+        ("data.train, or splitting validation off it", saved.data_fingerprint,
+         identity.data_fingerprint),
+    ):  # fmt: skip
         if old_hash != new_hash:
             raise CheckpointError(
                 f"{what}: fingerprint {new_hash[:16]} but the {source} was trained with "
@@ -182,14 +201,14 @@ def changes(saved: RunConfig, config: RunConfig) -> dict[str, tuple[Any, Any]]:
 
 
 def check_continuation(
-    reader: CheckpointReader, config: RunConfig, *, tokenizer_fingerprint: str
+    reader: CheckpointReader, config: RunConfig, identity: Identity
 ) -> list[str]:
     """Check that a new run may continue a checkpoint of another run.
 
     Args:
         reader: ``checkpoint.continue_from``.
         config: the new run.
-        tokenizer_fingerprint: fingerprint of its tokenizer.
+        identity: its tokenizer and training data.
 
     Returns:
         Log messages ``key: old -> new`` for all changes.
@@ -209,7 +228,7 @@ def check_continuation(
                 f"{key}={new!r} but checkpoint.continue_from was trained with {old!r}; change it "
                 "back, or use checkpoint.load_from"
             )
-    if saved.tokenizer_fingerprint != tokenizer_fingerprint:
+    if saved.tokenizer_fingerprint != identity.tokenizer_fingerprint:
         raise CheckpointError(f"{reader.path} was trained with another tokenizer; use that one")
     part = segment_at(config, saved.step)
     before = saved.step - part.first_step
@@ -229,34 +248,18 @@ def check_same_architecture(reader: CheckpointReader, config: RunConfig) -> None
     Raises:
         CheckpointError: a key of the architecture differs.
     """
-    training_keys = {
-        "model.hidden_dropout",
-        "model.attention_dropout",
-        "model.initializer_range",
-        "model.conv_init",
-    }
+    may_differ = _OF_TRAINING
     if config.finetune.task:
-        # Another head than the checkpoint's starts from new weights.
-        training_keys |= {
-            "model.head",
-            "model.labels",
-            "model.head_dropout",
-            "model.pooler_activation",
-            "model.normalize_embeddings",
-            "model.next_sentence_head",
-            "model.mask_decoder_passes",
-            "model.generator_layers",
-            "model.embedding_sharing",
-        }
+        may_differ |= _OF_HEADS
         if config.model.absolute_positions == "none":
-            training_keys.add("model.absolute_positions")
+            may_differ |= {"model.absolute_positions"}
     for key, (old, new) in changes(_saved_config(reader), config).items():
         if key == "model.head" and {old, new} == set(LANGUAGE_MODEL_HEADS):
             # The same weights in another form
             continue
         if key == "model.max_position_embeddings" and _extends(config, old, new):
             continue
-        if key.startswith("model.") and key not in training_keys:
+        if key.startswith("model.") and key not in may_differ:
             raise CheckpointError(
                 f"{key}={new!r} but the model in checkpoint.load_from, {reader.path}, has {old!r}; "
                 "use the model section of its config"

@@ -9,7 +9,7 @@ time while training waits. The ranks agree on the commit in the main thread.
 
 from __future__ import annotations
 
-import datetime
+import functools
 import json
 import math
 import os
@@ -33,8 +33,8 @@ from megatron_deberta.checkpoint.retention import Retention, delete_expired
 from megatron_deberta.checkpoint.writer import UNLOCKED, Fence, OwnedState
 from megatron_deberta.distributed.control import all_reduce_max, gather_bytes
 from megatron_deberta.distributed.parallelize.plan import ParameterSpec
-from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.engine.base import Engine, LocalShard
+from megatron_deberta.distributed.topology import ProcessGroups, host_group
+from megatron_deberta.engine.base import Engine
 
 FREE_SHARE = 0.5
 """Share of a node's free memory that copies may take with ``checkpoint.asynchronous=auto``."""
@@ -157,7 +157,7 @@ class StateCollector:
         """Copy this rank's shards to host memory, without communication."""
         return deque(
             (name, tuple(t.detach().to("cpu", torch.float32, copy=True) for t in tensors))
-            for name, _, tensors in self._needed()
+            for name, tensors in self._needed()
         )
 
     def assemble(self, copies: Copies | None = None) -> Iterator[OwnedState]:
@@ -170,21 +170,16 @@ class StateCollector:
         Raises:
             RuntimeError: another rank is gone, or does not respond in time.
         """
-        shards = (
-            ((name, tensors) for name, _, tensors in self._needed())
-            if copies is None
-            else _drained(copies)
-        )
+        shards = self._needed() if copies is None else _drained(copies)
         for batch in self._batches:
             yield from self._assemble(batch, shards)
 
-    def _needed(self) -> Iterator[LocalShard]:
-        """Yield the shards of this rank that some rank writes."""
+    def _needed(self) -> Iterator[tuple[str, _Tensors]]:
+        """Yield the shards of this rank that some rank writes, with their names."""
         assemblies = {name: one for batch in self._batches for name, one in batch.items()}
-        for shard in self._engine.local_shards():
-            assembly = assemblies.get(shard.name)
-            if assembly is not None and self._groups.dp_rank in assembly.sources:
-                yield shard
+        for name, _, tensors in self._engine.local_shards():
+            if name in assemblies and self._groups.dp_rank in assemblies[name].sources:
+                yield name, tensors
 
     def _assemble(
         self, batch: Mapping[str, _Assembly], shards: Iterator[tuple[str, _Tensors]]
@@ -448,18 +443,14 @@ class Saver:
             self.run_dir, metadata, kinds, shapes, self.groups, self.fence
         )
         writer.begin(staged)
-
-        def write(states: Iterator[OwnedState]) -> None:
-            writer.write(staged, states)
-
+        write = functools.partial(writer.write, staged)
         work = Work("checkpoint", collector, write, began, in_background=in_background)
         self._save = work, staged, retention or Retention()
 
     def _collector(self, *, in_turn: bool) -> StateCollector:
         """Return the collector, built at the first save of its kind. Collective: all ranks."""
-        if self.groups.world_size > 1 and self._group is None:
-            timeout = datetime.timedelta(minutes=self.timeout_minutes)
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
+        if self._group is None:
+            self._group = host_group(self.groups, self.timeout_minutes)
         if in_turn not in self._collectors:
             self._collectors[in_turn] = StateCollector(
                 self.engine, self.specs, self.groups, self._group, writer.FILE_BYTES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
@@ -9,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_deberta.checkpoint import writer
@@ -70,19 +70,18 @@ def save_weights(
     states = ((specs[name], {WEIGHT: tensor.float()}) for name, tensor in weights)
     groups = single_process_groups(torch.device("cpu"))
     staged = writer.StagedCheckpoint(run_dir, metadata, (WEIGHT,), shapes, groups)
-    writer.begin(staged)
-    failure: Exception | None = None
-    try:
-        writer.write(staged, states)
-    except (OSError, SafetensorError) as error:
-        failure = error
-    return writer.commit(staged, failure)
+    return writer.save(staged, functools.partial(writer.write, staged, states))
 
 
 def find_newest(run_dir: str | os.PathLike[str]) -> Path | None:
     """Return the newest committed checkpoint of a run, unverified; None if there is none."""
     steps = committed_steps(run_dir)
     return step_dir(run_dir, steps[-1]) if steps else None
+
+
+def find_state(path: Path) -> Path | None:
+    """Return a checkpoint, or the newest one of a run folder, unverified; None: there is none."""
+    return path if (path / COMMITTED_FILE).exists() else find_newest(path)
 
 
 def find_checkpoint(path: Path) -> Path | None:

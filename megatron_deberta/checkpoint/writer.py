@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_deberta.checkpoint.layout import (
@@ -110,6 +111,28 @@ class StagedCheckpoint:
         """Hidden folder used until the commit."""
         suffix = f".{self.fence.number}" if self.fence.number else ""
         return self.final.with_name(f"{STAGING_PREFIX}{self.final.name}{suffix}")
+
+
+def save(staged: StagedCheckpoint, write_part: Callable[[], None]) -> Path:
+    """Stage, write and commit a checkpoint. Collective: all ranks.
+
+    Args:
+        staged: the checkpoint.
+        write_part: writes this rank's files into the staging folder.
+
+    Returns:
+        The committed folder.
+
+    Raises:
+        CheckpointError: a rank failed to write; the staged files are deleted.
+    """
+    begin(staged)
+    failure: Exception | None = None
+    try:
+        write_part()
+    except (OSError, SafetensorError) as error:
+        failure = error
+    return commit(staged, failure)
 
 
 def begin(staged: StagedCheckpoint) -> None:

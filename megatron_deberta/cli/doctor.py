@@ -187,7 +187,7 @@ def check_data(config: RunConfig, allow_change: bool) -> str:
         MegatronDebertaError: no, and which two do not.
     """
     from megatron_deberta.checkpoint.reader import CheckpointReader
-    from megatron_deberta.checkpoint.resume import check_resume
+    from megatron_deberta.checkpoint.resume import Identity, check_resume
     from megatron_deberta.checkpoint.store import find_newest
     from megatron_deberta.data.build import parse_prefixes, validation_prefixes
     from megatron_deberta.data.dataset.corpus import open_shard
@@ -204,13 +204,8 @@ def check_data(config: RunConfig, allow_change: bool) -> str:
     newest = find_newest(config.train.run_dir)
     if newest is None:
         return f"{len(prefixes)} shards of {path}; no checkpoint yet"
-    check_resume(
-        CheckpointReader(newest),
-        config,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        data_fingerprint=data_fingerprint(config.data),
-        allow_change=allow_change,
-    )
+    identity = Identity(path, tokenizer.fingerprint, data_fingerprint(config.data))
+    check_resume(CheckpointReader(newest), config, identity, allow_change=allow_change)
     return f"{len(prefixes)} shards of {path}; goes on from {newest}"
 
 

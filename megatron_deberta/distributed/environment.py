@@ -135,15 +135,10 @@ def _numbers(
     return rank, world_size, local_rank, local_world_size
 
 
-def _port(env: Mapping[str, str], job: str) -> int:
-    """``MASTER_PORT``, or a port derived from the job's name."""
-    if "MASTER_PORT" in env:
-        return _given_port(env)
-    return _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS
-
-
-def _given_port(env: Mapping[str, str]) -> int:
-    """``MASTER_PORT``, which is set."""
+def _port(env: Mapping[str, str], job: str = "") -> int:
+    """``MASTER_PORT``, or a port derived from the job's name; without a name, the first one."""
+    if "MASTER_PORT" not in env:
+        return _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS
     text = env["MASTER_PORT"].strip()
     if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= _LAST_PORT:
         raise TopologyError(
@@ -161,20 +156,17 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnvironment:
             f"RANK={rank} and WORLD_SIZE={world_size} without MASTER_ADDR; start the job with "
             "torchrun, or set MASTER_ADDR and MASTER_PORT"
         )
-    if "MASTER_PORT" in env:
-        port = _given_port(env)
-    else:
-        port = _FIRST_PORT if world_size == 1 else _number(env, "MASTER_PORT", "torchrun")
-    return RankEnvironment("torchrun", *numbers, env.get("MASTER_ADDR", "127.0.0.1"), port)
-
-
-def _in_step(env: Mapping[str, str]) -> bool:
-    """Return whether srun started this process, not a batch script or an interactive shell."""
-    return "SLURM_STEP_ID" in env and _number(env, "SLURM_STEP_ID", "srun") < _FIRST_RESERVED_STEP
+    if world_size > 1 and "MASTER_PORT" not in env:
+        # Raises: there is no port of which the other ranks know.
+        _number(env, "MASTER_PORT", "torchrun")
+    return RankEnvironment("torchrun", *numbers, env.get("MASTER_ADDR", "127.0.0.1"), _port(env))
 
 
 def _from_slurm(env: Mapping[str, str]) -> RankEnvironment:
-    in_step = _in_step(env)
+    # Whether srun started this process, not a batch script or an interactive shell
+    in_step = (
+        "SLURM_STEP_ID" in env and _number(env, "SLURM_STEP_ID", "srun") < _FIRST_RESERVED_STEP
+    )
     # A job that was submitted without --ntasks does not have the variable.
     world_size = _number(env, "SLURM_NTASKS", "srun") if in_step or "SLURM_NTASKS" in env else 1
     if not in_step and world_size > 1:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from megatron_deberta.config.rules import check_tensor_parallel_divides
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.environment import RankEnvironment
 from megatron_deberta.errors import ConfigError, RendezvousError, TopologyError
+from megatron_deberta.processes import call_in_thread
 
 _POLL_SECONDS = 0.2
 
@@ -133,31 +134,26 @@ def _meet(
     # torchrun serves the ranks itself.
     if environment.rank == 0 and not os.environ.get("TORCHELASTIC_USE_AGENT_STORE"):
         _check_port(port)
-    found: list[Store] = []
-    failures: list[Exception] = []
 
-    def connect() -> None:
-        try:
-            world_size = environment.world_size
-            url = f"tcp://{host}:{port}"
-            ranks = rendezvous(url, environment.rank, world_size, timeout=timeout)
-            found.append(next(ranks)[0])
-        except Exception as error:
-            failures.append(error)
+    def connect() -> Store:
+        url = f"tcp://{host}:{port}"
+        ranks = rendezvous(url, environment.rank, environment.world_size, timeout=timeout)
+        store: Store = next(ranks)[0]
+        return store
 
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(_POLL_SECONDS)
-        if is_stopped() and not found:
+    future = call_in_thread(connect, "rendezvous")
+    while not future.done():
+        wait([future], _POLL_SECONDS)
+        if is_stopped() and (not future.done() or future.exception() is not None):
             raise InterruptedError(f"{place}: stopped while waiting for the other ranks")
-    if failures:
-        reason = " ".join(str(failures[0]).split()).partition(" Exception raised from ")[0]
+    try:
+        return future.result()
+    except Exception as error:
+        reason = " ".join(str(error).split()).partition(" Exception raised from ")[0]
         raise RendezvousError(
             f"{place}: cannot connect to the other ranks: {reason}; check MASTER_ADDR and "
             "MASTER_PORT, and that every rank has started"
-        ) from failures[0]
-    return found[0]
+        ) from error
 
 
 def _check_port(port: int) -> None:
@@ -218,6 +214,23 @@ def build_grid(
         device=device,
         own_group=own_group,
     )
+
+
+def host_group(groups: ProcessGroups, timeout_minutes: float) -> ProcessGroup | None:
+    """Create a gloo group of all ranks for data in host memory. Collective over all ranks.
+
+    Args:
+        groups: process groups.
+        timeout_minutes: of each exchange.
+
+    Returns:
+        The group; None in a single process.
+    """
+    group: ProcessGroup | None = None
+    if groups.world_size > 1:
+        timeout = datetime.timedelta(minutes=timeout_minutes)
+        group = dist.new_group(backend="gloo", timeout=timeout)
+    return group
 
 
 def shutdown() -> None:

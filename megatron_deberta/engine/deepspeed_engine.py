@@ -307,11 +307,28 @@ def deepspeed_config(config: RunConfig, dp_size: int) -> dict[str, Any]:
     """
     precision = config.precision
     check_stage(precision)
-    arithmetic = batch_arithmetic(config, dp_size)
+    zero: dict[str, Any] = {
+        "stage": precision.zero_stage,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
+    }
+    if precision.offload_optimizer and precision.zero_stage:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if precision.zero_stage == 3:
+        zero |= {
+            "stage3_param_persistence_threshold": PERSISTENCE_THRESHOLD,
+            "stage3_prefetch_bucket_size": REDUCE_BUCKET_ELEMENTS,
+            "stage3_max_live_parameters": LIVE_ELEMENTS,
+            "stage3_max_reuse_distance": LIVE_ELEMENTS,
+            # True would replace torch.nn.functional.linear for the rest of the process.
+            "memory_efficient_linear": False,
+            "override_module_apply": False,
+        }
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": config.train.micro_batch_size,
-        "gradient_accumulation_steps": arithmetic.accumulation_steps,
-        "zero_optimization": _zero(config),
+        "gradient_accumulation_steps": batch_arithmetic(config, dp_size).accumulation_steps,
+        "zero_optimization": zero,
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         # Stage 0 would not report the norm; the engine clips there.
@@ -343,24 +360,3 @@ def deepspeed_config(config: RunConfig, dp_size: int) -> dict[str, Any]:
             "min_loss_scale": precision.min_loss_scale,
         }
     return settings
-
-
-def _zero(config: RunConfig) -> dict[str, Any]:
-    precision = config.precision
-    zero: dict[str, Any] = {
-        "stage": precision.zero_stage,
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
-    }
-    if precision.offload_optimizer and precision.zero_stage:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    if precision.zero_stage == 3:
-        zero["stage3_param_persistence_threshold"] = PERSISTENCE_THRESHOLD
-        zero["stage3_prefetch_bucket_size"] = REDUCE_BUCKET_ELEMENTS
-        zero["stage3_max_live_parameters"] = LIVE_ELEMENTS
-        zero["stage3_max_reuse_distance"] = LIVE_ELEMENTS
-        # True would replace torch.nn.functional.linear for the rest of the process.
-        zero["memory_efficient_linear"] = False
-        zero["override_module_apply"] = False
-    return zero

@@ -8,6 +8,7 @@ function that a patch replaces or relies on.
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import math
@@ -30,7 +31,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
-from torch.distributed import ProcessGroup
 
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import ReadNorm
@@ -196,7 +196,7 @@ def model_parallel_unit(groups: ProcessGroups) -> SimpleNamespace:
     ignore these groups.
     """
     # DeepSpeed takes None for all ranks.
-    own_group = groups.own_group or _default_group()
+    own_group = groups.own_group or dist.group.WORLD
     dp_group, tp_group = groups.dp_group or own_group, groups.tp_group or own_group
     tensor_parallel = (tp_group, groups.tp_rank, groups.tp_size)
     axes = {
@@ -209,13 +209,6 @@ def model_parallel_unit(groups: ProcessGroups) -> SimpleNamespace:
         for name, value in zip(("group", "rank", "world_size"), values, strict=True):
             setattr(unit, f"get_{axis}_{name}", lambda value=value: value)
     return unit
-
-
-def _default_group() -> ProcessGroup:
-    group: ProcessGroup | None = dist.group.WORLD
-    if group is None:
-        raise RuntimeError("torch.distributed is not initialised")
-    return group
 
 
 def overlapped_reduction(groups: ProcessGroups) -> AbstractContextManager[None]:
@@ -401,14 +394,24 @@ def leaner_step(
             # contains replicated gradients of one rank only.
             patch(optimizer, "check_overflow", lambda *_, **__: None)
         if hasattr(module, "clip_tensors_by_global_norm") and hasattr(optimizer, "bf16_groups"):
-            patch(module, "get_global_norm_of_tensors", _norm_function(groups))
-            patch(module, "clip_tensors_by_global_norm", _clip_function(reading))
+            patch(module, "get_global_norm_of_tensors", functools.partial(_global_norm, groups))
+            patch(module, "clip_tensors_by_global_norm", functools.partial(_clip, reading))
         elif hasattr(optimizer, "get_grad_norm_direct") and not offloaded:
             # Stages 1 and 2 sum over ranks in fp32, stage 3 in the norm's dtype.
             is_wide = hasattr(optimizer, "_get_norm_groups")
             patch(optimizer, "get_grad_norm_direct", _group_norm_function(groups, is_wide=is_wide))
         if can_fold(adam, groups.device) and not offloaded:
-            _fold_clipping(patch, optimizer, module, reading, max_norm, groups.device)
+
+            def fold(*_: Any, **__: Any) -> None:
+                # torch's fused AdamW divides the gradients instead of a pass of their own.
+                adam.grad_scale = torch.full(
+                    (), reading.divisor(max_norm), dtype=torch.float32, device=groups.device
+                )
+
+            if hasattr(optimizer, "unscale_and_clip_grads"):
+                patch(optimizer, "unscale_and_clip_grads", fold)
+            else:
+                patch(module, "clip_tensors_by_global_norm", fold)
             stack.callback(setattr, adam, "grad_scale", None)
         yield
 
@@ -418,55 +421,27 @@ def can_fold(adam: torch.optim.Optimizer, device: torch.device) -> bool:
     return device.type != "cpu" and isinstance(adam, torch.optim.AdamW)
 
 
-def _fold_clipping(
-    patch: Callable[[Any, str, Any], None],
-    optimizer: Any,
-    module: Any,
-    reading: NormReading,
-    max_norm: float | None,
-    device: torch.device,
-) -> None:
-    """Let torch's fused AdamW divide the gradients instead of a pass of their own."""
-
-    def fold(*_: Any, **__: Any) -> None:
-        divisor = torch.full((), reading.divisor(max_norm), dtype=torch.float32, device=device)
-        optimizer.optimizer.grad_scale = divisor
-
-    if hasattr(optimizer, "unscale_and_clip_grads"):
-        patch(optimizer, "unscale_and_clip_grads", fold)
-    else:
-        patch(module, "clip_tensors_by_global_norm", fold)
-
-
 def _squares(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
     """Return the sum of squares in few kernels, a scalar of ``dtype``."""
     norms = torch._foreach_norm([tensor.detach() for tensor in tensors], 2, dtype=dtype)
     return torch.stack(norms).pow(2).sum()
 
 
-def _norm_function(groups: ProcessGroups) -> Callable[..., Tensor]:
-    """Return the equivalent of ``get_global_norm_of_tensors`` of DeepSpeed's ``BF16_Optimizer``."""
-
-    def norm_of(input_tensors: Sequence[Tensor], **_: Any) -> Tensor:
-        total = _squares(input_tensors, torch.float32)
-        if groups.tp_group is not None:
-            dist.all_reduce(total, group=groups.tp_group)
-        return total.pow(0.5)
-
-    return norm_of
+def _global_norm(groups: ProcessGroups, input_tensors: Sequence[Tensor], **_: Any) -> Tensor:
+    """Compute ``get_global_norm_of_tensors`` of DeepSpeed's ``BF16_Optimizer``."""
+    total = _squares(input_tensors, torch.float32)
+    if groups.tp_group is not None:
+        dist.all_reduce(total, group=groups.tp_group)
+    return total.pow(0.5)
 
 
-def _clip_function(reading: NormReading) -> Callable[..., None]:
-    """Return the equivalent of ``clip_tensors_by_global_norm``, with the norm that was read."""
-
-    def clip(input_tensors: Sequence[Tensor], max_norm: float, **_: Any) -> None:
-        # As DeepSpeed computes it, in fp32.
-        inverse = np.float32(1) / (np.float32(reading.norm) + np.float32(CLIP_EPSILON))
-        coefficient = float(inverse * np.float32(max_norm))
-        if coefficient < 1:
-            torch._foreach_mul_([tensor.detach() for tensor in input_tensors], coefficient)
-
-    return clip
+def _clip(reading: NormReading, input_tensors: Sequence[Tensor], max_norm: float, **_: Any) -> None:
+    """Do what ``clip_tensors_by_global_norm`` does, with the norm that was read."""
+    # As DeepSpeed computes it, in fp32.
+    inverse = np.float32(1) / (np.float32(reading.norm) + np.float32(CLIP_EPSILON))
+    coefficient = float(inverse * np.float32(max_norm))
+    if coefficient < 1:
+        torch._foreach_mul_([tensor.detach() for tensor in input_tensors], coefficient)
 
 
 def _group_norm_function(groups: ProcessGroups, *, is_wide: bool) -> Callable[..., Tensor]:

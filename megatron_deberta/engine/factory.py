@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -48,24 +48,20 @@ def build_engine(
     # Checks the names; those of a part lack its prefix.
     rate_scales(list(specs), replace(config.optimizer, freeze=prefixed))
 
-    def build(name: str, part: nn.Module) -> Engine:
-        own = _of_part(specs, name)
+    def build(name: str) -> Engine:
+        start = f"{name}."
+        own = {k.removeprefix(start): v for k, v in specs.items() if k.startswith(start)}
         frozen = [one for one in freeze if one not in prefixed]
         for one in prefixed:
             if one == name:
                 frozen += own
-            elif one.startswith(f"{name}."):
-                frozen.append(one.removeprefix(f"{name}."))
+            elif one.startswith(start):
+                frozen.append(one.removeprefix(start))
         optimizer = replace(config.optimizer, freeze=tuple(frozen))
+        part = module.get_submodule(name)
         return _build(replace(config, optimizer=optimizer), part, own, groups)
 
-    return EngineSequence(module, names, build)
-
-
-def _of_part(specs: Placements, name: str) -> Placements:
-    """Return the placements of a submodule, by names within it."""
-    start = f"{name}."
-    return {k.removeprefix(start): v for k, v in specs.items() if k.startswith(start)}
+    return EngineSequence(module, {name: build(name) for name in names})
 
 
 def _build(
@@ -87,21 +83,12 @@ class EngineSequence(Engine):
 
     Args:
         module: the whole model.
-        names: its submodules.
-        build: returns the engine of a submodule; its arguments are the submodule's name and the
-            submodule.
+        parts: the engine of each submodule, by name, in the order of their updates.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        names: Sequence[str],
-        build: Callable[[str, nn.Module], Engine],
-    ) -> None:
+    def __init__(self, module: nn.Module, parts: Mapping[str, Engine]) -> None:
         self.module = module
-        self._parts: dict[str, Engine] = {}
-        for name in names:
-            self._parts[name] = build(name, module.get_submodule(name))
+        self._parts = parts
 
     @property
     def parts(self) -> tuple[Engine, ...]:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megatron_deberta.checkpoint.resume import Identity
 from megatron_deberta.config import validate_for_world
 from megatron_deberta.config.phases import Stage
 from megatron_deberta.config.rules import batch_arithmetic
@@ -54,7 +55,6 @@ from megatron_deberta.tasks.task import (
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 from megatron_deberta.train.data import Validator, rows_work
 from megatron_deberta.train.records import RunRecords
-from megatron_deberta.train.start import Identity
 
 # Batches whose examples are sorted by length together. Larger pools have less padding; smaller ones
 # mix examples more.

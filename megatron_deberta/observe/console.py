@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
@@ -21,36 +21,43 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
 from megatron_deberta.errors import MegatronDebertaError
-from megatron_deberta.observe.metrics import StepRecord
 
 LevelName = Literal["debug", "info", "warning"]
 PACKAGE = "megatron_deberta"
 HANDLER_NAME = "megatron_deberta"
 
 
-def describe_record(record: StepRecord) -> list[tuple[str, str]]:
-    """Format a record as labelled cells in display order; omits cells without information."""
+def describe_record(
+    record: Mapping[str, float], metrics: Mapping[str, float]
+) -> list[tuple[str, str]]:
+    """Format a record as labelled cells in display order; omits cells without information.
+
+    Args:
+        record: values of a record of kind ``train``, by key.
+        metrics: further losses and accuracies of the objective, by name.
+    """
     cells = [
-        ("loss", f"{record.loss:.4f}"),
-        ("lr", f"{record.learning_rate:.3e}"),
-        ("grad norm", f"{record.grad_norm:.3f}"),
+        ("loss", f"{record['loss']:.4f}"),
+        ("lr", f"{record['learning_rate']:.3e}"),
+        ("grad norm", f"{record['grad_norm']:.3f}"),
     ]
-    if record.loss_scale != 1:
-        cells.append(("loss scale", f"{record.loss_scale:g}"))
-    for name, value in record.metrics.items():
+    if record["loss_scale"] != 1:
+        cells.append(("loss scale", f"{record['loss_scale']:g}"))
+    for name, value in metrics.items():
         kind = name.rpartition("_")[2]
         label = name.removesuffix("_accuracy").removesuffix("_loss").replace("_", " ")
         if kind == "accuracy":
             cells.append((label, f"{value:.1%}"))
-        elif f"{name.removesuffix('_loss')}_accuracy" not in record.metrics:
+        elif f"{name.removesuffix('_loss')}_accuracy" not in metrics:
             cells.append((label, f"{value:.4f}"))
-    cells.append(("tokens/s", f"{record.tokens_per_second:,.0f}"))
-    if not math.isnan(record.utilization):
-        rate = f"{record.matmul_flops_per_second / 1e12:,.3g} TFLOP/s"
-        cells.append(("MFU", f"{record.utilization:.1%} of {rate}"))
-        if record.hardware_utilization > record.utilization:
-            cells.append(("with recomputation", f"{record.hardware_utilization:.1%}"))
-    cells.append(("ETA", format_duration(record.seconds_left)))
+    cells.append(("tokens/s", f"{record['tokens_per_second']:,.0f}"))
+    used, with_recomputation = record["utilization"], record["hardware_utilization"]
+    if not math.isnan(used):
+        rate = f"{record['matmul_flops_per_second'] / 1e12:,.3g} TFLOP/s"
+        cells.append(("MFU", f"{used:.1%} of {rate}"))
+        if with_recomputation > used:
+            cells.append(("with recomputation", f"{with_recomputation:.1%}"))
+    cells.append(("ETA", format_duration(record["seconds_left"])))
     return cells
 
 
@@ -80,7 +87,7 @@ class LiveConsole:
     first_step: int = 0
     title: str = ""
     console: Console = field(default_factory=lambda: Console(file=sys.stdout))
-    _record: StepRecord | None = field(default=None, init=False)
+    _cells: list[tuple[str, str]] = field(default_factory=list, init=False)
     _note: str = field(default="", init=False)
     _live: Live | None = field(default=None, init=False)
 
@@ -113,13 +120,13 @@ class LiveConsole:
         """Update the progress bar; prints nothing without a terminal."""
         self._progress.update(self._task, completed=step)
 
-    def update(self, record: StepRecord) -> None:
-        """Show a record."""
-        self._record = record
-        self.advance(record.step)
+    def update(self, step: int, record: Mapping[str, float], metrics: Mapping[str, float]) -> None:
+        """Show the record of a step; other arguments as in ``describe_record``."""
+        self._cells = describe_record(record, metrics)
+        self.advance(step)
         if self._live is None:
-            cells = " | ".join(f"{name} {value}" for name, value in describe_record(record))
-            self._print(f"step {record.step}/{self.total_steps} | {cells}")
+            cells = " | ".join(f"{name} {value}" for name, value in self._cells)
+            self._print(f"step {step}/{self.total_steps} | {cells}")
 
     def note(self, text: str) -> None:
         """Show a line, such as a validation result, until the next one."""
@@ -136,11 +143,10 @@ class LiveConsole:
 
     def _draw(self) -> Group:
         parts: list[Table | Progress | str] = [self.title] if self.title else []
-        if self._record is not None:
+        if self._cells:
             table = Table.grid(padding=(0, 3))
-            cells = describe_record(self._record)
-            table.add_row(*(f"[dim]{name}[/dim]" for name, _ in cells))
-            table.add_row(*(value for _, value in cells))
+            table.add_row(*(f"[dim]{name}[/dim]" for name, _ in self._cells))
+            table.add_row(*(value for _, value in self._cells))
             parts.append(table)
         parts.append(self._progress)
         if self._note:

@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,33 +26,6 @@ RecordKind = Literal[
 ID_FILE = "wandb_id"
 """In the run folder: identifier under which restarts continue the same W&B run."""
 _STEP = "step"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepRecord:
-    """A record of kind ``train``: the steps since the last one, rates of all ranks together.
-
-    Learning rate, gradient norm, loss scale and further metrics are those of the last step.
-    """
-
-    step: int
-    loss: float
-    """Mean loss over the steps since the last record, in nats per target."""
-    learning_rate: float
-    grad_norm: float
-    """Global gradient norm of the last step, before clipping."""
-    loss_scale: float
-    tokens_per_second: float
-    utilization: float
-    """MFU: model FLOP/s over the measured matrix rate; NaN if not measured."""
-    hardware_utilization: float
-    """The same, including recomputed FLOPs."""
-    flops_per_second: float
-    matmul_flops_per_second: float
-    """Matrix rate of all ranks, measured at start-up."""
-    seconds_left: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Further losses and accuracies of the objective, by name."""
 
 
 class _Record(TypedDict, total=False):

@@ -21,7 +21,7 @@ from megatron_deberta.evaluate.selection import SCORE, Selection, record_selecti
 from megatron_deberta.evaluate.validation import Evaluation
 from megatron_deberta.evaluate.validation_samples import FILE_NAME as SAMPLES_FILE
 from megatron_deberta.evaluate.validation_samples import SampleRecorder, SampleWriter
-from megatron_deberta.observe.metrics import JsonLines, RecordKind, StepRecord
+from megatron_deberta.observe.metrics import JsonLines, RecordKind
 from megatron_deberta.observe.progress import Section
 from megatron_deberta.observe.timeline import Timeline
 from megatron_deberta.tasks.class_scores import FILE_NAME as CLASS_SCORES_FILE
@@ -101,33 +101,28 @@ class LogMetrics(Callback):
         return step % trainer.segment.config.log.every == 0 or is_end_of_phase
 
     def _write(self, trainer: Trainer, records: RunRecords, result: StepResult) -> None:
-        labels = {"consumed_samples": trainer.state.consumed_samples, **self._labels}
-        records.record_step(self._record(trainer, result), labels)
-        self._losses = []
-
-    def _record(self, trainer: Trainer, result: StepResult) -> StepRecord:
-        meter, step = trainer.meter, trainer.state.step
-        speed = meter.lap()
+        step, speed = trainer.state.step, trainer.meter.lap()
         # If all updates since the last record were skipped, report the loss of this step.
         losses = self._losses or [result.loss]
         seconds_left = (last_step(trainer.config) - step) * speed.seconds_per_step
         if self._work:
             flops = sum(max(0, end - max(first, step)) * each for first, end, each in self._work)
             seconds_left = flops / speed.flops_per_second
-        return StepRecord(
-            step=step,
-            loss=sum(losses) / len(losses),
-            learning_rate=result.learning_rate,
-            grad_norm=result.outcome.grad_norm,
-            loss_scale=result.outcome.loss_scale,
-            tokens_per_second=speed.tokens_per_second,
-            utilization=speed.utilization,
-            hardware_utilization=speed.hardware_utilization,
-            flops_per_second=speed.flops_per_second,
-            matmul_flops_per_second=meter.matmul_rate,
-            seconds_left=seconds_left,
-            metrics=result.metrics,
-        )
+        values = {
+            "loss": sum(losses) / len(losses),
+            "learning_rate": result.learning_rate,
+            "grad_norm": result.outcome.grad_norm,
+            "loss_scale": result.outcome.loss_scale,
+            "tokens_per_second": speed.tokens_per_second,
+            "utilization": speed.utilization,
+            "hardware_utilization": speed.hardware_utilization,
+            "flops_per_second": speed.flops_per_second,
+            "matmul_flops_per_second": trainer.meter.matmul_rate,
+            "seconds_left": seconds_left,
+        }
+        labels = {"consumed_samples": trainer.state.consumed_samples, **self._labels}
+        records.record_step(step, values, result.metrics, labels)
+        self._losses = []
 
 
 @dataclass(frozen=True)
@@ -165,19 +160,15 @@ class PeriodicEvaluation(Callback):
         raise NotImplementedError
 
     def show(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Record an evaluation; called on rank 0."""
-        raise NotImplementedError
-
-    @property
-    def is_active(self) -> bool:
-        """Whether there is something to evaluate on."""
-        return True
+        """Record and show an evaluation; called on rank 0."""
+        assert trainer.records is not None
+        trainer.records.report(trainer.state.step, self.kind, evaluation)
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> bool:
         """Evaluate, if due; not when interrupted, because time is limited then."""
         ending = trainer.ending
         is_due = ending is Ending.FINISHED or (ending is None and self._is_due(trainer))
-        return self.is_active and is_due and not self.run(trainer, trainer.selection)
+        return is_due and not self.run(trainer, trainer.selection)
 
     def run(self, trainer: Trainer, selection: Selection) -> bool:
         """Evaluate now; return whether it was completed. Collective over all ranks.
@@ -274,10 +265,9 @@ class Validate(PeriodicEvaluation):
             folder = None if trainer.records is None else trainer.records.run_dir
             select_committed(trainer.selection, state.step, groups, folder)
 
-    @property
-    def is_active(self) -> bool:
-        """Whether the run has a validation."""
-        return self._evaluate is not None
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> bool:
+        """Validate, if due and if the run has a validation."""
+        return self._evaluate is not None and super().on_step_end(trainer, result)
 
     @staticmethod
     def _validation(trainer: Trainer, validator: Validator) -> Evaluate:
@@ -295,11 +285,10 @@ class Validate(PeriodicEvaluation):
 
     def show(self, trainer: Trainer, evaluation: Evaluation) -> None:
         """Record the metrics, the samples and the scores by class."""
-        assert trainer.records is not None
+        super().show(trainer, evaluation)
         assert self._writer is not None
         assert self._classes is not None
         step = trainer.state.step
-        trainer.records.report(step, evaluation)
         self._writer.write(step)
         if evaluation.class_scores is not None:
             self._classes.append({"step": step, **evaluation.class_scores.to_dict()})
@@ -328,11 +317,6 @@ class EvaluateMinimalPairs(PeriodicEvaluation):
         """Score all pairs."""
         module, must_stop = trainer.engine.module, trainer.requests.must_stop
         return self.task.evaluate(module, trainer.groups, must_stop)
-
-    def show(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Record the accuracies."""
-        assert trainer.records is not None
-        trainer.records.report_minimal_pairs(trainer.state.step, evaluation)
 
 
 class CheckReplicas(Callback):

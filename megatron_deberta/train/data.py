@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from megatron_deberta.checkpoint.resume import Identity
 from megatron_deberta.config.phases import Stage, describe_phases, segments
 from megatron_deberta.config.rules import batch_arithmetic
 from megatron_deberta.config.schema import RunConfig
@@ -33,7 +34,6 @@ from megatron_deberta.observe.throughput import StepWork
 from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 from megatron_deberta.train.fingerprint import run_fingerprint
 from megatron_deberta.train.records import RunRecords
-from megatron_deberta.train.start import Identity
 
 logger = logging.getLogger(__name__)
 

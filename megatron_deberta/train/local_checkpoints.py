@@ -38,8 +38,10 @@ WAIT_SECONDS = 20.0
 
 
 @dataclass
-class LocalCheckpoints:
+class LocalCheckpoints(Callback):
     """Local checkpoints of one run on all nodes.
+
+    As a callback it saves so that at most ``checkpoint.local_every`` steps are lost.
 
     Attributes:
         config: the run.
@@ -48,6 +50,8 @@ class LocalCheckpoints:
         nodes: the nodes.
         history: generations of the run.
     """
+
+    section: ClassVar[Section] = Section.SAVE
 
     config: RunConfig
     groups: ProcessGroups
@@ -185,33 +189,17 @@ class LocalCheckpoints:
 
         return within(LISTING_SECONDS, clear, False)
 
-
-class SaveLocalCheckpoints(Callback):
-    """Saves local checkpoints so that at most ``checkpoint.local_every`` steps are lost.
-
-    Args:
-        local: local checkpoints of the run, with the schedule.
-    """
-
-    section: ClassVar[Section] = Section.SAVE
-
-    def __init__(self, local: LocalCheckpoints) -> None:
-        self._local = local
-
     def on_rollback(self, trainer: Trainer) -> None:
         """Begin a generation first: after a kill in between, no skipped step is resumed."""
-        self._local.begin(0)
+        self.begin(0)
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         """Save, if due, unless the process ends; record a save that has finished."""
-        step, saver, schedule = trainer.state.step, self._local.saver, self._local.schedule
-        if saver is None:
+        step, saver, every = trainer.state.step, self.saver, self.config.checkpoint.local_every
+        if saver is None or every is None:
             # The disk hangs.
             return
-        if schedule is None:
-            every = self._local.config.checkpoint.local_every
-            assert every is not None
-            schedule = self._local.schedule = SaveSchedule(every, step - 1)
+        schedule = self.schedule = self.schedule or SaveSchedule(every, step - 1)
         self._poll(trainer, saver, schedule)
         if trainer.ending is not None or not (schedule.is_due(step) or schedule.must_wait(step)):
             return

@@ -6,25 +6,11 @@ Prefetched batches that are not used when a run stops do not count as consumed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron_deberta.data.batch import MicroBatch
-
-
-@dataclass(frozen=True, slots=True)
-class StepInput:
-    """Micro batches of one rank and step.
-
-    Attributes:
-        host: in host memory.
-        device: on the device.
-    """
-
-    host: Sequence[MicroBatch]
-    device: Sequence[MicroBatch]
 
 
 class InputQueue:
@@ -36,6 +22,9 @@ class InputQueue:
         steps: yields this rank's micro batches of a step.
         device: the target device.
         streams: replaces ``torch.cuda`` in tests.
+
+    Attributes:
+        host: micro batches of the last step that was taken, in host memory.
     """
 
     def __init__(
@@ -45,7 +34,9 @@ class InputQueue:
         self._device = device
         self._streams = torch.cuda if streams is None and device.type == "cuda" else streams
         self._copy_stream = None if self._streams is None else self._streams.Stream(device)
-        self._prefetched: tuple[StepInput, Any] | None = None
+        self.host: Sequence[MicroBatch] = ()
+        # In host memory, on the device, and the event of the copy
+        self._prefetched: tuple[Sequence[MicroBatch], Sequence[MicroBatch], Any] | None = None
         self._failure: Exception | None = None
 
     def fetch(self) -> None:
@@ -64,27 +55,29 @@ class InputQueue:
         except Exception as failure:
             self._failure = failure
             return
-        self._prefetched = StepInput(host, copies), copied
+        self._prefetched = host, copies, copied
 
-    def take(self) -> StepInput:
-        """Return the next step; work queued on the device afterwards sees the complete copy.
+    def take(self) -> Sequence[MicroBatch]:
+        """Return the micro batches of the next step, on the device.
+
+        Work queued on the device afterwards sees the complete copy.
 
         Raises:
             DataError: a shard is damaged, or a loader process died.
             StopIteration: the loader has no more steps.
         """
         if self._copy_stream is None:
-            host = next(self._steps)
-            return StepInput(host, [batch.to(self._device) for batch in host])
+            self.host = next(self._steps)
+            return [batch.to(self._device) for batch in self.host]
         self.fetch()
         if self._failure is not None:
             raise self._failure
         assert self._prefetched is not None
-        step, copied = self._prefetched
+        self.host, batches, copied = self._prefetched
         self._prefetched = None
         compute = self._streams.current_stream(self._device)
         compute.wait_event(copied)
-        for batch in step.device:
+        for batch in batches:
             # The memory belongs to the copy stream, which must not reuse it while this one reads.
             batch.record_stream(compute)
-        return step
+        return batches

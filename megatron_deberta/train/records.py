@@ -13,6 +13,7 @@ from rich.console import Console
 from megatron_deberta.checkpoint.saver import Saved
 from megatron_deberta.checkpoint.writer import UNLOCKED, Fence
 from megatron_deberta.config import config_to_dict, save_config
+from megatron_deberta.config.phases import last_step
 from megatron_deberta.config.rules import causal_fraction
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.data.build import Corpora, validation_loader
@@ -24,13 +25,11 @@ from megatron_deberta.observe.console import LiveConsole
 from megatron_deberta.observe.metrics import (
     MetricsWriter,
     RecordKind,
-    StepRecord,
     WandbWriter,
     plot_loss,
     read_metrics,
 )
 from megatron_deberta.train.stability.rollback import Rollback
-from megatron_deberta.train.stability.verdict import Verdict
 from megatron_deberta.train.state import StepResult
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,6 @@ class RunRecords:
     Args:
         config: the run.
         first_step: completed optimizer steps; later records are dropped.
-        last_step: last step of this process.
         terminal: console to draw on.
         fence: lock of the run folder.
         resolved: config to save; None: ``config``, which may be that of a phase.
@@ -64,26 +62,25 @@ class RunRecords:
         self,
         config: RunConfig,
         first_step: int,
-        last_step: int,
         terminal: Console,
         fence: Fence = UNLOCKED,
         resolved: RunConfig | None = None,
     ) -> None:
-        self.config = config
+        self.config, whole = config, resolved or config
         self.run_dir = Path(config.train.run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         fence.check()
-        save_config(resolved or config, self.run_dir / "config.yaml")
+        save_config(whole, self.run_dir / "config.yaml")
         self.first_step = first_step
         self.writer = MetricsWriter(
             self.run_dir,
             resume_step=first_step,
             tensorboard=config.log.tensorboard,
-            wandb=_open_wandb(resolved or config),
+            wandb=_open_wandb(whole),
             check=fence.check,
         )
         self.console = LiveConsole(
-            last_step, first_step=first_step, title=str(self.run_dir), console=terminal
+            last_step(whole), first_step=first_step, title=str(self.run_dir), console=terminal
         )
         self.longest_step = 0.0
         self.longest_check = 0.0
@@ -148,18 +145,23 @@ class RunRecords:
             for record in read_metrics(self.writer.path)
         )
 
-    def record_step(self, record: StepRecord, labels: Mapping[str, float]) -> None:
+    def record_step(
+        self,
+        step: int,
+        values: Mapping[str, float],
+        metrics: Mapping[str, float],
+        labels: Mapping[str, float],
+    ) -> None:
         """Record and show the steps since the last record.
 
         Args:
-            record: their metrics; its fields and ``metrics`` are the keys of the line.
-            labels: further keys.
+            step: the last one.
+            values: their loss, rates and duration; with ``metrics`` the keys of the line.
+            metrics: further losses and accuracies of the objective.
+            labels: further keys, which are not shown.
         """
-        self.console.update(record)
-        values = asdict(record)
-        values |= values.pop("metrics")
-        step = values.pop("step")
-        self.writer.write(step, {**values, **labels})
+        self.console.update(step, values, metrics)
+        self.writer.write(step, {**values, **metrics, **labels})
 
     def record_skip(self, step: int, result: StepResult) -> None:
         """Record and show that an update was skipped."""
@@ -170,16 +172,20 @@ class RunRecords:
             f"step {step}: no update, {result.skip} | loss {result.loss:.4f} | grad norm {norm:.3f}"
         )
 
-    def report_minimal_pairs(self, step: int, evaluation: Evaluation) -> None:
-        """Record and show an evaluation of minimal pairs."""
-        self.writer.write(step, evaluation.metrics, kind="minimal_pairs")
-        self.console.note(f"minimal pairs at step {step} | {evaluation.text}")
+    def report(self, step: int, kind: RecordKind, evaluation: Evaluation) -> None:
+        """Record and show a validation, or an evaluation of minimal pairs.
 
-    def report(self, step: int, evaluation: Evaluation) -> None:
-        """Record and show a validation."""
-        self.writer.write(step, evaluation.metrics, kind="validation")
-        baseline = "" if self._unigram is None else f" | unigram loss {self._unigram:.4f}"
-        self.console.note(f"validation at step {step} | {evaluation.text}{baseline}")
+        Args:
+            step: completed steps.
+            kind: of the record.
+            evaluation: metrics, and text to show.
+        """
+        self.writer.write(step, evaluation.metrics, kind=kind)
+        baseline = ""
+        if kind == "validation" and self._unigram is not None:
+            baseline = f" | unigram loss {self._unigram:.4f}"
+        what = kind.replace("_", " ")
+        self.console.note(f"{what} at step {step} | {evaluation.text}{baseline}")
 
     def record_checkpoint(self, step: int, saved: Saved) -> None:
         """Record the time that a checkpoint took."""
@@ -197,18 +203,6 @@ class RunRecords:
             f"rolled back from step {done.trouble_step} to the checkpoint of step {done.step} | "
             f"data continues at sample {done.consumed_samples} | {done.vain_rollbacks} in a row"
         )
-
-    def record_verdict(self, verdict: Verdict) -> None:
-        """Record what a second run of a step has shown."""
-        values = {
-            "event": "rerun",
-            "verdict": verdict.kind,
-            "cause": verdict.cause,
-            "ranks": ", ".join(str(place.rank) for place in verdict.places),
-            "hosts": ", ".join(place.host for place in verdict.places),
-            "devices": ", ".join(place.device for place in verdict.places),
-        }
-        self.writer.write(verdict.step, values, kind="guard")
 
     def plot(self) -> None:
         """Draw ``loss.png``."""

@@ -43,7 +43,7 @@ from megatron_deberta.train.callbacks import (
     Validate,
 )
 from megatron_deberta.train.data import OpenData, open_pretraining_data
-from megatron_deberta.train.local_checkpoints import LocalCheckpoints, SaveLocalCheckpoints
+from megatron_deberta.train.local_checkpoints import LocalCheckpoints
 from megatron_deberta.train.preemption import StopSignal
 from megatron_deberta.train.setup import (
     build_rank_model,
@@ -145,7 +145,7 @@ def pretrain(
             None if minimal_pairs is None else EvaluateMinimalPairs(minimal_pairs),
             *callbacks,
             CheckReplicas(),
-            None if local is None else SaveLocalCheckpoints(local),
+            local,
             SaveCheckpoints(checkpoint, keeps_best=keeps_best),
         ]
         trainer = Trainer(

@@ -13,10 +13,9 @@ from typing import cast
 import psutil
 import torch
 
-from megatron_deberta.checkpoint.layout import COMMITTED_FILE
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.saver import FREE_SHARE, copy_bytes, state_bytes
-from megatron_deberta.checkpoint.store import find_newest
+from megatron_deberta.checkpoint.store import find_newest, find_state
 from megatron_deberta.config import config_from_dict
 from megatron_deberta.config.precision import PREFERRED, formats_of, resolve_precision
 from megatron_deberta.config.schema import DType, EngineName, RunConfig
@@ -80,8 +79,7 @@ def _began_with(config: RunConfig, groups: ProcessGroups) -> tuple[DType, Engine
     with raise_on_all_ranks(groups):
         newest = find_newest(config.train.run_dir)
         if newest is None and (given := config.checkpoint.continue_from):
-            is_checkpoint = Path(given, COMMITTED_FILE).exists()
-            newest = Path(given) if is_checkpoint else find_newest(given)
+            newest = find_state(Path(given))
         if groups.rank == 0 and newest is not None:
             saved = config_from_dict(CheckpointReader(newest).metadata.config, str(newest))
             text = f"{saved.precision.dtype} {saved.precision.engine}"
@@ -182,8 +180,4 @@ def build_meter(config: RunConfig, groups: ProcessGroups, work: StepWork) -> Thr
     def measure() -> float:
         return measure_matmul_rate(groups.device, dtype) * groups.world_size
 
-    return ThroughputMeter(
-        work=work,
-        matmul_rate=measure(),
-        measure=measure,
-    )
+    return ThroughputMeter(work=work, matmul_rate=measure(), measure=measure)

@@ -10,9 +10,10 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_deberta.checkpoint import store
-from megatron_deberta.checkpoint.layout import COMMITTED_FILE, committed_steps
+from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.checkpoint.reader import CheckpointReader, StoredRun
 from megatron_deberta.checkpoint.resume import (
+    Identity,
     check_continuation,
     check_resume,
     check_same_architecture,
@@ -30,22 +31,6 @@ from megatron_deberta.train.stability.rollback import guard_state, resumed_posit
 from megatron_deberta.train.state import TrainState
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Identity of a run's tokenizer and training data.
-
-    Attributes:
-        tokenizer_fingerprint: hash of the tokenizer's content.
-        data_fingerprint: hash of the training shards' content.
-        validation_fingerprint: hash of the examples that select checkpoints; empty: none do.
-    """
-
-    tokenizer_path: str
-    tokenizer_fingerprint: str
-    data_fingerprint: str
-    validation_fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +87,7 @@ def choose_start(
         )
     reader = store.choose_intact(run_dir, groups, hashes=config.checkpoint.verify)
     if reader is not None:
-        changed = check_resume(
-            reader,
-            config,
-            tokenizer_fingerprint=identity.tokenizer_fingerprint,
-            data_fingerprint=identity.data_fingerprint,
-            allow_change=allow_config_change,
-        )
+        changed = check_resume(reader, config, identity, allow_change=allow_config_change)
         logger.info("resuming from %s", reader.path)
         return _continued(config, reader, changed, *resumed_position(config, groups, reader))
     if resume == "must":
@@ -145,13 +124,10 @@ def _extended(reader: CheckpointReader, config: RunConfig) -> StoredRun:
 
 def _continue(config: RunConfig, groups: ProcessGroups, identity: Identity) -> Start:
     """Open ``checkpoint.continue_from`` as the state of a new run."""
-    path = Path(config.checkpoint.continue_from or "")
-    if not (path / COMMITTED_FILE).exists():
-        path = store.find_newest(path) or path
+    given = Path(config.checkpoint.continue_from or "")
+    path = store.find_state(given) or given
     reader = store.open_intact(path, groups, hashes=config.checkpoint.verify)
-    changed = check_continuation(
-        reader, config, tokenizer_fingerprint=identity.tokenizer_fingerprint
-    )
+    changed = check_continuation(reader, config, identity)
     logger.info("continuing %s", path)
     state = TrainState(reader.metadata.step, reader.metadata.consumed_samples)
     return _continued(config, reader, changed, state, guard_state(reader))

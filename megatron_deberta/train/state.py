@@ -34,19 +34,15 @@ class FolderLock(Protocol):
     @property
     def number(self) -> int:
         """Number of the lock, higher than those of all earlier holders; 0: not held."""
-        ...
 
     def __enter__(self) -> object:
         """Take the lock."""
-        ...
 
     def __exit__(self, *_: object) -> None:
         """Release the lock."""
-        ...
 
     def check(self) -> None:
         """End this process if another one has taken the lock."""
-        ...
 
     def record(
         self,
@@ -64,7 +60,6 @@ class FolderLock(Protocol):
             samples: position in the data after those steps.
             measured: durations in seconds.
         """
-        ...
 
     def record_fault(
         self, *, step: int, verdict: str, places: Sequence[Mapping[str, int | str]]
@@ -76,7 +71,6 @@ class FolderLock(Protocol):
             verdict: its kind; a node with a ``persistent`` fault is excluded from now on.
             places: ``rank``, ``host`` and ``device`` of each suspect.
         """
-        ...
 
 
 class Ending(Enum):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,21 +24,11 @@ from megatron_deberta.engine.schedule import learning_rate
 from megatron_deberta.errors import LossScaleError, NumericsError
 from megatron_deberta.model.dropout import DropoutSeeds
 from megatron_deberta.objectives import NO_COUNTS, Mean, Update, build_objective
-from megatron_deberta.train.forward_timer import ForwardTimer
+from megatron_deberta.train.preemption import Requests
 from megatron_deberta.train.stability.guard import Guard, NonfiniteGradients, Skip
 from megatron_deberta.train.state import StepResult
 
 logger = logging.getLogger(__name__)
-
-
-class Flags(Protocol):
-    """Flags of each rank that a step exchanges beside its losses: ``Requests``."""
-
-    def own(self) -> Sequence[bool]:
-        """Return those of this rank."""
-
-    def receive(self, flags: Iterable[bool]) -> None:
-        """Record the flags that are set on any rank."""
 
 
 @dataclass(slots=True)
@@ -75,6 +67,43 @@ class UpdatePass:
     skip: Skip | None = None
 
 
+class ForwardTimer:
+    """Accumulates the time of forward passes.
+
+    By CUDA events on GPUs; never synchronizes with the device.
+
+    Args:
+        device: the device they run on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_on_gpu = device.type == "cuda"
+        self._done = 0
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Time one pass."""
+        if not self._is_on_gpu:
+            start = time.perf_counter_ns()
+            yield
+            self._done += time.perf_counter_ns() - start
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        yield
+        end.record()
+        self._pending.append((begin, end))
+
+    def take(self) -> int:
+        """Return the nanoseconds of passes completed since the last call."""
+        while self._pending and self._pending[0][1].query():
+            begin, end = self._pending.popleft()
+            self._done += round(begin.elapsed_time(end) * 1e6)
+        done, self._done = self._done, 0
+        return done
+
+
 class TrainStep:
     """Executes optimizer steps.
 
@@ -91,7 +120,8 @@ class TrainStep:
         groups: the rank grid.
         guard: decides whether updates are made; None: a fresh one.
         on_progress: called at fixed points of a step, the same number of times on every rank.
-        flags: exchanged by each step.
+        requests: to stop or to save, exchanged beside the losses of each step; None: there are
+            none.
     """
 
     def __init__(
@@ -101,7 +131,7 @@ class TrainStep:
         groups: ProcessGroups,
         guard: Guard | None = None,
         on_progress: Callable[[], None] = lambda: None,
-        flags: Flags | None = None,
+        requests: Requests | None = None,
     ) -> None:
         self._engine = engine
         self._config = config
@@ -113,7 +143,7 @@ class TrainStep:
         # The first step after a resume may follow nonfinite gradients, too.
         self._watch_gradients = True
         self._on_progress = on_progress
-        self._flags = flags
+        self._requests = requests
         self._forward_timer = ForwardTimer(groups.device)
         # On the device, so that no number of the recorded operations depends on the step.
         self._step_number = torch.zeros((), dtype=torch.int64, device=groups.device)
@@ -191,8 +221,9 @@ class TrainStep:
         with one.gradients:
             one.totals = self._accumulate(one, batches, outputs)
         prefetch()
-        flags = self._flags if one.first is None else None
-        numbers = self._reduce(one.totals, one.num_targets, flags.own() if flags else ())
+        requests = self._requests if one.first is None else None
+        flags = requests.own() if requests else ()
+        numbers = self._reduce(one.totals, one.num_targets, flags)
         self._on_progress()
         one.rate = self._learning_rate(one.step, one.update)
 
@@ -200,8 +231,8 @@ class TrainStep:
             # The only host synchronization of an update
             *found, norm_read = torch.cat([numbers, norm.to(numbers).view(1)]).tolist()
             exchanged = self._read(one, found)
-            if flags:
-                flags.receive(exchanged)
+            if requests:
+                requests.receive(exchanged)
             one.skip, limit = self._check_loss(one)
             return norm_read, -math.inf if one.skip else limit
 

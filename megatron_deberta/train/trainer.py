@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rich.console import Console
 
@@ -37,7 +37,7 @@ from megatron_deberta.train.records import RunRecords
 from megatron_deberta.train.setup import build_meter
 from megatron_deberta.train.stability.guard import Guard
 from megatron_deberta.train.stability.replicas import check_replicas
-from megatron_deberta.train.stability.rerun import FaultReports, RerunStep
+from megatron_deberta.train.stability.rerun import RerunStep, Verdict, report_verdict
 from megatron_deberta.train.stability.rollback import Rollback, rollback
 from megatron_deberta.train.state import Ending, FolderLock, StepResult, TrainState
 from megatron_deberta.train.step import TrainStep
@@ -113,7 +113,6 @@ class Trainer:
         requests: to stop or to save, from all ranks.
         inputs: micro batches of the next steps.
         train_step: executes a step.
-        faults: reports faulty devices.
         records: metrics and terminal view, on rank 0; None elsewhere.
         sample_log: on the ranks that write one.
         validator: validates the model; None: the run has no validation.
@@ -149,18 +148,11 @@ class Trainer:
     meter: ThroughputMeter = field(init=False)
     inputs: InputQueue = field(init=False)
     train_step: TrainStep = field(init=False)
-    faults: FaultReports = field(init=False)
     batches: Sequence[MicroBatch] = field(init=False, default=())
     ending: Ending | None = field(init=False, default=None)
     save_requested: bool = field(init=False, default=False)
     step_seconds: float = field(init=False, default=0.0)
     resources: ExitStack = field(init=False)
-    _first_step: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Prepare the reports of faulty devices."""
-        self.faults = FaultReports(self.groups, self.lock)
-        self._first_step = self.state.step
 
     @property
     def is_finished(self) -> bool:
@@ -179,11 +171,12 @@ class Trainer:
             DataError: the data is damaged.
         """
         done: Rollback | None = None
+        first_step = self.state.step
         while True:
             self.ending = None
             with ExitStack() as self.resources:
                 self._open_segment(done)
-                ending = self._train()
+                ending = self._train(first_step)
             done = None
             if ending is Ending.ROLLBACK:
                 done = self._roll_back()
@@ -223,10 +216,9 @@ class Trainer:
         examples = data.identity.validation_fingerprint
         with refusals():
             self.selection = open_selection(config, groups, run_dir, state.step, examples)
+        self.train_step = self._build_step()
         for callback in self.callbacks:
             callback.on_start(self)
-        self.faults.records = self.records
-        self.train_step = self._build_step()
 
     def _open_records(self) -> RunRecords:
         """Open the records of a segment on rank 0."""
@@ -237,28 +229,31 @@ class Trainer:
                 "phase %d from step %d: %d sequences of %d tokens", segment.phase + 1, step + 1,
                 now.train.global_batch_size, now.data.sequence_length,
             )  # fmt: skip
-        return RunRecords(
-            segment.phase_config, step, last_step(config), self.terminal, self.saver.fence, config
-        )
+        return RunRecords(segment.phase_config, step, self.terminal, self.saver.fence, config)
 
     def _build_step(self) -> TrainStep:
         config = self.segment.config
-        options: dict[str, Any] = {
-            "guard": self.guard, "on_progress": self.observer.mark, "flags": self.requests
-        }  # fmt: skip
+        arguments = (
+            self.engine, config, self.groups, self.guard, self.observer.mark, self.requests
+        )  # fmt: skip
         if not config.guard.rerun:
-            return TrainStep(self.engine, config, self.groups, **options)
-        self.faults.train_step = RerunStep(
-            self.engine, config, self.groups, on_verdict=self.faults.report, **options
-        )
-        return self.faults.train_step
+            return TrainStep(*arguments)
 
-    def _train(self) -> Ending:
-        """Train to the end of the segment or of the run, a request to stop or a rollback."""
+        def report(verdict: Verdict) -> None:
+            report_verdict(verdict, self.groups, self.records, self.lock)
+
+        return RerunStep(*arguments, on_verdict=report)
+
+    def _train(self, first_step: int) -> Ending:
+        """Train to the end of the segment or of the run, a request to stop or a rollback.
+
+        Args:
+            first_step: completed steps when the process began to train.
+        """
         observer = self.observer
         if self.is_finished:
             return Ending.FINISHED
-        if self.state.step == self._first_step:
+        if self.state.step == first_step:
             # A signal during start-up: there is nothing new to save.
             if ending := _requested(replace(self.requests.poll(), stop=False)):
                 return ending
@@ -268,7 +263,7 @@ class Trainer:
             batches = self.inputs.take()
             observer.add_times(data=time.perf_counter_ns() - begin)
             observer.enter(Section.STEP)
-            result = self.train_step(self.state.step, batches.device, self._meanwhile)
+            result = self.train_step(self.state.step, batches, self._meanwhile)
             self.state = self.state.advanced(self.segment.config.train.global_batch_size)
             observer.add_times(forward=result.forward_time)
             if result.rollback:
@@ -276,8 +271,10 @@ class Trainer:
             request = self.requests.poll()
             whole = time.perf_counter_ns() - begin
             observer.add_times(steps=1, whole=whole)
-            self.batches, self.step_seconds = batches.host, whole / 1e9
-            self.ending, self.save_requested = self._ending(request), request.save
+            self.batches, self.step_seconds = self.inputs.host, whole / 1e9
+            is_last = self.state.step >= last_step(self.config)
+            self.ending = Ending.FINISHED if is_last else _requested(request)
+            self.save_requested = request.save
             self._call_callbacks(result)
             stop = request.stop or self.ending is Ending.STOPPED
             self.requests.acknowledge(replace(request, stop=stop))
@@ -315,11 +312,6 @@ class Trainer:
                 self.inputs.fetch()
             self.observer.add_times(data=time.perf_counter_ns() - begin)
 
-    def _ending(self, request: Request) -> Ending | None:
-        if self.state.step >= last_step(self.config):
-            return Ending.FINISHED
-        return _requested(request)
-
     def _roll_back(self) -> Rollback:
         """Return to the last good checkpoint."""
         with self.observer.section(Section.SAVE):
@@ -329,13 +321,7 @@ class Trainer:
             callback.on_rollback(self)
         with self.observer.section(Section.STARTUP):
             self.state, guard_state, done = rollback(
-                self.config,
-                self.groups,
-                self.engine,
-                self.model.specs,
-                self.state,
-                self.guard,
-                self.saver.fence,
+                self.config, self.saver, self.state, self.guard
             )
         self.guard = Guard.of_run(self.config, guard_state)
         return done
@@ -347,13 +333,13 @@ class Trainer:
             ReplicaError: they differ.
         """
         began = time.monotonic()
-        module, specs = self.engine.module, self.model.specs
+        specs = self.model.specs
         try:
-            check_replicas(module, specs, self.groups, self.state.step)
+            check_replicas(self.engine.module, specs, self.groups, self.state.step)
         except ReplicaError as error:
-            if not self.config.guard.rerun:
+            if not isinstance(self.train_step, RerunStep):
                 raise
-            raise self.faults.explained(error, module, specs) from error
+            raise self.train_step.explained(error, specs) from error
         if self.records is not None:
             seconds = time.monotonic() - began
             self.records.longest_check = max(self.records.longest_check, seconds)

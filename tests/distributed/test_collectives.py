@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_deberta.distributed import collectives
-from megatron_deberta.distributed.tensor_parallel import row_parallel
+from megatron_deberta.distributed.parallelize.apply import row_parallel
 from megatron_deberta.errors import TopologyError
 from tests.support.ranks import RankPool, grid
 

@@ -33,7 +33,7 @@ from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.retention import Retention
 from megatron_deberta.checkpoint.writer import UNLOCKED
 from megatron_deberta.config.schema import CheckpointConfig, RunConfig, TrainConfig
-from megatron_deberta.train.local_checkpoints import LocalCheckpoints, SaveLocalCheckpoints
+from megatron_deberta.train.local_checkpoints import LocalCheckpoints
 from tests.distributed.test_background_save import Run
 from tests.support.checkpoints import metadata
 from tests.support.layout_matrix import Layout
@@ -352,7 +352,7 @@ def wait_for_a_save(rank: int, folder: str) -> dict[str, Any]:
         records=SimpleNamespace(writer=SimpleNamespace(write=write)),
     )
     # Every step is saved, so training waits for the end of the save as well.
-    SaveLocalCheckpoints(run.local).on_step_end(trainer, step_result())
+    run.local.on_step_end(trainer, step_result())
     run.engine.destroy()
     return saved[0]
 

@@ -20,8 +20,7 @@ from megatron_deberta.errors import EXIT_FAILURE, ReplicaError
 from megatron_deberta.objectives import ModelLosses
 from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.stability.replicas import check_replicas
-from megatron_deberta.train.stability.rerun import FaultReports, RerunStep
-from megatron_deberta.train.stability.verdict import Verdict
+from megatron_deberta.train.stability.rerun import RerunStep, Verdict, report_verdict
 from megatron_deberta.train.state import FolderLock
 from tests.support.layout_matrix import GLOBAL_BATCH, Layout, micro_batches, moments, run_config
 from tests.support.losses import with_first_loss
@@ -209,13 +208,12 @@ def differing_replicas(
     engine = build_engine(config, model.module, model.specs, groups)
     verdicts: list[Verdict] = []
     lock = Lock()
-    reports = FaultReports(groups, lock)
 
     def report(verdict: Verdict) -> None:
         verdicts.append(verdict)
-        reports.report(verdict)
+        report_verdict(verdict, groups, None, lock)
 
-    take = reports.train_step = RerunStep(engine, config, groups, on_verdict=report)
+    take = RerunStep(engine, config, groups, on_verdict=report)
     take(0, micro_batches(0, groups))
     if rank == FAULTY_RANK:
         parameter.data.view(-1).view(torch.int32)[5] ^= 1 << 20
@@ -225,7 +223,7 @@ def differing_replicas(
     except ReplicaError as error:
         ranks = sorted({r for found in error.differing.values() for r in found})
         fault.step = FAULTY_STEP
-        message = str(reports.explained(error, engine.module, model.specs))
+        message = str(take.explained(error, model.specs))
         check_replicas(engine.module, model.specs, groups, 1)
     engine.destroy()
     return verdicts, ranks, message, lock.faults

@@ -48,7 +48,7 @@ def there_and_back(rank: int, layout: Layout, run_dir: str) -> dict[str, Any]:
             saver.save(known, Retention())
     window = list(guard.state.losses)
     guard.state.skips = [4, 5]
-    state, memory, done = rollback(config, groups, engine, model.specs, TrainState(5, 40), guard)
+    state, memory, done = rollback(config, saver, TrainState(5, 40), guard)
     again = TrainStep(engine, config, groups, Guard.of_run(config, memory))
     repeated = again(2, micro_batches(2, groups)).loss
     # A new process sees the same; from an older checkpoint there is no rollback.
@@ -57,7 +57,7 @@ def there_and_back(rank: int, layout: Layout, run_dir: str) -> dict[str, Any]:
     found = resumed_position(config, groups, reader)
     nowhere = Guard.of_run(config, GuardState(skips=[2]))
     with pytest.raises(NumericsError, match="no earlier checkpoint"):
-        rollback(config, groups, engine, model.specs, TrainState(5, 40), nowhere)
+        rollback(config, saver, TrainState(5, 40), nowhere)
     engine.destroy()
     assert memory.losses[:2] == window[:2]
     return {

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_deberta.distributed.collectives import copy_to_tensor_parallel_region
-from megatron_deberta.distributed.tensor_parallel import vocab_parallel_embedding, vocabulary_part
+from megatron_deberta.distributed.parallelize.apply import vocab_parallel_embedding, vocabulary_part
 from megatron_deberta.evaluate.validation_samples import best_tokens
 from megatron_deberta.ops import cross_entropy
 from megatron_deberta.ops.cross_entropy import linear_cross_entropy

@@ -156,8 +156,7 @@ MUTANTS = (
     ),
     Mutant(
         "the loss is divided by this rank's targets", "train/step.py",
-        "return sum_over_batch_ranks(total, self._groups).clamp_min(1.0)",
-        "return total.clamp_min(1.0)",
+        "        total = sum_over_batch_ranks(total, self._groups)\n", "",
         f"{_STEP}::test_the_sum_of_all_ranks_is_divided_by_the_targets_of_all_ranks",
     ),
     Mutant(

@@ -14,8 +14,8 @@ import os
 import re
 import shutil
 import stat
-import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from megatron_deberta.checkpoint.layout import (
 from megatron_deberta.errors import CheckpointError
 from megatron_deberta.files import fsync_path, sha256_file, write_durably
 from megatron_deberta.parsing import Count, parse_json
+from megatron_deberta.processes import call_in_thread
 
 FILE_BYTES = 64 * 2**20
 """Bytes of tensors at which a file is complete; bounds the memory of a transfer."""
@@ -272,18 +273,6 @@ def within(seconds: float, call: Callable[[], _T], default: _T) -> _T:
     Raises:
         Exception: what the call raised in time.
     """
-    results: list[_T] = []
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="disk", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    return results[0] if results else default
+    future = call_in_thread(call, "disk")
+    wait([future], seconds)
+    return future.result() if future.done() else default

@@ -19,6 +19,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_deberta.checkpoint import writer
 from megatron_deberta.checkpoint.layout import part_index_file, part_index_json, state_kinds
@@ -112,8 +113,7 @@ class History:
         write_atomically(Path(run_dir) / FILE_NAME, self.to_json())
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class _Candidate:
+class _Candidate(NamedTuple):
     """A save that some nodes hold parts of; ordered by step."""
 
     step: int
@@ -191,10 +191,7 @@ class LocalRecovery:
         self, candidates: list[_Candidate], parts: Iterable[PartManifest]
     ) -> dict[_Candidate, dict[int, list[int]]]:
         """Return the ranks that see each part of each save. Collective over all ranks."""
-        own = [
-            [c.step, c.generation, c.world_size, c.digest, part.rank]
-            for c, part in zip(candidates, parts, strict=True)
-        ]
+        own = [[*one, part.rank] for one, part in zip(candidates, parts, strict=True)]
         found: dict[_Candidate, dict[int, list[int]]] = {}
         for holder, content in enumerate(self.nodes.gather(json.dumps(own).encode())):
             for *fields, rank in json.loads(content):
@@ -251,14 +248,12 @@ class LocalRecovery:
             self.run_dir, manifest.metadata, state_kinds(manifest.metadata.config),
             manifest.parameters, self.groups, self.fence, candidate.world_size,
         )  # fmt: skip
-        writer.begin(staged)
-        failure: OSError | None = None
-        try:
+
+        def copy() -> None:
             for part in mine:
                 _copy(part, part_dir(self.folder, part.save, part.rank), staged.staging)
-        except OSError as error:
-            failure = error
-        return writer.commit(staged, failure)
+
+        return writer.save(staged, copy)
 
 
 def _copy(part: PartManifest, source: Path, staging: Path) -> None:

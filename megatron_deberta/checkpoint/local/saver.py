@@ -7,7 +7,6 @@ slow, hung or read-only disk is counted and does not end the run.
 
 from __future__ import annotations
 
-import datetime
 import logging
 import os
 import re
@@ -35,7 +34,7 @@ from megatron_deberta.checkpoint.saver import StateCollector, Work, with_engine_
 from megatron_deberta.checkpoint.writer import OwnedState, tensor_files
 from megatron_deberta.distributed.control import gather_bytes
 from megatron_deberta.distributed.parallelize.plan import ParameterSpec
-from megatron_deberta.distributed.topology import ProcessGroups
+from megatron_deberta.distributed.topology import ProcessGroups, host_group
 from megatron_deberta.engine.base import Engine
 from megatron_deberta.errors import CheckpointError
 
@@ -68,10 +67,7 @@ class Nodes:
     @classmethod
     def connect(cls, groups: ProcessGroups, timeout_minutes: float) -> Nodes:
         """Create the group and gather the names. Collective over all ranks."""
-        group = None
-        if groups.world_size > 1:
-            timeout = datetime.timedelta(minutes=timeout_minutes)
-            group = dist.new_group(backend="gloo", timeout=timeout)
+        group = host_group(groups, timeout_minutes)
         names = gather_bytes(node_name().encode(), group)
         return cls(groups.rank, tuple(name.decode() for name in names), group)
 

@@ -1,5 +1,8 @@
 """Replacement of the model's parallel layers by communicating ones.
 
+A column-parallel layer is ``torch.nn.Linear`` with fewer outputs, behind
+``copy_to_tensor_parallel_region`` or ``gather_from_sequence_parallel_region``.
+
 ================================  =======================  =====================================
 layer                             tensor parallel          with sequence parallelism
 ================================  =======================  =====================================
@@ -23,16 +26,20 @@ all ranks and use the middle column in either mode.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
+from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.collectives import (
     TokenOrder,
+    all_gather,
     all_gather_first,
     all_gather_sequence,
     all_to_all_hp2sp,
@@ -40,15 +47,16 @@ from megatron_deberta.distributed.collectives import (
     gather_from_data_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_parallel_region,
+    group_rank,
+    group_size,
+    reduce_from_tensor_parallel_region,
+    reduce_scatter_first,
+    reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
     start_all_reduce_sum,
     start_reduce_scatter,
 )
-from megatron_deberta.distributed.tensor_parallel import (
-    row_parallel,
-    vocab_parallel_embedding,
-    vocabulary_part,
-)
+from megatron_deberta.distributed.parallelize.plan import vocabulary_offset
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.model import parallel_layers
 from megatron_deberta.model.attention import DisentangledSelfAttention
@@ -56,32 +64,143 @@ from megatron_deberta.model.fused import PendingResidual, layer_norm
 from megatron_deberta.model.heads import TokenLoss
 from megatron_deberta.model.inputs import TokenInfo
 from megatron_deberta.model.parallel_layers import InputExchange, project_together
+from megatron_deberta.ops.cross_entropy import Vocabulary
 
 
-@dataclass(frozen=True, slots=True)
-class _Parallelism:
-    """Process groups and vocabulary range of the parallel layers."""
+def vocab_parallel_embedding(
+    ids: Tensor,
+    weight_local: Tensor,
+    vocab_start: int,
+    group: ProcessGroup | None,
+    *,
+    sequence: bool,
+) -> Tensor:
+    """Look up tokens in a table whose rows are split over ranks. Collective over ``group``.
 
-    group: ProcessGroup | None
-    batch_group: ProcessGroup | None
-    sequence: bool
-    vocab_start: int
+    Exact: every sum over ranks has one non-zero term.
+
+    Args:
+        ids: ``[B, N]`` int64, equal on all ranks.
+        weight_local: ``[V/tp, C]``, rows from ``vocab_start``.
+        vocab_start: first row of this rank.
+        group: the tensor-parallel ranks.
+        sequence: scatter the tokens over ranks (sequence parallelism).
+
+    Returns:
+        ``[B, N, C]``, replicated, or with ``sequence`` ``[B, N/tp, C]``.
+
+    Raises:
+        TopologyError: ``sequence``, and N is not divisible by the number of ranks.
+    """
+    if group_size(group) == 1:
+        return functional.embedding(ids, weight_local)
+    rows = ids - vocab_start
+    elsewhere = (rows < 0) | (rows >= weight_local.shape[0])
+    local = functional.embedding(rows.masked_fill(elsewhere, 0), weight_local)
+    local = local.masked_fill(elsewhere.unsqueeze(-1), 0)
+    if sequence:
+        return reduce_scatter_to_sequence_parallel_region(local, group)
+    return reduce_from_tensor_parallel_region(local, group)
+
+
+def vocabulary_part(
+    size: int, start: int, group: ProcessGroup | None, *, fuse: bool = False
+) -> Vocabulary:
+    """Return a rank's part of the vocabulary for `ops.cross_entropy.linear_cross_entropy`.
+
+    Its functions are collective over ``group``: per chunk of tokens one all-gather and one
+    all-reduce, and two more all-gathers where pieces are drawn.
+
+    Args:
+        size: of the whole vocabulary, without padding.
+        start: vocabulary index of this rank's first row.
+        group: the tensor-parallel ranks, in ascending order of their rows.
+        fuse: use the kernels where they are supported.
+    """
+    if group is None:
+        return Vocabulary(size, start, fuse)
+
+    def total(x: Tensor) -> Tensor:
+        dist.all_reduce(x, group=group)
+        return x
+
+    return Vocabulary(size, start, fuse, group_rank(group), lambda x: all_gather(x, group), total)
+
+
+def row_parallel(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: ProcessGroup | None,
+    *,
+    sequence: bool,
+    order: TokenOrder = "batch",
+    adapter: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Apply a linear layer whose input features are split over ranks. Collective over ``group``.
+
+    Args:
+        x: ``[B, N, in/tp]``, this rank's input features of all tokens.
+        weight: ``[out, in/tp]``, local.
+        bias: ``[out]``, replicated, or None.
+        group: the tensor-parallel ranks.
+        sequence: scatter the output tokens over ranks (sequence parallelism).
+        order: with ``sequence``, of the tokens: ``sequence``: ``x`` is a view of
+            ``[N, B, in/tp]``; ``rank``: ``x`` is ``[tp * B, N/tp, in/tp]``.
+        adapter: returns this rank's summand of what a low-rank adapter adds; None: there is none.
+
+    Returns:
+        ``[B, N, out]``, replicated, or with ``sequence`` ``[B, N/tp, out]``, contiguous.
+
+    Raises:
+        TopologyError: ``sequence``, and N is not divisible by the number of ranks.
+    """
+
+    def product(tokens: Tensor) -> Tensor:
+        # First: selective recomputation stops before the product that is saved last.
+        added = None if adapter is None else adapter(tokens)
+        out = functional.linear(tokens, weight)
+        return out if added is None else out + added
+
+    if group_size(group) == 1 and x.device.type != "cpu" and adapter is None:
+        # The bias is added inside the product. On CPU, where that is no faster, results keep
+        # their rounding.
+        return functional.linear(x, weight, bias)
+    if sequence and group_size(group) > 1:
+        if order == "batch":
+            partial = product(x)
+            out = reduce_scatter_to_sequence_parallel_region(partial, group)
+        elif order == "sequence":
+            partial = product(x.transpose(0, 1))
+            out = reduce_scatter_first(partial, group).transpose(0, 1).contiguous()
+        else:
+            out = reduce_scatter_first(product(x), group)
+        # Each rank adds the bias to its own tokens only, so the gradient must be summed.
+        bias = None if bias is None else copy_to_tensor_parallel_region(bias, group)
+    else:
+        out = reduce_from_tensor_parallel_region(product(x), group)
+    return out if bias is None else out + bias
 
 
 class _ParallelLayer(nn.Module):
-    """Base class: keeps the parameters of the layer that it replaces."""
+    """Base class: keeps parameters, adapter and ``options`` of the layer that it replaces."""
 
     weight: Tensor
     bias: Tensor
+    options: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, layer: nn.Module, parallelism: _Parallelism) -> None:
+    def __init__(
+        self, layer: nn.Module, groups: ProcessGroups, sequence: bool, vocab_start: int
+    ) -> None:
         super().__init__()
-        self.group = parallelism.group
-        self.batch_group = parallelism.batch_group
-        self.sequence = parallelism.sequence
-        self.vocab_start = parallelism.vocab_start
+        self.group, self.batch_group = groups.tp_group, groups.dp_group
+        self.sequence, self.vocab_start = sequence, vocab_start
         for name, parameter in layer.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
+        for name, child in layer.named_children():
+            self.register_module(name, child)
+        for name in self.options:
+            setattr(self, name, getattr(layer, name))
 
     def _replicated(self, name: str, is_sequence: bool) -> Tensor:
         """Return a replicated parameter, its gradient summed if ranks hold different tokens."""
@@ -118,11 +237,8 @@ class _GatherFromSequenceParallelRegion(_ParallelLayer):
 
 
 class _ColumnParallelInput(_ParallelLayer):
-    def __init__(
-        self, layer: parallel_layers.ColumnParallelInput, parallelism: _Parallelism
-    ) -> None:
-        super().__init__(layer, parallelism)
-        self.per_token = layer.per_token
+    options = ("per_token",)
+    per_token: bool
 
     def forward(self, hidden: Tensor, is_sequence: bool) -> Tensor:
         if self.sequence and is_sequence:
@@ -208,23 +324,16 @@ class _GatherFromDataParallelRegion(_ParallelLayer):
 
 
 class _RowParallelLinear(_ParallelLayer):
-    def __init__(self, layer: parallel_layers.RowParallelLinear, parallelism: _Parallelism) -> None:
-        super().__init__(layer, parallelism)
-        self.per_token = layer.per_token
-        self.lora = parallel_layers.adapter_of(layer)
+    options = ("per_token",)
+    per_token: bool
 
     def forward(self, input: Tensor, is_sequence: bool) -> Tensor:
-        sequence = self.sequence and is_sequence
-        order = token_order(input, self.per_token)
+        sequence, order = self.sequence and is_sequence, token_order(input, self.per_token)
+        adapter = parallel_layers.adapter_of(self)
         return row_parallel(
-            input,
-            self.weight,
-            self.bias,
-            self.group,
-            sequence=sequence,
-            order=order,
-            adapter=self.lora,
-        )
+            input, self.weight, self.bias, self.group,
+            sequence=sequence, order=order, adapter=adapter,
+        )  # fmt: skip
 
 
 class _ReplicatedEmbedding(_ParallelLayer):
@@ -233,15 +342,11 @@ class _ReplicatedEmbedding(_ParallelLayer):
 
 
 class _LayerNorm(_ParallelLayer):
-    def __init__(self, layer: parallel_layers.LayerNorm, parallelism: _Parallelism) -> None:
-        super().__init__(layer, parallelism)
-        self.eps = layer.eps
+    options = ("eps",)
+    eps: float
 
     def forward(self, input: Tensor | PendingResidual, is_sequence: bool) -> Tensor:
-        weight, bias = (
-            self._replicated("weight", is_sequence),
-            self._replicated("bias", is_sequence),
-        )
+        weight, bias = (self._replicated(name, is_sequence) for name in ("weight", "bias"))
         return layer_norm(input, weight, bias, self.eps)
 
 
@@ -267,30 +372,23 @@ _PARALLEL_LAYERS: dict[type[nn.Module], type[_ParallelLayer]] = {
 
 
 def parallelize_module(
-    model: nn.Module,
-    groups: ProcessGroups,
-    *,
-    sequence: bool,
-    vocab_start: int,
-    vocab_size: int,
-    fuse: bool,
+    model: nn.Module, config: RunConfig, groups: ProcessGroups, *, fuse: bool
 ) -> None:
     """Replace every parallel layer of ``model`` in place; parameters keep their names and identity.
 
     Args:
         model: a single-device model with this rank's parameter shapes.
+        config: the run.
         groups: process groups.
-        sequence: sequence parallelism.
-        vocab_start: first vocabulary row of this rank.
-        vocab_size: size of the vocabulary, without padding.
         fuse: fuse the vocabulary's cross-entropy where its kernels are supported.
     """
-    parallelism = _Parallelism(groups.tp_group, groups.dp_group, sequence, vocab_start)
+    vocab_size, sequence = config.model.vocab_size, config.parallel.sequence_parallel
+    vocab_start = vocabulary_offset(vocab_size, groups.tp_rank, groups.tp_size)
     for path, module in list(model.named_modules()):
         layer = _PARALLEL_LAYERS.get(type(module))
         if layer is not None:
             parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, layer(module, parallelism))
+            setattr(model.get_submodule(parent), name, layer(module, groups, sequence, vocab_start))
         elif isinstance(module, DisentangledSelfAttention):
             local_heads = module.query.weight.size(0) // module.head_size
             module.first_head = groups.tp_rank * local_heads

@@ -15,11 +15,7 @@ from torch import Tensor, nn
 from megatron_deberta.config.rules import check_tensor_parallel_divides
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.parallelize.apply import parallelize_module, shard_parameters
-from megatron_deberta.distributed.parallelize.plan import (
-    ParameterSpec,
-    shard_spec,
-    vocabulary_offset,
-)
+from megatron_deberta.distributed.parallelize.plan import ParameterSpec, shard_spec
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.errors import TopologyError
 from megatron_deberta.model import DebertaBackbone, RuntimeOptions
@@ -86,14 +82,7 @@ def build_model(
         for name, parameter in model.named_parameters()
     }
     shard_parameters(model, {name: spec.local_shape for name, spec in specs.items()}, dtype)
-    parallelize_module(
-        model,
-        groups,
-        sequence=config.parallel.sequence_parallel,
-        vocab_start=vocabulary_offset(config.model.vocab_size, groups.tp_rank, groups.tp_size),
-        vocab_size=config.model.vocab_size,
-        fuse=options.fuse,
-    )
+    parallelize_module(model, config, groups, fuse=options.fuse)
     for path, module in model.named_modules():
         if _fill_own_parameters(module, path, specs, config, groups.device) and partition:
             partition(module)

@@ -6,10 +6,11 @@ ranks, and resumed runs, make the same decisions.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -156,10 +157,44 @@ class Guard:
         return mean + sigmas * deviation
 
 
-class NonfiniteGradients:
+class GradientHooks:
+    """Context manager in which ``see`` is called with each gradient that backward computes.
+
+    Args:
+        parameters: canonical names and parameters; frozen ones are left out.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._parameters = [item for item in parameters if item[1].requires_grad]
+        self._handles: list[RemovableHandle] = []
+
+    def see(self, index: int, gradient: Tensor) -> None:
+        """Record a gradient.
+
+        Args:
+            index: of its parameter.
+            gradient: any shape, that of the parameter.
+        """
+        raise NotImplementedError
+
+    def __enter__(self) -> None:
+        """Register the hooks."""
+        self._handles = [
+            parameter.register_hook(functools.partial(self.see, index))
+            for index, (_, parameter) in enumerate(self._parameters)
+        ]
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the hooks; what was recorded is kept."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+class NonfiniteGradients(GradientHooks):
     """Checks gradients as backward computes them, without host synchronization.
 
-    A context manager. A check costs one pass over each gradient, so it is enabled only for steps
+    A check costs one pass over each gradient, so it is enabled only for steps
     that are likely to have nonfinite gradients.
 
     Args:
@@ -169,27 +204,13 @@ class NonfiniteGradients:
     """
 
     def __init__(self, module: nn.Module, groups: ProcessGroups, *, enabled: bool) -> None:
+        super().__init__(module.named_parameters() if enabled else ())
         self._groups = groups
-        self._enabled = enabled
-        self._parameters = [item for item in module.named_parameters() if item[1].requires_grad]
-        self._handles: list[RemovableHandle] = []
         self._checks: list[tuple[int, Tensor]] = []
 
-    def __enter__(self) -> NonfiniteGradients:
-        """Register the gradient hooks."""
-        for index, (_, parameter) in enumerate(self._parameters if self._enabled else ()):
-
-            def check(gradient: Tensor, index: int = index) -> None:
-                self._checks.append((index, torch.isfinite(gradient).all()))
-
-            self._handles.append(parameter.register_hook(check))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Remove the hooks; results are kept."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+    def see(self, index: int, gradient: Tensor) -> None:
+        """Check a gradient."""
+        self._checks.append((index, torch.isfinite(gradient).all()))
 
     def first_nonfinite(self) -> str:
         """Describe the first nonfinite gradient of all ranks, in backward order. Collective.

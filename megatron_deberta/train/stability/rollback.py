@@ -9,19 +9,16 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from megatron_deberta.checkpoint import store
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.retention import delete_after
-from megatron_deberta.checkpoint.writer import UNLOCKED, Fence
+from megatron_deberta.checkpoint.saver import Saver
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.control import broadcast_from_rank_zero, raise_on_all_ranks
-from megatron_deberta.distributed.parallelize.plan import ParameterSpec
 from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.engine.base import Engine
 from megatron_deberta.errors import CheckpointError, NumericsError
 from megatron_deberta.files import write_atomically
 from megatron_deberta.parsing import Count, conform, read_json
@@ -55,24 +52,15 @@ class Rollback:
 
 
 def rollback(
-    config: RunConfig,
-    groups: ProcessGroups,
-    engine: Engine,
-    specs: Mapping[str, ParameterSpec],
-    state: TrainState,
-    guard: Guard,
-    fence: Fence = UNLOCKED,
+    config: RunConfig, saver: Saver, state: TrainState, guard: Guard
 ) -> tuple[TrainState, GuardState, Rollback]:
     """Load the last checkpoint before the skipped updates. Collective over all ranks.
 
     Args:
         config: the run.
-        groups: the rank grid.
-        engine: receives the checkpoint's state.
-        specs: this rank's shard of every parameter.
+        saver: of the run; no save may be in flight. Its engine receives the checkpoint's state.
         state: current position.
         guard: the guard at that position.
-        fence: lock of the run folder.
 
     Returns:
         The new position, the new guard state, and the rollback.
@@ -80,7 +68,7 @@ def rollback(
     Raises:
         NumericsError: there is no checkpoint from before the skipped updates.
     """
-    run_dir, before = config.train.run_dir, guard.state
+    run_dir, groups, before = config.train.run_dir, saver.groups, guard.state
     reader = store.choose_intact(
         run_dir, groups, hashes=config.checkpoint.verify, up_to=guard.last_good_step
     )
@@ -100,11 +88,11 @@ def rollback(
     )
     with raise_on_all_ranks(groups):
         if groups.rank == 0:
-            fence.check()
+            saver.fence.check()
             # Delete first: after a kill in between, the run repeats the skipped steps.
             delete_after(run_dir, done.step)
             write_atomically(Path(run_dir) / FILE_NAME, json.dumps(asdict(done)).encode())
-    store.load(reader, engine, specs)
+    store.load(reader, saver.engine, saver.specs)
     logger.warning(
         "rolling back from step %d to %s; the data in between is skipped", state.step, reader.path
     )

@@ -16,7 +16,7 @@ from benchmarks.learn.finetune_study import Cell
 from megatron_deberta.config import load_config
 from megatron_deberta.config.phases import segments
 from megatron_deberta.config.schema import OptimizerConfig
-from megatron_deberta.engine import reference_engine
+from megatron_deberta.engine import base
 from megatron_deberta.engine.optimizer import parameter_groups
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
 
@@ -188,8 +188,8 @@ def test_orthogonalized_keeps_singular_vectors(shape: tuple[int, int]) -> None:
 
 
 def test_muon_updates_matrices_of_layers_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference_engine, "build_optimizer", reference_engine.build_optimizer)
-    monkeypatch.setattr(reference_engine, "parameter_groups", reference_engine.parameter_groups)
+    monkeypatch.setattr(base, "build_optimizer", base.build_optimizer)
+    monkeypatch.setattr(base, "parameter_groups", base.parameter_groups)
     judge_train.use_muon()
     generator = torch.Generator().manual_seed(0)
     names = ("encoder.layers.0.ffn.weight", "encoder.layers.0.ffn.bias", "embeddings.word.weight")
@@ -198,8 +198,8 @@ def test_muon_updates_matrices_of_layers_only(monkeypatch: pytest.MonkeyPatch) -
     gradients = [torch.randn(shape, generator=generator) for shape in shapes]
     before = [weight.detach().clone() for weight in weights]
     config = OptimizerConfig()
-    groups = reference_engine.parameter_groups(zip(names, weights, strict=True), 0.1)
-    optimizer = reference_engine.build_optimizer(groups, config, allow_apex=False)
+    groups = base.parameter_groups(zip(names, weights, strict=True), 0.1)
+    optimizer = base.build_optimizer(groups, config, allow_apex=False)
     peers = [torch.nn.Parameter(weight.clone()) for weight in before]
     adam = torch.optim.AdamW(
         parameter_groups(zip(names, peers, strict=True), 0.1), fused=True, eps=config.eps,

@@ -124,36 +124,27 @@ def test_after_a_fallback_the_abandoned_future_is_not_counted(tmp_path: Path) ->
     assert_holds(load_on(grid_place(0, 1, 1), step_dir(tmp_path, 14)), logical_states(1))
 
 
+DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes | None]]] = {
+    "flipped bit": ("*.safetensors", lambda content: content[:-1] + bytes([content[-1] ^ 4])),
+    "cut": ("*.safetensors", lambda content: content[:-1]),
+    "empty": ("*.safetensors", lambda content: b""),
+    "file missing": ("*.safetensors", lambda content: None),
+    "manifest altered": (MANIFEST_FILE, lambda content: content.replace(b": 14,", b": 15,", 1)),
+    "manifest missing": (MANIFEST_FILE, lambda content: None),
+    "mark torn": (COMMITTED_FILE, lambda content: b""),
+}
+"""Files, and what each damage makes of the content of the first one; None: it is deleted."""
+
+
 def damage(path: Path, how: str) -> None:
-    file = min(path.glob("*.safetensors"))
-    content = bytearray(file.read_bytes())
-    if how == "flipped bit":
-        content[-5] ^= 4
-    elif how == "cut":
-        del content[-1:]
-    elif how == "empty":
-        content.clear()
-    file.write_bytes(content)
-    if how == "file missing":
+    files, change = DAMAGES[how]
+    file = min(path.glob(files))
+    content = file.read_bytes()
+    changed = change(content)
+    assert changed != content
+    file.write_bytes(changed or b"")
+    if changed is None:
         file.unlink()
-    if how == "manifest altered":
-        manifest = path / MANIFEST_FILE
-        manifest.write_text(manifest.read_text().replace('"step": 14', '"step": 15'))
-    if how == "manifest missing":
-        (path / MANIFEST_FILE).unlink()
-    if how == "mark torn":
-        (path / COMMITTED_FILE).write_bytes(b"")
-
-
-DAMAGES = [
-    "flipped bit",
-    "cut",
-    "empty",
-    "file missing",
-    "manifest altered",
-    "manifest missing",
-    "mark torn",
-]
 
 
 @pytest.mark.parametrize("how", DAMAGES)

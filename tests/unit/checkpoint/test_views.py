@@ -13,11 +13,7 @@ from torch import Tensor
 
 from megatron_deberta.checkpoint.layout import EMA, KINDS, step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader, Slice
-from megatron_deberta.checkpoint.resume import (
-    check_continuation,
-    check_resume,
-    check_same_architecture,
-)
+from megatron_deberta.checkpoint.resume import check_continuation, check_same_architecture
 from megatron_deberta.checkpoint.store import load, save_weights
 from megatron_deberta.checkpoint.views import (
     ExtendedPositions,
@@ -47,6 +43,7 @@ from tests.support.checkpoints import (
     save_state,
 )
 from tests.support.labelled import labelled_run
+from tests.unit.checkpoint.test_resume import IDENTITY, resume
 
 TABLE = "mask_decoder.position.weight"
 
@@ -118,17 +115,6 @@ def test_checkpoint_without_a_moving_average(tmp_path: Path) -> None:
     resume(reader, average_config(), allow_change=True)
 
 
-def resume(reader: CheckpointReader, config: RunConfig, *, allow_change: bool) -> None:
-    saved = reader.metadata
-    check_resume(
-        reader,
-        config,
-        tokenizer_fingerprint=saved.tokenizer_fingerprint,
-        data_fingerprint=saved.data_fingerprint,
-        allow_change=allow_change,
-    )
-
-
 def test_tables_grow_by_the_rule() -> None:
     table = torch.arange(8.0).reshape(4, 2)
     repeated = extend_table(table, 10, "repeat")
@@ -162,21 +148,18 @@ def test_what_may_differ_in_a_run_that_continues_another(tmp_path: Path) -> None
     reader = CheckpointReader(save_alone(tmp_path, 8))
     # The checkpoint has read 4 samples per step.
     base = replace(RunConfig(), train=replace(RunConfig().train, global_batch_size=4))
-    same = {"tokenizer_fingerprint": "t" * 64}
     schedule = replace(base.optimizer, schedule="wsd", decay_steps=4, learning_rate=1e-4)
-    assert check_continuation(reader, replace(base, optimizer=schedule), **same)
+    assert check_continuation(reader, replace(base, optimizer=schedule), IDENTITY)
+    larger = replace(base.train, global_batch_size=1 << 40)
     for changed, message in (
         (replace(base, train=replace(base.train, seed=2)), "train.seed=2"),
         (replace(base, model=replace(base.model, num_layers=2)), "model.num_layers=2"),
-        (
-            replace(base, train=replace(base.train, global_batch_size=1 << 40)),
-            "as the first phase",
-        ),
+        (replace(base, train=larger), "as the first phase"),
     ):
         with pytest.raises(CheckpointError, match=message):
-            check_continuation(reader, changed, **same)
+            check_continuation(reader, changed, IDENTITY)
     with pytest.raises(CheckpointError, match="another tokenizer"):
-        check_continuation(reader, base, tokenizer_fingerprint="u")
+        check_continuation(reader, base, replace(IDENTITY, tokenizer_fingerprint="u"))
 
 
 class Weights:

@@ -12,23 +12,16 @@ import torch
 from benchmarks.lib.measuring import peak_resident_bytes
 from megatron_deberta.config.schema import ModelConfig, ParallelConfig, RunConfig
 from megatron_deberta.distributed.parallelize import build_model
+from megatron_deberta.distributed.parallelize.apply import row_parallel
 from megatron_deberta.distributed.parallelize.plan import VOCABULARY_MULTIPLE, shard_spec
-from megatron_deberta.distributed.tensor_parallel import row_parallel
 from megatron_deberta.distributed.topology import ProcessGroups, single_process_groups
 from megatron_deberta.errors import TopologyError
 from megatron_deberta.model import DebertaForMaskedLM
 from tests.support.ranks import run_ranks
+from tests.support.tiny_models import V2
 
 CPU = torch.device("cpu")
-SMALL = ModelConfig(
-    num_layers=2,
-    hidden_size=32,
-    num_heads=4,
-    ffn_hidden_size=64,
-    vocab_size=200,
-    max_position_embeddings=32,
-    conv_kernel_size=3,
-)
+SMALL = replace(V2, num_layers=2, vocab_size=200, conv_kernel_size=3)
 
 
 def layout(tp_rank: int, tp_size: int) -> ProcessGroups:

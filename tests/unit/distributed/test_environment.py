@@ -88,11 +88,6 @@ def test_nothing_is_one_process() -> None:
     assert _ranks(read_environment({"PATH": "/bin"})) == ("none", 0, 1, 0, 1)
 
 
-def test_batch_script_of_one_task_is_one_process() -> None:
-    variables = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
-    assert read_environment(variables).world_size == 1
-
-
 BATCH = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_ID": "7"}
 """Variables of a batch script that was submitted without ``--ntasks``."""
 
@@ -104,6 +99,7 @@ BATCH = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_
         {"SLURM_TASKS_PER_NODE": "32"},
         {"SLURM_TASKS_PER_NODE": "16(x2)", "SLURM_NTASKS": "", "SLURM_STEP_ID": ""},
         {"SLURM_LOCALID": "", "SLURM_NODEID": ""},
+        {"SLURM_NTASKS": "1"},
         {"SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "32"},
         {"SLURM_STEP_ID": "4294967290", "SLURM_NTASKS": "1"},
     ],

@@ -23,6 +23,7 @@ from megatron_deberta.distributed.topology import ProcessGroups, single_process_
 from megatron_deberta.engine import deepspeed_engine, deepspeed_patches
 from megatron_deberta.engine.deepspeed_engine import deepspeed_config
 from megatron_deberta.engine.deepspeed_patches import (
+    deepspeed_environment,
     end_single_process,
     model_parallel_unit,
     overlapped_reduction,
@@ -71,6 +72,14 @@ def test_it_runs_with_nothing_in_its_environment_and_says_nothing(tmp_path: Path
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
+def trained(config: RunConfig, steps: int) -> tuple[list[Any], dict[str, Any]]:
+    """Return the history of some steps, and the states after them."""
+    engine = start(config, GROUPS)
+    found = train(engine, config, GROUPS, range(steps)), states(engine)
+    engine.destroy()
+    return found
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_deepspeed_never_synchronizes(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its timers would, from the third step on."""
@@ -94,11 +103,9 @@ def test_clipping_inside_adam_gives_the_same_updates(
     config, found = toy_config("deepspeed", dtype, stage, clip=0.05), []
     for folds in (False, True):
         monkeypatch.setattr(deepspeed_patches, "can_fold", lambda *_, folds=folds: folds)
-        engine = start(config, GROUPS)
-        history = train(engine, config, GROUPS, range(3))
+        history, after = trained(config, 3)
         assert all(outcome.grad_norm > 0.05 for outcome, _ in history)
-        found.append(states(engine))
-        engine.destroy()
+        found.append(after)
     assert_same_states(found[1], found[0], rtol=1e-4, atol=1e-6)
 
 
@@ -198,13 +205,10 @@ def test_bf16_gradients_are_not_converted_before_they_are_added(
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_without_bias_correction_it_equals_the_reference_engine(dtype: str, stage: int) -> None:
-    results = []
-    for name in ("deepspeed", "plain"):
-        config = toy_config(name, dtype, stage, bias_correction=False, clip=0.0)
-        engine = start(config, GROUPS)
-        train(engine, config, GROUPS, range(4))
-        results.append(states(engine))
-        engine.destroy()
+    results = [
+        trained(toy_config(name, dtype, stage, bias_correction=False, clip=0.0), 4)[1]
+        for name in ("deepspeed", "plain")
+    ]
     assert_same_states(*results)
 
 
@@ -214,11 +218,7 @@ def test_offload_gives_the_same_updates(stage: int) -> None:
     for offload in (False, True):
         config = toy_config("deepspeed", "bf16", stage)
         precision = dataclasses.replace(config.precision, offload_optimizer=offload)
-        config = dataclasses.replace(config, precision=precision)
-        engine = start(config, GROUPS)
-        train(engine, config, GROUPS, range(3))
-        results.append(states(engine))
-        engine.destroy()
+        results.append(trained(dataclasses.replace(config, precision=precision), 3)[1])
     assert_same_states(*results, rtol=1e-5, atol=1e-7)
 
 
@@ -308,8 +308,6 @@ def test_an_engine_leaves_nothing_behind_and_others_follow(
 
 
 def test_local_rank_is_the_gpus_not_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_deberta.engine.deepspeed_patches import deepspeed_environment
-
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "3")
     only_gpu = dataclasses.replace(GROUPS, device=torch.device("cuda", 0))
@@ -349,16 +347,13 @@ def test_gradients_are_accumulated_and_reduced_in_fp32(dtype: str, stage: int) -
     assert ("bf16" in settings, "fp16" in settings) == (dtype == "bf16", dtype == "fp16")
 
 
-def test_stage_3_leaves_torch_alone() -> None:
+def test_stage_3_leaves_torch_alone_and_offload_is_passed_on() -> None:
     zero = _settings(zero_stage=3)["zero_optimization"]
-    assert zero["memory_efficient_linear"] is False
-    assert zero["override_module_apply"] is False
-
-
-def test_offload_is_passed_on() -> None:
+    assert not zero["memory_efficient_linear"]
+    assert not zero["override_module_apply"]
+    assert "offload_optimizer" not in zero
     zero = _settings(zero_stage=2, offload_optimizer=True)["zero_optimization"]
     assert zero["offload_optimizer"]["device"] == "cpu"
-    assert "offload_optimizer" not in _settings(zero_stage=2)["zero_optimization"]
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:

@@ -5,7 +5,6 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +14,30 @@ from rich.console import Console
 from megatron_deberta.observe.console import (
     HANDLER_NAME,
     LiveConsole,
-    StepRecord,
     format_duration,
     setup_logging,
 )
 
 LOG = logging.getLogger("megatron_deberta.test")
-RECORD = StepRecord(
-    step=120,
-    loss=6.81234,
-    learning_rate=9.63e-4,
-    grad_norm=1.2041,
-    loss_scale=1.0,
-    tokens_per_second=9120.4,
-    utilization=0.412,
-    hardware_utilization=0.412,
-    flops_per_second=5.15e11,
-    matmul_flops_per_second=1.25e12,
-    seconds_left=211,
-)
+RECORD = {
+    "loss": 6.81234,
+    "learning_rate": 9.63e-4,
+    "grad_norm": 1.2041,
+    "loss_scale": 1.0,
+    "tokens_per_second": 9120.4,
+    "utilization": 0.412,
+    "hardware_utilization": 0.412,
+    "flops_per_second": 5.15e11,
+    "matmul_flops_per_second": 1.25e12,
+    "seconds_left": 211,
+}
 
 
 def test_without_a_terminal_each_record_is_one_clean_line() -> None:
     out = io.StringIO()
     with LiveConsole(600, console=Console(file=out, width=20)) as view:
         view.advance(119)
-        view.update(RECORD)
+        view.update(120, RECORD, {})
         view.note("validation 120: loss 6.9")
     assert out.getvalue() == (
         "step 120/600 | loss 6.8123 | lr 9.630e-04 | grad norm 1.204 | tokens/s 9,120 | "
@@ -51,11 +48,11 @@ def test_without_a_terminal_each_record_is_one_clean_line() -> None:
 def test_lines_say_what_applies() -> None:
     out = io.StringIO()
     view = LiveConsole(600, console=Console(file=out))
-    view.update(replace(RECORD, loss_scale=65536.0, utilization=math.nan))
+    view.update(120, RECORD | {"loss_scale": 65536.0, "utilization": math.nan}, {})
     assert "loss scale 65536" in out.getvalue()
     assert "with recomputation" not in out.getvalue()
     assert "MFU" not in out.getvalue()
-    view.update(replace(RECORD, hardware_utilization=0.549))
+    view.update(120, RECORD | {"hardware_utilization": 0.549}, {})
     assert "MFU 41.2% of 1.25 TFLOP/s | with recomputation 54.9%" in out.getvalue()
 
 
@@ -63,7 +60,7 @@ def test_on_a_terminal_a_panel_is_drawn_and_left_behind() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120, color_system=None)
     with LiveConsole(600, first_step=100, title="runs/first", console=console) as view:
-        view.update(RECORD)
+        view.update(120, RECORD, {})
         view.note("saved step 120")
     shown = out.getvalue()
     for text in ("runs/first", "6.8123", "grad norm", "41.2%", "step 120/600", "20%", "saved"):

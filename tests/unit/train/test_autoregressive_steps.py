@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_deberta.config import validate
 from megatron_deberta.config.schema import (
@@ -17,19 +16,11 @@ from megatron_deberta.config.schema import (
     ParallelConfig,
     RunConfig,
 )
-from megatron_deberta.data.batch import Batch
-from megatron_deberta.distributed.parallelize import ShardedModel, build_model
-from megatron_deberta.distributed.topology import single_process_groups
-from megatron_deberta.engine.base import Engine
-from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import ConfigError
-from megatron_deberta.evaluate.validation import evaluate
 from megatron_deberta.objectives import build_objective
-from megatron_deberta.train.step import TrainStep
 from tests.support.autoregressive import as_causal
-from tests.unit.train.test_step import CONFIG, part, rows
+from tests.unit.train.test_step import CONFIG, SPLITS, part, rows, start, validated
 
-GROUPS = single_process_groups(torch.device("cpu"))
 BOTH = replace(
     CONFIG, objective=ObjectiveConfig(name="mlm+ar"), data=DataConfig(sequence_length=64)
 )
@@ -38,18 +29,6 @@ ALONE = replace(
     model=replace(CONFIG.model, head="autoregressive"),
     objective=ObjectiveConfig(name="autoregressive"),
 )
-SPLITS = {"whole": [(0, 4)], "halves": [(0, 2), (2, 4)], "uneven": [(0, 1), (1, 4)]}
-
-
-def start(config: RunConfig) -> tuple[ShardedModel, Engine, TrainStep]:
-    model = build_model(config, GROUPS)
-    model.module.train()
-    engine = build_engine(config, model.module, model.specs, GROUPS)
-    return model, engine, TrainStep(engine, config, GROUPS)
-
-
-def batch_of(step: int, is_causal: bool) -> Batch:
-    return as_causal(rows(4 * step)) if is_causal else rows(4 * step)
 
 
 def losses(
@@ -58,7 +37,7 @@ def losses(
     take_step = start(config)[2]
     found = []
     for step, is_causal in enumerate(forms):
-        batch = batch_of(step, is_causal)
+        batch = as_causal(rows(4 * step)) if is_causal else rows(4 * step)
         result = take_step(step, [part(batch, *bounds) for bounds in split])
         found.append({"loss": result.loss, "norm": result.outcome.grad_norm, **result.metrics})
     return found
@@ -96,21 +75,12 @@ def test_an_autoregressive_step_of_both_is_that_of_the_autoregressive_objective(
 
 
 def test_validation_measures_both_forms() -> None:
-    model = start(BOTH)[0]
     masked = [rows(100), part(rows(200), 0, 3)]
     causal = [as_causal(batch) for batch in masked]
-
-    def measure(config: RunConfig, batches: list[Batch]) -> dict[str, float]:
-        evaluation = evaluate(model.module, batches, GROUPS, build_objective(config))
-        assert evaluation is not None
-        return evaluation.metrics
-
-    both = measure(BOTH, [*masked, *causal])
-    model = start(CONFIG)[0]
-    alone = measure(CONFIG, masked)
+    both = validated(start(BOTH)[0], [*masked, *causal], BOTH)
+    alone = validated(start(CONFIG)[0], masked)
     assert {name: both[name] for name in alone} == alone
-    model = start(ALONE)[0]
-    following = measure(ALONE, causal)
+    following = validated(start(ALONE)[0], causal, ALONE)
     assert following["num_targets"] == 7 * 11
     for name in ("loss", "perplexity", "accuracy"):
         assert both[f"autoregressive_{name}"] == following[name]
@@ -125,36 +95,24 @@ def test_flops_are_the_mean_of_the_forms() -> None:
     assert mixed == pytest.approx(0.75 * masked + 0.25 * causal)
 
 
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"objective": ObjectiveConfig(name="autoregressive")}, "does not fit model.head=mlm"),
-    (
-        {"objective": ObjectiveConfig(name="mlm+ar", autoregressive_fraction=1.0)},
-        "objective.autoregressive_fraction=1 has batches of one form only",
-    ),
-    (
-        {"objective": ObjectiveConfig(name="mlm+ar", autoregressive_fraction=0.01)},
-        "leaves the spike guard too few",
-    ),
-    (
-        {
-            "model": replace(CONFIG.model, type_vocab_size=2, next_sentence_head=True),
-            "data": DataConfig(sequence_length=64, packing="segment_pair"),
-        },
-        "objective.name=mlm\\+ar has no pairs",
-    ),
-]
+RARE = replace(BOTH.objective, autoregressive_fraction=0.01)
 
 
-@pytest.mark.parametrize(("sections", "message"), WRONG)
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"objective": ObjectiveConfig(name="autoregressive")}, "does not fit model.head=mlm"),
+        ({"objective": replace(BOTH.objective, autoregressive_fraction=1.0)},
+         "objective.autoregressive_fraction=1 has batches of one form only"),
+        ({"objective": RARE}, "leaves the spike guard too few"),
+        ({"model": replace(CONFIG.model, type_vocab_size=2, next_sentence_head=True),
+          "data": DataConfig(sequence_length=64, packing="segment_pair")},
+         "objective.name=mlm\\+ar has no pairs"),
+    ],
+)  # fmt: skip
 def test_refused(sections: dict[str, Any], message: str) -> None:
     validate(BOTH)
     validate(ALONE)
-    validate(
-        replace(
-            BOTH,
-            guard=GuardConfig(spike_sigmas=0),
-            objective=replace(BOTH.objective, autoregressive_fraction=0.01),
-        )
-    )
+    validate(replace(BOTH, guard=GuardConfig(spike_sigmas=0), objective=RARE))
     with pytest.raises(ConfigError, match=message):
         validate(replace(BOTH, **sections))

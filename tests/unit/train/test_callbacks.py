@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from megatron_deberta.checkpoint.resume import Identity
 from megatron_deberta.checkpoint.saver import Saved
 from megatron_deberta.config.schema import (
     CheckpointConfig,
@@ -29,7 +30,6 @@ from megatron_deberta.train import trainer as trainer_module
 from megatron_deberta.train.callbacks import LogMetrics, PeriodicEvaluation, SaveCheckpoints
 from megatron_deberta.train.records import RunRecords
 from megatron_deberta.train.stability.guard import Guard
-from megatron_deberta.train.start import Identity
 from megatron_deberta.train.state import Ending, StepResult, TrainState
 from megatron_deberta.train.trainer import Trainer
 from tests.support.trainers import step_result, trainer_at
@@ -297,7 +297,7 @@ class Written:
     def advance(self, step: int) -> None:
         pass
 
-    def update(self, record: Any) -> None:
+    def update(self, *record: Any) -> None:
         pass
 
 
@@ -368,7 +368,7 @@ def trainer_with_replicas(calls: list[str], check_every: int) -> Trainer:
         model=fake, engine=fake, saver=typed, state=TrainState(7, 28), guard=Guard.of_run(config),
         callbacks=[], stop=nothing, lock=nothing,
     )  # fmt: skip
-    trainer.meter = trainer_at(7).meter
+    trainer.meter, trainer.train_step = trainer_at(7).meter, nothing
     trainer.save_requested = True
     return trainer
 

@@ -36,6 +36,7 @@ from megatron_deberta.objectives import build_objective
 from megatron_deberta.ops import triton as triton_kernels
 from megatron_deberta.train.step import TrainStep
 from tests.support.labelled import labelled_rows, labelled_run
+from tests.unit.train.test_step import part
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 RUNS = sorted((CONFIGS / "runs").glob("*.yaml"))
@@ -157,14 +158,9 @@ def test_a_run_stays_below_every_limit(path: Path, shapes: Shapes) -> None:
     module.eval()
     with torch.no_grad():
         for batch in batches:
-            for rows in (batch, slice_of(batch, 1)):
+            for rows in (batch, part(batch, 0, 1)):
                 module(rows.to(META.device), None)
     assert len(shapes.guarded) == compiled
-
-
-def slice_of(batch: Batch, rows: int) -> Batch:
-    """Return the first rows of a batch."""
-    return batch._map(lambda tensor: tensor[:rows])
 
 
 def reduced(config: RunConfig) -> RunConfig:
@@ -255,7 +251,7 @@ def test_dynamo_reaches_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
                 batch = replace(batch, labels=labels)
                 loss = take_step(step, [batch, batch]).loss
                 assert np.isfinite(loss)
-                assert evaluate(built.module, [batch, slice_of(batch, 1)], CPU, objective)
+                assert evaluate(built.module, [batch, part(batch, 0, 1)], CPU, objective)
         assert fused._compiled.cache_info().currsize >= 4 * 4
         assert max(next(numbers) for numbers in fused._numbers.values()) <= fused.MAX_COMPILED
     assert batch.inputs.causal

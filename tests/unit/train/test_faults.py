@@ -19,8 +19,7 @@ from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.observe.metrics import read_metrics
 from megatron_deberta.train.records import RunRecords
 from megatron_deberta.train.setup import choose_background_saves
-from megatron_deberta.train.stability.rerun import FaultReports
-from megatron_deberta.train.stability.verdict import Kind, Place, Verdict
+from megatron_deberta.train.stability.rerun import Kind, Place, Verdict, report_verdict
 
 GROUPS = single_process_groups(torch.device("cpu"))
 PLACE = Place(3, "node7", "cuda:1")
@@ -32,11 +31,10 @@ def test_verdict_is_recorded(
 ) -> None:
     JobHistory(tmp_path).append("submit")
     config = RunConfig(train=TrainConfig(run_dir=str(tmp_path)))
-    with RunLock(tmp_path) as lock, RunRecords(config, 0, 9, Console(quiet=True)) as records:
-        reports = FaultReports(GROUPS, lock)
-        reports.records = records
+    with RunLock(tmp_path) as lock, RunRecords(config, 0, Console(quiet=True)) as records:
+        verdict = Verdict(12, "gradient not finite", kind, (PLACE,))
         with caplog.at_level(logging.ERROR):
-            reports.report(Verdict(12, "gradient not finite", kind, (PLACE,)))
+            report_verdict(verdict, GROUPS, records, lock)
     assert f"a {kind} fault on rank 3 (node7, cuda:1)" in caplog.text
     (record,) = read_metrics(tmp_path / "metrics.jsonl")
     assert (record["kind"], record["event"], record["verdict"]) == ("guard", "rerun", kind)

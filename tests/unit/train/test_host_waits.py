@@ -16,7 +16,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_deberta.config.schema import (
-    ModelConfig,
     ParallelConfig,
     PrecisionConfig,
     RunConfig,
@@ -31,18 +30,9 @@ from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.train.preemption import STOP_FILE, Request, Requests, StopSignal
 from megatron_deberta.train.setup import DTYPES
 from megatron_deberta.train.step import TrainStep
+from tests.support.tiny_models import V2
 
-MODEL = ModelConfig(
-    num_layers=2,
-    hidden_size=64,
-    num_heads=2,
-    ffn_hidden_size=64,
-    vocab_size=131,
-    max_position_embeddings=32,
-    max_relative_positions=16,
-    position_buckets=4,
-    conv_kernel_size=3,
-)
+MODEL = replace(V2, num_layers=2, conv_kernel_size=3)
 
 
 def fake_batch(
@@ -103,7 +93,7 @@ def test_a_step_waits_once(
     model = build_model(config, groups, DTYPES[dtype])
     requests = Requests(StopSignal(), str(tmp_path), groups)
     engine = build_engine(config, model.module, model.specs, groups)
-    step = TrainStep(engine, config, groups, flags=requests)
+    step = TrainStep(engine, config, groups, requests=requests)
     batches = [fake_batch(groups.device, False, padded=False)[0]] * 2
     update, operators, lists = engine.step, Operators(), []
 

@@ -23,18 +23,14 @@ from megatron_deberta.config.schema import (
     TrainConfig,
 )
 from megatron_deberta.data.batch import Batch
-from megatron_deberta.distributed.parallelize import build_model
-from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine import deepspeed_patches
-from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.train.setup import DTYPES
-from megatron_deberta.train.step import TrainStep
 from tests.unit.train.test_host_waits import MODEL
+from tests.unit.train.test_step import start
 
 # Steps in which buffers and the optimizer's state are allocated
 WARM_UP = 2
-GROUPS = single_process_groups(torch.device("cpu"))
 
 
 class Recorder(TorchDispatchMode):
@@ -116,17 +112,12 @@ def test_steps_dispatch_the_same(
         parallel=ParallelConfig(attention_backend="chunked"),
         optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=6, clip_grad_norm=clip),
         precision=PrecisionConfig(
-            engine=engine_name,
-            dtype=dtype,
-            zero_stage=stage,
-            loss_scale_window=1,
-            initial_loss_scale_power=8,
+            engine=engine_name, dtype=dtype, zero_stage=stage,
+            loss_scale_window=1, initial_loss_scale_power=8,
         ),
         train=TrainConfig(steps=9, micro_batch_size=2, global_batch_size=4),
-    )
-    model = build_model(config, GROUPS, DTYPES[dtype])
-    engine = build_engine(config, model.module, model.specs, GROUPS)
-    step = TrainStep(engine, config, GROUPS)
+    )  # fmt: skip
+    _, engine, step = start(config, DTYPES[dtype])
     recorded, rates, scales, norms = list[list[str]](), set(), set(), set()
     for number in range(WARM_UP + 3):
         batches = micro_batches(number)

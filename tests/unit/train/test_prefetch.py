@@ -14,14 +14,13 @@ import torch
 
 from megatron_deberta.config.schema import RunConfig, TrainConfig
 from megatron_deberta.data.batch import Batch
-from megatron_deberta.engine.base import StepOutcome
 from megatron_deberta.errors import DataError
 from megatron_deberta.model.inputs import ModelInputs
-from megatron_deberta.train.preemption import Request
 from megatron_deberta.train.prefetch import InputQueue
 from megatron_deberta.train.state import Ending, StepResult, TrainState
 from megatron_deberta.train.trainer import Callback, Trainer
-from tests.support.trainers import LoopTrainer
+from tests.support.trainers import LoopTrainer, step_result
+from tests.unit.train.test_trainer import PREEMPT, OneRequest
 
 CPU = torch.device("cpu")
 CONFIG = RunConfig(train=TrainConfig(steps=7, global_batch_size=2))
@@ -106,13 +105,13 @@ def test_a_step_is_copied_beside_the_one_that_runs_and_handed_over(streams: Fake
     streams.log.clear()
     taken = queue.take()
     assert streams.log == ["compute waits for side's mark", *kept]
-    assert [int(part.sample_index[0]) for part in taken.device] == [2, 3]
+    assert [int(part.sample_index[0]) for part in taken] == [2, 3]
 
 
 def test_batches_are_on_the_device_and_stay_on_the_host(streams: FakeStreams) -> None:
-    taken = InputQueue(loader(0, []), torch.device("meta"), streams).take()
-    assert {part.inputs.input_ids.device.type for part in taken.device} == {"meta"}
-    assert [part.sample_index.item() for part in taken.host] == [0, 1]
+    queue = InputQueue(loader(0, []), torch.device("meta"), streams)
+    assert {part.inputs.input_ids.device.type for part in queue.take()} == {"meta"}
+    assert [part.sample_index.item() for part in queue.host] == [0, 1]
 
 
 def test_without_a_device_nothing_is_ahead() -> None:
@@ -123,24 +122,6 @@ def test_without_a_device_nothing_is_ahead() -> None:
     queue.take()
     queue.fetch()
     assert log == ["loads 0"]
-
-
-class Requests:
-    """A signal during a step."""
-
-    def __init__(self, at: int) -> None:
-        # The first poll comes before the first step.
-        self.left = at + 1 if at else 0
-
-    def look_for_files(self) -> None:
-        pass
-
-    def poll(self) -> Request:
-        self.left -= 1
-        return Request(preempt=self.left == 0)
-
-    def acknowledge(self, asked: Request) -> None:
-        pass
 
 
 class Run(Callback):
@@ -155,14 +136,14 @@ class Run(Callback):
         self.first = state.consumed_samples
         steps = loader(state.consumed_samples, self.log)
         self.trainer = LoopTrainer(
-            CONFIG, state, steps, self.step, [self], Requests(signal_at), streams=streams
+            CONFIG, state, steps, self.step, [self], OneRequest(signal_at, PREEMPT), streams=streams
         )
 
     def step(self, number: int, batches: list[Batch], while_busy: Any) -> StepResult:
         self.trained += [part.inputs.input_ids for part in batches]
         while_busy()
         self.ahead.append(len(self.log) - (number + 1 - self.first // 2))
-        return StepResult(1.0, 0.1, StepOutcome(0.5, False, 1.0))
+        return step_result()
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         self.samples.append([int(part.sample_index) for part in trainer.batches])
@@ -208,7 +189,7 @@ def test_a_step_is_not_lost_to_what_happens_to_the_one_ahead(streams: FakeStream
 
     run = Run(TrainState(0, 0), streams)
     trainer = LoopTrainer(
-        CONFIG, TrainState(0, 0), damaged(), run.step, [run], Requests(0), streams=streams
+        CONFIG, run.state, damaged(), run.step, [run], OneRequest(0, PREEMPT), streams=streams
     )
     with pytest.raises(DataError, match="damaged"):
         trainer.fit()

@@ -28,7 +28,7 @@ def test_only_another_validation_set_is_reported(
     anything: Any = type("Anything", (), {"train": (), "weights": (), "size": 9})
     warnings = []
     for _ in range(4):
-        with records.RunRecords(config, 0, 10, Console(file=io.StringIO())) as run:
+        with records.RunRecords(config, 0, Console(file=io.StringIO())) as run:
             run.measure_unigram(anything, anything)
         warnings.append(len(caplog.records))
     assert warnings == [0, 0, 0, 1]

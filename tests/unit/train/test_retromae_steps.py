@@ -12,12 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_deberta.config import validate
-from megatron_deberta.config.schema import (
-    DataConfig,
-    ModelConfig,
-    ObjectiveConfig,
-    RunConfig,
-)
+from megatron_deberta.config.schema import DataConfig, ObjectiveConfig, RunConfig
 from megatron_deberta.data.batch import Batch, DecoderRows
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.errors import ConfigError
@@ -27,19 +22,13 @@ from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.objectives.retromae import RetroMAEModel
 from tests.support.stock_weights import randomize
+from tests.support.tiny_models import V2
 
 DISTANCE, LENGTH = 4, 12
-MODEL = ModelConfig(
-    num_layers=2,
-    hidden_size=16,
-    num_heads=2,
-    ffn_hidden_size=32,
-    vocab_size=67,
-    max_position_embeddings=LENGTH,
-    max_relative_positions=DISTANCE,
-    position_buckets=None,
-    p2c_index="paper",
-)
+MODEL = replace(
+    V2, num_layers=2, max_position_embeddings=LENGTH, max_relative_positions=DISTANCE,
+    position_buckets=None, p2c_index="paper",
+)  # fmt: skip
 """With the paper's clipped distances, so that the definition below is short."""
 MASK = 4
 CONFIG = RunConfig(

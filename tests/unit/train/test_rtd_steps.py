@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_deberta.checkpoint import store
-from megatron_deberta.checkpoint.layout import CheckpointMetadata
 from megatron_deberta.checkpoint.reader import CheckpointReader, Slice
 from megatron_deberta.checkpoint.views import open_part
-from megatron_deberta.config import config_to_dict, validate
+from megatron_deberta.config import validate
 from megatron_deberta.config.schema import (
     DataConfig,
     ObjectiveConfig,
@@ -25,9 +24,7 @@ from megatron_deberta.config.schema import (
     RunConfig,
 )
 from megatron_deberta.distributed.parallelize import ShardedModel, build_model
-from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine.base import Engine
-from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import CheckpointError, ConfigError
 from megatron_deberta.evaluate.validation import evaluate
 from megatron_deberta.model import DropoutSeeds, RuntimeOptions
@@ -35,11 +32,10 @@ from megatron_deberta.model.replaced_tokens import DELTA, DISCRIMINATOR, GENERAT
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.objectives.rtd import ReplacedTokenModel, fill
 from megatron_deberta.train.step import TrainStep
-from tests.support.checkpoints import save_state
+from tests.support.checkpoints import metadata, save_state
 from tests.support.toy_engine import states
-from tests.unit.train.test_step import CONFIG, part, rows
+from tests.unit.train.test_step import CONFIG, GROUPS, SPLITS, part, rows, start
 
-GROUPS = single_process_groups(torch.device("cpu"))
 RTD = replace(
     CONFIG,
     model=replace(CONFIG.model, head="rtd"),
@@ -48,14 +44,6 @@ RTD = replace(
 )
 ALTERNATING = replace(RTD, rtd=RTDConfig(update="alternating", discriminator_learning_rate=5e-4))
 MODES = pytest.mark.parametrize("config", [RTD, ALTERNATING], ids=["joint", "alternating"])
-SPLITS = {"whole": [(0, 4)], "halves": [(0, 2), (2, 4)], "uneven": [(0, 1), (1, 4)]}
-
-
-def start(config: RunConfig = RTD) -> tuple[ShardedModel, Engine, TrainStep]:
-    model = build_model(config, GROUPS)
-    model.module.train()
-    engine = build_engine(config, model.module, model.specs, GROUPS)
-    return model, engine, TrainStep(engine, config, GROUPS)
 
 
 def losses(
@@ -82,7 +70,7 @@ def test_micro_batches_and_recomputation_do_not_change_the_objective(config: Run
 
 def test_weight_of_the_discriminator() -> None:
     """The gradient is that of the generator's mean plus the weighted mean of the other's."""
-    model, _, _ = start()
+    model, _, _ = start(RTD)
     module, batch = model.module, rows()
     objective = build_objective(replace(RTD, rtd=RTDConfig(discriminator_weight=3.0)))
     weights = {name: term.weight for name, term in objective.losses.items()}
@@ -96,7 +84,7 @@ def test_weight_of_the_discriminator() -> None:
 
 def test_a_drawn_original_is_not_replaced() -> None:
     """Clark et al. 2020 (ELECTRA): the label of such a token is "original"."""
-    model, _, _ = start()
+    model, _, _ = start(RTD)
     module, batch = model.module, rows()
     assert isinstance(module, ReplacedTokenModel)
     targets = batch.masked_positions >= 0
@@ -110,7 +98,7 @@ def test_a_drawn_original_is_not_replaced() -> None:
 
 
 def test_both_models_have_dropout_bits_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _, _ = start()
+    model, _, _ = start(RTD)
     module, batch = model.module, rows()
     assert isinstance(module, ReplacedTokenModel)
     per_row, used = DropoutSeeds.per_row, defaultdict[int, list[tuple[int, ...]]](list)
@@ -128,14 +116,7 @@ def test_both_models_have_dropout_bits_of_their_own(monkeypatch: pytest.MonkeyPa
 
 
 def saved(run_dir: Path, model: ShardedModel, engine: Engine) -> Path:
-    metadata = CheckpointMetadata(
-        step=3,
-        consumed_samples=12,
-        config=config_to_dict(RTD),
-        tokenizer_fingerprint="",
-        tokenizer_path="",
-    )
-    return save_state(run_dir, engine, model.specs, GROUPS, metadata)
+    return save_state(run_dir, engine, model.specs, GROUPS, metadata(3, RTD))
 
 
 @MODES
@@ -217,11 +198,11 @@ def test_infinite_gradient_of_the_discriminator_skips_its_update_only() -> None:
 
 def test_joint_engine_state_does_not_fit_alternating_updates() -> None:
     with pytest.raises(CheckpointError, match="lacks 'adam_step'"):
-        start(ALTERNATING)[1].load_state_dict(start()[1].state_dict())
+        start(ALTERNATING)[1].load_state_dict(start(RTD)[1].state_dict())
 
 
 def test_checkpoint_holds_both_models(tmp_path: Path) -> None:
-    model, engine, take_step = start()
+    model, engine, take_step = start(RTD)
     losses(take_step, range(2))
     reader = CheckpointReader(saved(tmp_path, model, engine))
     weights = {name: state.weight for name, state in states(engine).items()}
@@ -243,7 +224,7 @@ def test_checkpoint_holds_both_models(tmp_path: Path) -> None:
 
 
 def test_validation_metrics_are_those_of_the_predictions() -> None:
-    model, _, take_step = start()
+    model, _, take_step = start(RTD)
     losses(take_step, range(2))
     module, batches = model.module, [rows(100), part(rows(200), 0, 3)]
     assert isinstance(module, ReplacedTokenModel)
@@ -297,10 +278,8 @@ def test_special_tokens_are_drawn_only_if_allowed() -> None:
 
 def test_bf16_trains() -> None:
     config = replace(RTD, precision=replace(RTD.precision, dtype="bf16", zero_stage=1))
-    model = build_model(config, GROUPS, torch.bfloat16)
-    engine = build_engine(config, model.module, model.specs, GROUPS)
-    values = losses(TrainStep(engine, config, GROUPS), range(3))
-    assert values == pytest.approx(losses(start()[2], range(3)), rel=0.05)
+    values = losses(start(config, torch.bfloat16)[2], range(3))
+    assert values == pytest.approx(losses(start(RTD)[2], range(3)), rel=0.05)
 
 
 def test_fp16_has_a_loss_scale_of_each_model() -> None:
@@ -309,9 +288,7 @@ def test_fp16_has_a_loss_scale_of_each_model() -> None:
         RTD.precision, engine="deepspeed", dtype="fp16", zero_stage=1, initial_loss_scale_power=8
     )
     config = replace(ALTERNATING, precision=precision)
-    model = build_model(config, GROUPS, torch.float16)
-    engine = build_engine(config, model.module, model.specs, GROUPS)
-    take_step = TrainStep(engine, config, GROUPS)
+    model, engine, take_step = start(config, torch.float16)
     values = losses(take_step, range(2))
     assert values == pytest.approx(losses(start(ALTERNATING)[2], range(2)), rel=0.05)
     before = weights_of(engine)
@@ -331,41 +308,26 @@ def test_fp16_has_a_loss_scale_of_each_model() -> None:
     engine.destroy()
 
 
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"type_vocab_size": 2}, "model.head=rtd has no segments"),
-    ({"absolute_positions": "input"}, "shares no absolute positions"),
-    ({"head": "mlm", "generator_layers": 3}, "objective.name=rtd does not fit"),
-]
+def of_model(**keys: Any) -> RunConfig:
+    return replace(RTD, model=replace(RTD.model, **keys))
 
 
-@pytest.mark.parametrize(("keys", "message"), WRONG)
-def test_wrong_settings_are_refused(keys: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (of_model(type_vocab_size=2), "model.head=rtd has no segments"),
+        (of_model(absolute_positions="input"), "shares no absolute positions"),
+        (of_model(head="mlm", generator_layers=3), "objective.name=rtd does not fit"),
+        (replace(ALTERNATING, model=replace(RTD.model, embedding_sharing="es")),
+         "rtd.update=alternating cannot train the one table"),
+        (replace(RTD, rtd=RTDConfig(discriminator_learning_rate=0.1)),
+         "rtd.discriminator_learning_rate=0.1 needs rtd.update"),
+        (replace(of_model(head="mlm", generator_layers=3), objective=ObjectiveConfig()),
+         "model.generator_layers=3 needs model.head=rtd"),
+        (replace(of_model(head="discriminator"), objective=ObjectiveConfig(name="discriminator")),
+         "objective.name=discriminator is no training task"),
+    ],
+)  # fmt: skip
+def test_wrong_settings_are_refused(config: RunConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        validate(replace(RTD, model=replace(RTD.model, **keys)))
-
-
-def test_wrong_settings_of_alternating_updates_are_refused() -> None:
-    shared = replace(ALTERNATING, model=replace(RTD.model, embedding_sharing="es"))
-    with pytest.raises(ConfigError, match="rtd.update=alternating cannot train the one table"):
-        validate(shared)
-    with pytest.raises(ConfigError, match="rtd.discriminator_learning_rate=0.1 needs rtd.update"):
-        validate(replace(RTD, rtd=RTDConfig(discriminator_learning_rate=0.1)))
-
-
-def test_settings_of_other_objectives_are_refused() -> None:
-    with pytest.raises(ConfigError, match="model.generator_layers=3 needs model.head=rtd"):
-        validate(
-            replace(
-                RTD,
-                model=replace(CONFIG.model, generator_layers=3),
-                objective=ObjectiveConfig(),
-            )
-        )
-    with pytest.raises(ConfigError, match="objective.name=discriminator is no training task"):
-        validate(
-            replace(
-                RTD,
-                model=replace(RTD.model, head="discriminator"),
-                objective=ObjectiveConfig(name="discriminator"),
-            )
-        )
+        validate(config)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_deberta.checkpoint.layout import step_dir
+from megatron_deberta.checkpoint.resume import Identity
 from megatron_deberta.checkpoint.store import save_weights
 from megatron_deberta.config.schema import (
     CheckpointConfig,
@@ -35,7 +35,7 @@ from megatron_deberta.errors import (
     refusals,
 )
 from megatron_deberta.train.fingerprint import data_fingerprint
-from megatron_deberta.train.start import Identity, Start, choose_start, load_start
+from megatron_deberta.train.start import Start, choose_start, load_start
 from megatron_deberta.train.state import TrainState
 from tests.support.checkpoints import (
     SCALARS,
@@ -159,7 +159,9 @@ def test_a_decoder_may_be_new_and_is_left_out_where_there_is_none(
 
 
 def test_weights_that_are_missing_damaged_or_of_another_model(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="nowhere is not a committed checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=r"nowhere is not a committed checkpoint \(COMMITTED is missing\)"
+    ):
         start_of(run_config(tmp_path / "run", load_from=str(tmp_path / "nowhere")))
     path = imported(tmp_path / "release")
     config = run_config(tmp_path / "run", load_from=str(path))
@@ -196,23 +198,13 @@ def test_data_is_identified_by_content_order_and_weight(tmp_path: Path) -> None:
         return data_fingerprint(DataConfig(train=train, validation=validation))
 
     assert identity(a, b) == identity(str(tmp_path / "moved" / "a"), str(tmp_path / "moved" / "b"))
-    others = [
-        identity(a, b),
-        identity(b, a),
-        identity(a),
-        identity("1", a, "1", b),
-        identity("1", a, "2", b),
-        identity(a, validation=(b,)),
-    ]
+    trains = ((a, b), (b, a), (a,), ("1", a, "1", b), ("1", a, "2", b))
+    others = [*(identity(*train) for train in trains), identity(a, validation=(b,))]
     assert len(set(others)) == len(others)
     # Nothing is trained on validation data; only what it takes from the training shards counts.
     assert identity(a, validation=(b,)) == identity(a, validation=(a,))
     unsplit = DataConfig(train=(a,), validation_fraction=0.0)
     assert data_fingerprint(unsplit) == identity(a, validation=(b,))
-
-
-def test_step_folder_name(tmp_path: Path) -> None:
-    assert step_dir(tmp_path, 12) == tmp_path / "checkpoints" / "step_00000012"
 
 
 @pytest.mark.parametrize(

@@ -67,17 +67,26 @@ def part(batch: Batch, begin: int, end: int) -> Batch:
     return batch._map(lambda tensor: tensor[begin:end])
 
 
-def validated(model: ShardedModel, batches: list[Batch]) -> dict[str, float]:
-    evaluation = evaluate(model.module, batches, GROUPS, build_objective(CONFIG))
+def start(
+    config: RunConfig = CONFIG, dtype: torch.dtype = torch.float32
+) -> tuple[ShardedModel, Engine, TrainStep]:
+    """Return the model of a run, its engine and its steps."""
+    model = build_model(config, GROUPS, dtype)
+    engine = build_engine(config, model.module, model.specs, GROUPS)
+    return model, engine, TrainStep(engine, config, GROUPS)
+
+
+def validated(
+    model: ShardedModel, batches: list[Batch], config: RunConfig = CONFIG
+) -> dict[str, float]:
+    evaluation = evaluate(model.module, batches, GROUPS, build_objective(config))
     assert evaluation is not None
     return evaluation.metrics
 
 
 def trained(split: Sequence[tuple[int, int]]) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of three steps and the weights after them, dropout on."""
-    model = build_model(CONFIG, GROUPS)
-    engine = build_engine(CONFIG, model.module, model.specs, GROUPS)
-    step = TrainStep(engine, CONFIG, GROUPS)
+    _, engine, step = start()
     losses = []
     for number in range(3):
         batch = rows(4 * number)
@@ -85,7 +94,10 @@ def trained(split: Sequence[tuple[int, int]]) -> tuple[list[float], dict[str, Te
     return losses, {name: state.weight for name, state in states(engine).items()}
 
 
-@pytest.mark.parametrize("split", [[(0, 2), (2, 4)], [(0, 1), (1, 4)], [(3, 4), (0, 3)]])
+SPLITS = {"whole": [(0, 4)], "halves": [(0, 2), (2, 4)], "uneven": [(0, 1), (1, 4)]}
+
+
+@pytest.mark.parametrize("split", [SPLITS["halves"], SPLITS["uneven"], [(3, 4), (0, 3)]])
 def test_micro_batches_with_unequal_targets_change_nothing(split: list[tuple[int, int]]) -> None:
     losses, weights = trained([(0, 4)])
     others, other_weights = trained(split)
@@ -96,10 +108,9 @@ def test_micro_batches_with_unequal_targets_change_nothing(split: list[tuple[int
 
 def test_loss_is_the_mean_over_targets() -> None:
     config = replace(CONFIG, model=replace(V2, hidden_dropout=0.0, attention_dropout=0.0))
-    model = build_model(config, GROUPS)
+    model, _, take_step = start(config)
     expected = validated(model, [rows()])
-    engine = build_engine(config, model.module, model.specs, GROUPS)
-    result = TrainStep(engine, config, GROUPS)(0, [rows()])
+    result = take_step(0, [rows()])
     assert expected["num_targets"] == 10
     assert result.loss == pytest.approx(expected["loss"], rel=1e-6)
     assert result.learning_rate == CONFIG.optimizer.learning_rate / 2

@@ -63,15 +63,8 @@ class Recorder(Callback):
         self.ends: list[int] = []
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
-        self.seen.append(
-            Seen(
-                trainer.state,
-                result.loss,
-                trainer.ending,
-                trainer.save_requested,
-                trainer.step_seconds,
-            )
-        )
+        ending, save = trainer.ending, trainer.save_requested
+        self.seen.append(Seen(trainer.state, result.loss, ending, save, trainer.step_seconds))
 
     def on_stop(self, trainer: Trainer) -> None:
         raise AssertionError("the end was known")

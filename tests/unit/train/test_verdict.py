@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_deberta.train.stability.verdict import Place, Verdict, diagnose
+from megatron_deberta.train.stability.rerun import Place, Verdict, diagnose
 
 PLACES = 5
 
