@@ -6,7 +6,7 @@ Shapes: B batch, N sequence length, M selected positions, D hidden size, V vocab
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, cast
+from typing import ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +77,9 @@ class DebertaBackbone(nn.Module):
     Raises:
         ConfigError: the values of ``config`` contradict each other.
     """
+
+    position_places: ClassVar[tuple[str, ...]] = ("input",)
+    """Values of ``absolute_positions`` with which the model reads absolute positions."""
 
     def __init__(
         self,
@@ -186,23 +189,19 @@ class DebertaBackbone(nn.Module):
             seeds=seeds,
             backend=self.options.attention_backend,
             recompute_cheap=self.options.recompute == "selective" and self.training,
-            table_slots=slots,
             causal=inputs.causal,
-            table_positions=self._table_positions(slots, inputs.input_ids.device),
         )
         embedded, local_tokens = self.embeddings(inputs.input_ids, tokens, seeds, perturbation)
         hidden: Tensor = self.exit(self.encoder(embedded, local_tokens, context, num_layers))
         return hidden, context
 
-    def _table_positions(self, slots: range | None, device: torch.device) -> Tensor | None:
-        if self.encoder.relative_positions is None:
-            return None
-        used = slots or range(self.encoder.num_slots)
-        return torch.arange(used.start, used.stop, device=device)
-
     def _table_slots(self, length: int) -> range | None:
         """Return the slots of the position table that rows of this length use; None: all."""
         return None
+
+    def _check_inputs(self, inputs: ModelInputs, labels: Tensor | None = None) -> None:
+        has_positions = self.config.absolute_positions in self.position_places
+        check_inputs(self.config, inputs, labels, has_positions=has_positions)
 
     def _default_seeds(self, input_ids: Tensor) -> DropoutSeeds | None:
         """Dropout keys of a forward pass without explicit ones; None in evaluation mode."""
@@ -231,13 +230,14 @@ class DebertaModel(DebertaBackbone):
             ModelInputError: a tensor has a wrong shape, or values out of range.
         """
         inputs = ModelInputs(input_ids, attention_mask, position_ids, token_type_ids, document_ids)
-        has_positions = self.config.absolute_positions == "input"
-        check_inputs(self.config, inputs, has_positions=has_positions)
+        self._check_inputs(inputs)
         return EncoderOutput(self.encode(inputs, seeds or self._default_seeds(input_ids)))
 
 
 class DebertaForPretraining(DebertaBackbone):
     """Encoder, enhanced mask decoder, vocabulary head and, for pairs, next-sentence head."""
+
+    position_places = ("input", "decoder")
 
     def build_heads(self, config: ModelConfig) -> None:
         """Add the mask decoder and the heads."""
@@ -326,10 +326,6 @@ class DebertaForPretraining(DebertaBackbone):
         decoded, _ = self.decode(inputs, masked_positions, seeds)
         logits: Tensor = self.head(decoded, self.embeddings.token.weight)
         return logits
-
-    def _check_inputs(self, inputs: ModelInputs, labels: Tensor | None = None) -> None:
-        has_positions = self.config.absolute_positions != "none"
-        check_inputs(self.config, inputs, labels, has_positions=has_positions)
 
     def logits(self, inputs: ModelInputs) -> Tensor:
         """Compute logits ``[B, N, V]`` at every position, in the head's form, without dropout."""
