@@ -91,7 +91,7 @@ def check_export(
         if config.labels and names != config.labels:
             raise CheckpointError(f"the export names the classes {names}, not {config.labels}")
         return max(
-            _compare(what, _their_output(model, batch), outputs[what], batch)
+            _compare(what, their_output(model, batch), outputs[what], batch)
             for batch, outputs in zip(theirs, expected, strict=True)
         )
 
@@ -117,7 +117,7 @@ def _compared(config: ModelConfig, model_type: ModelType) -> dict[str, str]:
 
 def _low_precision_error(model: Any, batch: _Tensors, expected: Tensor, dtype: str) -> float:
     """Return the error of outputs computed in the export's own dtype, relative to fp32 ones."""
-    outputs = _real_tokens(_their_output(model, batch), batch)
+    outputs = _real_tokens(their_output(model, batch), batch)
     reference = _real_tokens(expected, batch)
     error: float = ((outputs - reference).norm() / reference.norm()).item()
     if not error <= LOW_PRECISION_TOLERANCE[dtype]:
@@ -164,9 +164,11 @@ def _make_batches(
         theirs.append({name: values[:limit] for name, values in found.items()})
     if not ours.config.type_vocab_size:
         rows = [{"input_ids": row["input_ids"]} for row in rows]
+    one, all_rows = pad_rows(rows[:1], tokenizer.pad_id), pad_rows(rows, tokenizer.pad_id)
+    del one["attention_mask"]
     return [
-        (_batch(rows[:1], tokenizer.pad_id), exported.pad(theirs[:1], return_tensors="pt").data),
-        (_batch(rows, tokenizer.pad_id), exported.pad(theirs, return_tensors="pt").data),
+        (one, exported.pad(theirs[:1], return_tensors="pt").data),
+        (all_rows, exported.pad(theirs, return_tensors="pt").data),
     ]
 
 
@@ -177,8 +179,13 @@ def _our_row(tokenizer: Tokenizer, text: str, second: str | None) -> dict[str, l
     return {"input_ids": ids + more, "token_type_ids": [0] * len(ids) + [1] * len(more)}
 
 
-def _batch(rows: list[dict[str, list[int]]], pad_id: int) -> _Tensors:
-    """Return the rows padded to the longest, with a mask if there is padding."""
+def pad_rows(rows: list[dict[str, list[int]]], pad_id: int) -> dict[str, Tensor]:
+    """Return rows padded to the longest, ``[B, N]``, with their ``attention_mask``.
+
+    Args:
+        rows: lists of one length per row, by name: ``input_ids``, and others padded with 0.
+        pad_id: id of the padding.
+    """
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
     batch = {
         name: torch.nn.utils.rnn.pad_sequence(
@@ -188,8 +195,7 @@ def _batch(rows: list[dict[str, list[int]]], pad_id: int) -> _Tensors:
         )
         for name in rows[0]
     }
-    if len(rows) > 1:
-        batch["attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+    batch["attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
     return batch
 
 
@@ -220,8 +226,13 @@ def _load(directory: Path, model_type: ModelType, auto_class: str, dtype: torch.
 
 
 @torch.no_grad()
-def _their_output(model: Any, batch: _Tensors) -> Tensor:
-    """Return logits, or the last hidden state of a model without a head."""
+def their_output(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Return a transformers model's logits, or its last hidden state if it has no head.
+
+    Args:
+        model: the model.
+        batch: its inputs ``[B, N]`` by name.
+    """
     output = model(**batch)
     if "start_logits" in output:
         return torch.stack([output.start_logits, output.end_logits], -1)

@@ -132,10 +132,7 @@ class DebertaBackbone(nn.Module):
         Returns:
             ``[B, N, D]`` hidden states of the last layer, replicated on all ranks.
         """
-        tokens = TokenInfo.of_sequence(inputs)
-        num_layers = self.config.num_layers
-        hidden, _ = self._run_layers(inputs, tokens, seeds, num_layers, perturbation)
-        return hidden
+        return self._run_layers(inputs, seeds, self.config.num_layers, perturbation)[0]
 
     def encode_selected(
         self,
@@ -159,26 +156,27 @@ class DebertaBackbone(nn.Module):
         if config.num_layers == 1 and config.conv_kernel_size:
             # The convolution is added to the first layer's output at every token.
             return gather_tokens(self.encode(inputs, seeds, perturbation), positions)
-        tokens = TokenInfo.of_sequence(inputs)
-        hidden, context = self._run_layers(
-            inputs, tokens, seeds, config.num_layers - 1, perturbation
+        hidden, tokens, context = self._run_layers(
+            inputs, seeds, config.num_layers - 1, perturbation
         )
         last_layer = cast(Layer, self.encoder.layers[-1])
-        replicated = tokens.replicated()
-        key_value = last_layer.attention.project_key_value(hidden, replicated, context)
+        key_value = last_layer.attention.project_key_value(hidden, tokens, context)
         states = gather_tokens(hidden, positions)
-        out: Tensor = last_layer(states, replicated.select(positions), context, key_value)
+        out: Tensor = last_layer(states, tokens.select(positions), context, key_value)
         return out
 
     def _run_layers(
         self,
         inputs: ModelInputs,
-        tokens: TokenInfo,
         seeds: DropoutSeeds | None,
         num_layers: int,
         perturbation: Perturbation | None = None,
-    ) -> tuple[Tensor, AttentionContext]:
-        """Run the embeddings and the first layers; return also what later layers share."""
+    ) -> tuple[Tensor, TokenInfo, AttentionContext]:
+        """Run the embeddings and the first layers; return also their tokens and what layers share.
+
+        States and tokens are replicated on all ranks.
+        """
+        tokens = TokenInfo.of_sequence(inputs)
         slots = self._table_slots(inputs.input_ids.size(1))
         if seeds is not None:
             seeds = seeds.of_sites(self._dropout_sites, self.config.mask_decoder_passes)
@@ -193,7 +191,7 @@ class DebertaBackbone(nn.Module):
         )
         embedded, local_tokens = self.embeddings(inputs.input_ids, tokens, seeds, perturbation)
         hidden: Tensor = self.exit(self.encoder(embedded, local_tokens, context, num_layers))
-        return hidden, context
+        return hidden, tokens.replicated(), context
 
     def _table_slots(self, length: int) -> range | None:
         """Return the slots of the position table that rows of this length use; None: all."""
@@ -290,17 +288,16 @@ class DebertaForPretraining(DebertaBackbone):
             ``[B, M, D]`` decoded states; ``[B, K, D]`` outputs of the last layer, or None; what the
             layers share.
         """
-        tokens = TokenInfo.of_sequence(inputs)
+        num_layers = self.config.num_layers - (1 if self.mask_decoder is not None else 0)
+        hidden, tokens, context = self._run_layers(inputs, seeds, num_layers)
         if masked_positions is None:
             masked_positions = tokens.positions
-        num_layers = self.config.num_layers - (1 if self.mask_decoder is not None else 0)
-        hidden, context = self._run_layers(inputs, tokens, seeds, num_layers)
         if self.mask_decoder is None:
             states = None if output_positions is None else gather_tokens(hidden, output_positions)
             return gather_tokens(hidden, masked_positions), states, context
         decoded, states = self.mask_decoder(
             hidden,
-            tokens.replicated(),
+            tokens,
             masked_positions,
             self.encoder.layers[-1],
             context,

@@ -100,21 +100,12 @@ def forward_flops(
     Returns:
         FLOPs per token of the batch, of both models for ``head: rtd``.
     """
-    parts = [
-        _forward_flops(part, sequence_length, micro_batch_size, mask_probability, causal)
-        for part in single_models(model)
-    ]
-    return ForwardFlops(*(sum(values) for values in zip(*parts, strict=True)))
-
-
-def _forward_flops(
-    model: ModelConfig,
-    sequence_length: int,
-    micro_batch_size: int,
-    mask_probability: float,
-    causal: bool,
-) -> ForwardFlops:
-    """Count the FLOPs of a forward pass of one model."""
+    if model.head == "rtd":
+        both = (
+            forward_flops(part, sequence_length, micro_batch_size, mask_probability, causal=causal)
+            for part in single_models(model)
+        )
+        return ForwardFlops(*map(sum, zip(*both, strict=True)))
     d = model.hidden_size
     terms, slots = num_position_terms(model), num_position_slots(model)
     projected = num_used_slots(model, sequence_length)

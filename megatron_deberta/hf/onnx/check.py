@@ -23,7 +23,7 @@ from megatron_deberta.hf.heads import HEADS, GraphKind
 from megatron_deberta.hf.loading import quiet_transformers
 from megatron_deberta.hf.onnx.graph import OnnxDtype
 from megatron_deberta.hf.onnx.libraries import export_stock, open_session
-from megatron_deberta.hf.verify import FP32_TOLERANCE, REAL_TEXTS
+from megatron_deberta.hf.verify import FP32_TOLERANCE, REAL_TEXTS, their_output
 from megatron_deberta.model import (
     DebertaBackbone,
     DebertaForPretraining,
@@ -193,10 +193,7 @@ def our_output(ours: DebertaBackbone, kind: GraphKind, batch: Batch) -> Tensor:
         assert isinstance(ours, DebertaForPretraining)
         assert masked is not None
         return ours.masked_logits(inputs, masked)[masked >= 0]
-    if kind == "masked-lm":
-        assert isinstance(ours, DebertaForPretraining)
-        return ours.logits(inputs)
-    assert isinstance(ours, DebertaForTask)
+    assert isinstance(ours, DebertaForPretraining | DebertaForTask)
     return ours.logits(inputs)
 
 
@@ -341,11 +338,8 @@ def stock_output(model: Any, kind: GraphKind, batch: Batch) -> Tensor:
     """
     if kind == "choices":
         batch = {name: value[None] for name, value in batch.items()}
-    output = model(**batch)
-    if kind == "spans":
-        return torch.stack([output.start_logits, output.end_logits], -1)
-    result: Tensor = output.last_hidden_state if kind == "encoder" else output.logits
-    return result.view(-1, 1) if kind == "choices" else result
+    output = their_output(model, batch)
+    return output.view(-1, 1) if kind == "choices" else output
 
 
 def _stock_inputs(batch: Batch, kind: GraphKind) -> Batch:
