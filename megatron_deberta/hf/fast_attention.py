@@ -127,7 +127,10 @@ class FastAttentionHandle:
         Deep copies of the model are restored, too.
         """
         for module in [*self.modules, *self.model.modules()]:
-            _restore(module)
+            if isinstance(module, _FastModule):
+                module.__class__ = module.stock_class
+                for name in ("remove_padding", "stock_class", "handle"):
+                    vars(module).pop(name, None)
         self.modules.clear()
         for module in self.model.modules():
             _remove_hook(module)
@@ -247,8 +250,8 @@ def _positions_of(module: Any) -> RelativePositions:
 class _FastModule(_Base):
     """Base class of the classes that replace those of transformers."""
 
-    stock_class: type[nn.Module]
-    """The class that `_restore` gives back."""
+    stock_class: Any
+    """The class that `FastAttentionHandle.undo` gives back."""
     handle: FastAttentionHandle | None
     """Of deep copies, too; None in a module that was pickled."""
 
@@ -257,15 +260,6 @@ class _FastModule(_Base):
         super().__setstate__(state)
         if self.handle is not None:
             self.handle.modules.add(self)
-
-
-def _restore(module: nn.Module) -> None:
-    """Set the class of a module back to the original; other modules are unchanged."""
-    replaced: Any = module
-    if isinstance(module, _FastModule):
-        replaced.__class__ = module.stock_class
-        for name in ("remove_padding", "stock_class", "handle"):
-            vars(module).pop(name, None)
 
 
 class _FastSelfAttention(_FastModule):
@@ -298,8 +292,7 @@ class _FastSelfAttention(_FastModule):
             rel_embeddings: ``[2 * span, D]`` relative-position table, or None.
         """
         if isinstance(attention_mask, Tensor):
-            stock: Any = self.stock_class
-            result: tuple[Tensor, Tensor | None] = stock.forward(
+            result: tuple[Tensor, Tensor | None] = self.stock_class.forward(
                 self, hidden_states, attention_mask, output_attentions, query_states, relative_pos,
                 rel_embeddings,
             )  # fmt: skip
@@ -435,8 +428,7 @@ class _FastEncoder(_FastModule):
             tokens = _describe(attention_mask, hidden_states, remove_padding=self.remove_padding)
         if tokens is None:
             _warn(f"this call is computed by transformers' own attention, because {why}")
-            whole: Any = self.stock_class
-            result: tuple[Any, ...] | BaseModelOutput = whole.forward(
+            result: tuple[Any, ...] | BaseModelOutput = self.stock_class.forward(
                 self, hidden_states, attention_mask, output_hidden_states, bool(output_attentions),
                 query_states, relative_pos, return_dict,
             )  # fmt: skip

@@ -262,7 +262,11 @@ def time_graph(
     result: dict[str, Any] = {"threads": torch.get_num_threads(), "load": load}
     if model_type == "megatron-deberta":
         return result | {"skipped": f"no class of transformers implements {reason}", "cases": []}
-    stock = _load_stock(export, config, kind)
+    with quiet_transformers():
+        # A head that the class lacks is new, which does not change times.
+        auto_class = stock_class(config, kind)
+        stock = auto_class.from_pretrained(export, local_files_only=True, dtype=torch.float32)
+    stock.eval()
     ours = graph_runner(path, kind)
     with TemporaryDirectory() as folder:
         sides: dict[str, Callable[[Batch], object]] = {"onnx": ours}
@@ -311,13 +315,6 @@ def _in_turns(
         clock: {name: statistics.median(found) for name, found in by_side.items()}
         for clock, by_side in times.items()
     }
-
-
-def _load_stock(export: Path, config: ModelConfig, kind: GraphKind) -> Any:
-    """Load transformers' own class; a head that it lacks is new, which does not change times."""
-    auto_class = stock_class(config, kind)
-    with quiet_transformers():
-        return auto_class.from_pretrained(export, local_files_only=True, dtype=torch.float32).eval()
 
 
 def stock_class(config: ModelConfig, kind: GraphKind) -> Any:

@@ -299,6 +299,13 @@ def test_fill_mask_answers_alike_from_run_step_and_export(
     assert answers[0] == answers[1] == answers[2]
     probabilities = [float(probability) for probability, _ in answers[0]]
     assert probabilities == sorted(probabilities, reverse=True)
+    # Several texts, and several masks in one
+    two = "The [MASK] brown [MASK] jumps"
+    assert main(["fill-mask", str(run_dir), TEXT, two, "--top-k", "2"]) == 0
+    output = capsys.readouterr().out
+    assert TEXT in output
+    assert "[MASK] 2" in output
+    assert len(predictions(output)) == 6
 
 
 def test_fill_mask_takes_a_published_model(
@@ -315,17 +322,6 @@ def test_fill_mask_takes_a_published_model(
     answers = fill(capsys, exported, TEXT)
     assert len(answers) == 5
     assert answers == fill(capsys, out, TEXT)
-
-
-def test_fill_mask_takes_several_texts_and_masks(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    two = "The [MASK] brown [MASK] jumps"
-    assert main(["fill-mask", str(run_dir), TEXT, two, "--top-k", "2"]) == 0
-    output = capsys.readouterr().out
-    assert TEXT in output
-    assert "[MASK] 2" in output
-    assert len(predictions(output)) == 6
 
 
 def test_fill_mask_refuses_a_model_without_trained_head(

@@ -131,8 +131,7 @@ def test_convolution_as_one_product(documents: bool, causal: bool) -> None:
         out = apply(hidden, ids, causal)
         out.square().sum().backward()
         results.append([out, hidden.grad, conv.weight.grad, conv.bias.grad])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, **FP64)
+    torch.testing.assert_close(*results, **FP64)
 
 
 def test_convolution_is_one_product_off_the_cpu() -> None:
