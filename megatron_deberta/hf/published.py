@@ -62,7 +62,8 @@ class Release:
     """Tensors that the file lacks; ``tensors`` initialises them."""
     ignored: tuple[str, ...]
     """Tensors that are not part of the model."""
-    _tensors: tuple[tuple[HFTensor, StoredTensor], ...]
+    _tensors: dict[str, tuple[HFTensor, StoredTensor]]
+    """Where the file has each parameter, by canonical name."""
     _token_types: StoredTensor | None
     _seed: int
     _recorded: str
@@ -106,7 +107,7 @@ class Release:
 
     def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
         """Read a parameter in fp32; arguments as in `CheckpointReader.tensor`."""
-        entry, stored = next(pair for pair in self._tensors if name in pair[0].canonical_names)
+        entry, stored = self._tensors[name]
         tensor = entry.unpack(stored.load().float())[name]
         if name == "embeddings.position.weight" and self._token_types is not None:
             # RoBERTa's single token-type row applies to every token.
@@ -116,9 +117,8 @@ class Release:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield canonical name and fp32 tensor of every parameter."""
-        for entry, _ in self._tensors:
-            for name in entry.canonical_names:
-                yield name, self.tensor(name)
+        for name in self._tensors:
+            yield name, self.tensor(name)
         shapes = parameter_shapes(self.config)
         for name in self.missing_names:
             initial = torch.empty(shapes[name])
@@ -170,7 +170,7 @@ def open_release(
     if adapt is not None:
         config = adapt(config)
     expected = hf_tensors(config, model_type, padding_id(fields, model_type))
-    tensors: list[tuple[HFTensor, StoredTensor]] = []
+    tensors: dict[str, tuple[HFTensor, StoredTensor]] = {}
     missing: list[HFTensor] = []
     for entry in expected:
         tensor, names = stored.get(entry.name), entry.canonical_names
@@ -189,8 +189,8 @@ def open_release(
                 f"{tensor.name}: shape {tensor.shape} is not {entry.shape} of config.json; "
                 "config and weights are of different models"
             )
-        elif names:
-            tensors.append((entry, tensor))
+        else:
+            tensors |= dict.fromkeys(names, (entry, tensor))
     ignored = sorted(stored.keys() - {entry.name for entry in expected})
     others = [name for name in ignored if config.head == "mlm" or not PRETRAINING_HEAD.match(name)]
     if config.position_terms == "none":
@@ -204,7 +204,7 @@ def open_release(
         config,
         tuple(missing),
         tuple(ignored),
-        tuple(tensors),
+        tensors,
         token_types,
         seed,
         recorded,

@@ -78,7 +78,11 @@ def check_export(
     ours = build_ours()
     config = ours.config
     batches = _make_batches(directory, tokenizer, ours)
-    expected = [_our_outputs(ours, batch) for batch, _ in batches]
+    compared = _compared(config, model_type)
+    expected = [
+        {what: _our_output(ours, method, batch) for what, (_, method) in compared.items()}
+        for batch, _ in batches
+    ]
     del ours
     head = HEADS[config.head]
     theirs = [batch for _, batch in batches]
@@ -95,7 +99,7 @@ def check_export(
             for batch, outputs in zip(theirs, expected, strict=True)
         )
 
-    errors = {what: compare(what, name) for what, name in _compared(config, model_type).items()}
+    errors = {what: compare(what, name) for what, (name, _) in compared.items()}
     what = "logits" if head.kind else "encoder states"
     if dtype == "fp32":
         return ExportCheck(errors[what], 0.0)
@@ -104,14 +108,15 @@ def check_export(
     return ExportCheck(errors[what], error)
 
 
-def _compared(config: ModelConfig, model_type: ModelType) -> dict[str, str]:
-    """Return the compared outputs, and the Auto class that computes each."""
+def _compared(config: ModelConfig, model_type: ModelType) -> dict[str, tuple[str, str]]:
+    """Return the compared outputs: the Auto class and the method of our model that compute them."""
     head = HEADS[config.head]
-    compared = {"logits": head.auto_class} if head.kind else {}
+    compared = {"logits": (head.auto_class, "logits")} if head.kind else {}
     if head.is_encoder:
-        compared["encoder states"] = "AutoModel"
+        compared["encoder states"] = ("AutoModel", "encode")
     if config.next_sentence_head and config.head == "mlm" and model_type != "megatron-deberta":
-        compared["next-sentence logits"] = "AutoModelForSequenceClassification"
+        classes = "AutoModelForSequenceClassification"
+        compared["next-sentence logits"] = (classes, "next_sentence_logits")
     return compared
 
 
@@ -200,19 +205,10 @@ def pad_rows(rows: list[dict[str, list[int]]], pad_id: int) -> dict[str, Tensor]
 
 
 @torch.no_grad()
-def _our_outputs(ours: Any, batch: _Tensors) -> _Tensors:
-    mask, types = batch.get("attention_mask"), batch.get("token_type_ids")
-    inputs = ModelInputs(batch["input_ids"], mask, token_type_ids=types)
-    head, outputs = HEADS[ours.config.head], {}
-    if head.is_encoder:
-        outputs["encoder states"] = ours.encode(inputs)
-    if head.kind:
-        logits = ours.logits(inputs)
-        # transformers expects [examples, choices, N].
-        outputs["logits"] = logits.view(1, -1) if ours.config.head == "choices" else logits
-    if ours.config.next_sentence_head and ours.config.head == "mlm":
-        outputs["next-sentence logits"] = ours.next_sentence_logits(inputs)
-    return outputs
+def _our_output(ours: DebertaBackbone, method: str, batch: _Tensors) -> Tensor:
+    output: Tensor = getattr(ours, method)(ModelInputs(**batch))
+    # transformers expects [examples, choices, N].
+    return output.view(1, -1) if ours.config.head == "choices" else output
 
 
 def _load(directory: Path, model_type: ModelType, auto_class: str, dtype: torch.dtype) -> Any:

@@ -182,11 +182,7 @@ def our_output(ours: DebertaBackbone, kind: GraphKind, batch: Batch) -> Tensor:
         batch: inputs ``[B, N]`` by name.
     """
     masked = batch.get("masked_positions")
-    inputs = ModelInputs(
-        batch["input_ids"],
-        batch["attention_mask"],
-        token_type_ids=batch.get("token_type_ids"),
-    )
+    inputs = ModelInputs(**{name: x for name, x in batch.items() if name != "masked_positions"})
     if kind == "encoder":
         return ours.encode(inputs)
     if kind == "fill-mask":
