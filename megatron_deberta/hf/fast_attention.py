@@ -531,11 +531,14 @@ class Heads(NamedTuple):
     scale: float
     dropout_p: float
 
-    def seeds(self, rows: int) -> Tensor | None:
-        """Draw one dropout seed per row from torch's generator; None without dropout."""
-        if self.dropout_p == 0:
-            return None
-        return torch.randint(2**62, (rows,), device=self.query.device)
+    def options(self, rows: int) -> dict[str, Any]:
+        """Return what the operators take beside query, key and value.
+
+        Without dropout there is no seed; else one per row is drawn from torch's generator.
+        """
+        seed = torch.randint(2**62, (rows,), device=self.query.device) if self.dropout_p else None
+        options = self._asdict() | {"seed": seed}
+        return {name: x for name, x in options.items() if name not in ("query", "key", "value")}
 
 
 @dataclass(frozen=True)
@@ -560,18 +563,9 @@ class PaddedTokens:
 
     def attend(self, heads: Heads) -> Tensor:
         """Return ``[B, N, A * H]``."""
-        out = disentangled_attention(
-            heads.query.transpose(1, 2),
-            heads.key.transpose(1, 2),
-            heads.value.transpose(1, 2),
-            heads.pos_key,
-            heads.pos_query,
-            heads.positions,
-            attention_mask=self.mask,
-            dropout_p=heads.dropout_p,
-            seed=heads.seeds(len(heads.query)),
-            scale=heads.scale,
-        )
+        vectors = (x.transpose(1, 2) for x in (heads.query, heads.key, heads.value))
+        options = heads.options(len(heads.query))
+        out: Tensor = disentangled_attention(*vectors, attention_mask=self.mask, **options)
         out = out.transpose(1, 2)
         if self.mask is not None:
             uniform = heads.value.mean(1, keepdim=True)
@@ -643,19 +637,9 @@ class PackedTokens:
 
     def attend(self, heads: Heads) -> Tensor:
         """Return ``[1, T + P, A * H]``."""
-        value = heads.value[0]
-        out = packed_attention(
-            heads.query[0],
-            heads.key[0],
-            value,
-            heads.pos_key,
-            heads.pos_query,
-            heads.positions,
-            self.rows,
-            dropout_p=heads.dropout_p,
-            seed=heads.seeds(len(self.rows.lengths)),
-            scale=heads.scale,
-        ).flatten(1)
+        query, key, value = heads.query[0], heads.key[0], heads.value[0]
+        options = heads.options(len(self.rows.lengths))
+        out = packed_attention(query, key, value, rows=self.rows, **options).flatten(1)
         padding = self.uniform.to(value.dtype) @ value.flatten(1)
         return torch.cat([out[: self.rows.num_tokens], padding])[None]
 
