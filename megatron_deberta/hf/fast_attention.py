@@ -563,10 +563,11 @@ class PaddedTokens:
 
     def attend(self, heads: Heads) -> Tensor:
         """Return ``[B, N, A * H]``."""
-        vectors = (x.transpose(1, 2) for x in (heads.query, heads.key, heads.value))
+        query, key, value = (x.transpose(1, 2) for x in (heads.query, heads.key, heads.value))
         options = heads.options(len(heads.query))
-        out: Tensor = disentangled_attention(*vectors, attention_mask=self.mask, **options)
-        out = out.transpose(1, 2)
+        out: Tensor = disentangled_attention(
+            query, key, value, attention_mask=self.mask, **options
+        ).transpose(1, 2)
         if self.mask is not None:
             uniform = heads.value.mean(1, keepdim=True)
             out = torch.where(self.mask[:, :, None, None], out, uniform)

@@ -206,7 +206,9 @@ def pad_rows(rows: list[dict[str, list[int]]], pad_id: int) -> dict[str, Tensor]
 
 @torch.no_grad()
 def _our_output(ours: DebertaBackbone, method: str, batch: _Tensors) -> Tensor:
-    output: Tensor = getattr(ours, method)(ModelInputs(**batch))
+    mask, types = batch.get("attention_mask"), batch.get("token_type_ids")
+    inputs = ModelInputs(batch["input_ids"], mask, token_type_ids=types)
+    output: Tensor = getattr(ours, method)(inputs)
     # transformers expects [examples, choices, N].
     return output.view(1, -1) if ours.config.head == "choices" else output
 

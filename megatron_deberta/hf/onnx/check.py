@@ -182,7 +182,8 @@ def our_output(ours: DebertaBackbone, kind: GraphKind, batch: Batch) -> Tensor:
         batch: inputs ``[B, N]`` by name.
     """
     masked = batch.get("masked_positions")
-    inputs = ModelInputs(**{name: x for name, x in batch.items() if name != "masked_positions"})
+    mask, types = batch["attention_mask"], batch.get("token_type_ids")
+    inputs = ModelInputs(batch["input_ids"], mask, token_type_ids=types)
     if kind == "encoder":
         return ours.encode(inputs)
     if kind == "fill-mask":
