@@ -140,7 +140,6 @@ def open_source_model(
         )
     fields = read_config(path)
     release, own = open_with_head(path, fields), task_head(fields)
-    missing = tuple(name for tensor in release.missing for name in tensor.canonical_names)
     location = tokenizer_path or str(path)
     return SourceModel(
         path,
@@ -148,7 +147,7 @@ def open_source_model(
         location,
         None,
         release.tensor,
-        missing,
+        release.missing_names,
         release.why_untrained if own.head == "mlm" else "",
         uses_sigmoid=own.head == "rerank" and has_sigmoid(fields),
         fields=fields,

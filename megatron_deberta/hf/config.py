@@ -15,7 +15,7 @@ from megatron_deberta.config.schema import (
     PositionTerms,
 )
 from megatron_deberta.errors import CheckpointError
-from megatron_deberta.hf.heads import EMBEDDINGS_FIELD, HEADS, cross_encoder_fields
+from megatron_deberta.hf.heads import EMBEDDINGS_FIELD, HEADS, cross_encoder_fields, malformed
 from megatron_deberta.hf.names import ModelType
 from megatron_deberta.model.heads import pooler_activation
 
@@ -188,24 +188,23 @@ def to_hf_config(
     }
     if config.next_sentence_head:
         fields |= _NEXT_SENTENCE_FIELDS
+    head = HEADS[config.head]
+    kind = f"For{head.kind}" if head.kind else "Model"
+    fields["architectures"] = [f"{_CLASS_PREFIX[model_type]}{kind}"]
     if model_type == "roberta":
-        fields |= _roberta_fields(config, ids)
+        fields["max_position_embeddings"] = config.max_position_embeddings + ids.pad + 1
+        fields["type_vocab_size"] = max(config.type_vocab_size, 1)
     else:
-        fields |= _deberta_fields(config, model_type)
+        fields |= _deberta_fields(config)
     if config.head == "discriminator":
-        fields |= {
-            "architectures": [f"{_CLASS_PREFIX[model_type]}Model"],
-            "replaced_token_head": True,
-        }
+        fields["replaced_token_head"] = True
     elif config.head == "autoregressive":
         # Not ``is_decoder``, which means cross-attention to some of transformers' functions.
-        fields |= {"architectures": ["MegatronDebertaForCausalLM"], "causal": True}
-        fields["use_cache"] = False
+        fields |= {"causal": True, "use_cache": False}
     elif config.head == "embed":
-        fields["architectures"] = [f"{_CLASS_PREFIX[model_type]}Model"]
         fields[EMBEDDINGS_FIELD] = config.normalize_embeddings
-    elif not HEADS[config.head].is_pretrained:
-        fields |= _task_fields(config, model_type)
+    elif not head.is_pretrained:
+        fields |= _task_fields(config)
     if auto_map := _auto_map(config, model_type):
         fields["auto_map"] = auto_map
     return fields
@@ -228,16 +227,13 @@ def has_own_class(config: ModelConfig, model_type: ModelType) -> bool:
     return model_type == "megatron-deberta" or (model_type, config.head) == ("deberta", "choices")
 
 
-def _task_fields(config: ModelConfig, model_type: ModelType) -> dict[str, Any]:
-    """Return the fields of a head: class, labels and ``problem_type``."""
-    head = HEADS[config.head]
-    fields: dict[str, Any] = {
-        "architectures": [f"{_CLASS_PREFIX[model_type]}For{head.kind}"],
-        "cls_dropout": config.head_dropout,
-        "classifier_dropout": config.head_dropout,
-    }
-    if head.problem_type:
-        fields["problem_type"] = head.problem_type
+def _task_fields(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields of a head: dropout, labels and ``problem_type``."""
+    fields: dict[str, Any] = dict.fromkeys(
+        ("cls_dropout", "classifier_dropout"), config.head_dropout
+    )
+    if problem_type := HEADS[config.head].problem_type:
+        fields["problem_type"] = problem_type
     if config.head == "rerank":
         fields |= cross_encoder_fields()
     if config.head != "spans":
@@ -247,19 +243,10 @@ def _task_fields(config: ModelConfig, model_type: ModelType) -> dict[str, Any]:
     return fields
 
 
-def _roberta_fields(config: ModelConfig, ids: SpecialIds) -> dict[str, Any]:
-    return {
-        "architectures": ["RobertaForMaskedLM"],
-        "max_position_embeddings": config.max_position_embeddings + ids.pad + 1,
-        "type_vocab_size": max(config.type_vocab_size, 1),
-    }
-
-
-def _deberta_fields(config: ModelConfig, model_type: ModelType) -> dict[str, Any]:
+def _deberta_fields(config: ModelConfig) -> dict[str, Any]:
     relative = config.position_terms != "none"
     normalized = relative and config.normalize_position_table
     return {
-        "architectures": [f"{_CLASS_PREFIX[model_type]}ForMaskedLM"],
         "max_position_embeddings": config.max_position_embeddings,
         "type_vocab_size": config.type_vocab_size,
         "relative_attention": relative,
@@ -310,9 +297,8 @@ def from_hf_config(fields: dict[str, Any], model_type: ModelType) -> ModelConfig
     if model_type == "roberta":
         padding = padding_id(fields, model_type)
         if length <= padding + 1:
-            raise CheckpointError(
-                f"config.json: max_position_embeddings={length} leaves no position after "
-                f"pad_token_id={padding}; give the model's own config file"
+            raise malformed(
+                f"max_position_embeddings={length} leaves no position after pad_token_id={padding}"
             )
         length -= padding + 1
         if shared["type_vocab_size"] == 1:
@@ -375,7 +361,7 @@ def _deberta_config(
 
 
 def _pooler_activation(fields: dict[str, Any]) -> Literal["gelu", "tanh"]:
-    """Return the activation of the pooler; `_check_supported` rejects others."""
+    """Return the activation of the pooler; `_check_fields` rejects others."""
     pooling = fields.get("pooling") or {}
     activation = fields.get("pooler_hidden_act", pooling.get("hidden_act", "gelu"))
     return cast(Literal["gelu", "tanh"], activation)
@@ -406,9 +392,9 @@ def _check_stock_type(fields: dict[str, Any], model_type: ModelType) -> None:
         raise _unsupported("causal", True, (False,))
     at_input = fields.get("position_biased_input", True)
     if "absolute_positions" in fields and (fields["absolute_positions"] == "input") != at_input:
-        raise CheckpointError(
-            f"config.json: absolute_positions={fields['absolute_positions']!r} contradicts "
-            f"position_biased_input={at_input}; give the model's own config file"
+        raise malformed(
+            f"absolute_positions={fields['absolute_positions']!r} contradicts "
+            f"position_biased_input={at_input}"
         )
 
 
@@ -427,20 +413,10 @@ def _check_fields(fields: dict[str, Any]) -> None:
     for keys, is_valid, expected in _VALUE_CHECKS:
         for key in keys:
             if key in fields and not is_valid(fields[key]):
-                raise CheckpointError(
-                    f"config.json: {key}={fields[key]!r} is not {expected}; "
-                    "give the model's own config file"
-                )
+                raise malformed(f"{key}={fields[key]!r} is not {expected}")
     size, heads = fields["hidden_size"], fields["num_attention_heads"]
     if size % heads:
-        raise CheckpointError(
-            f"config.json: num_attention_heads={heads} does not divide hidden_size={size}; "
-            "give the model's own config file"
-        )
-    _check_supported(fields, size, heads)
-
-
-def _check_supported(fields: dict[str, Any], size: int, heads: int) -> None:
+        raise malformed(f"num_attention_heads={heads} does not divide hidden_size={size}")
     pooling = fields.get("pooling") or {}
     if not isinstance(pooling, dict):
         raise _unsupported("pooling", pooling, ({},))
@@ -459,12 +435,12 @@ def _check_supported(fields: dict[str, Any], size: int, heads: int) -> None:
         "position_embedding_type": ("absolute",),
         "pruned_heads": ({}, None),
         "quantization_config": (None,),
+        "pooling.dropout": (0,),
+        "pooling.hidden_size": (size, -1),
+        "pooler_hidden_act": ("gelu", "tanh"),
     }
+    given = fields | {f"pooling.{key}": value for key, value in pooling.items()}
+    given["pooler_hidden_act"] = _pooler_activation(fields)
     for key, values in supported.items():
-        if key in fields and fields[key] not in values:
-            raise _unsupported(key, fields[key], values)
-    for key, values in {"dropout": (0,), "hidden_size": (size, -1)}.items():
-        if pooling.get(key, values[0]) not in values:
-            raise _unsupported(f"pooling.{key}", pooling[key], values)
-    if (activation := _pooler_activation(fields)) not in ("gelu", "tanh"):
-        raise _unsupported("pooler_hidden_act", activation, ("gelu", "tanh"))
+        if key in given and given[key] not in values:
+            raise _unsupported(key, given[key], values)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,7 +38,6 @@ from megatron_deberta.tokenizer import Tokenizer, load_tokenizer
 from megatron_deberta.tokenizer.tokenizer import CONFIG_FILE, JSON_FILE
 
 UNKNOWN_TRAINING = TrainingFacts()
-NO_THRESHOLDS: Mapping[str, float] = MappingProxyType({})
 POOLING_FOLDER = "1_Pooling"
 NORMALIZE_FOLDER = "2_Normalize"
 _POOLING_MODES = (
@@ -77,7 +75,7 @@ def export_model(
     extend: Callable[[Path], object] | None = None,
     why_untrained: str = "",
     ranking_loss: RankingLoss = "bce",
-    thresholds: Mapping[str, float] = NO_THRESHOLDS,
+    thresholds: Mapping[str, float] | None = None,
 ) -> ExportResult:
     """Write weights, config, tokenizer, code and model card, verify them, publish the folder.
 
@@ -94,7 +92,7 @@ def export_model(
         extend: called with the verified folder before it is published, to add files.
         why_untrained: why the model (or the generator) cannot predict tokens; empty: it can.
         ranking_loss: of the head ``rerank``, the loss that its scores were trained with.
-        thresholds: probability from which each label is predicted, by name; empty: none.
+        thresholds: probability from which each label is predicted, by name; None or empty: none.
 
     Raises:
         CheckpointError: the exported model computes different values than the training model.

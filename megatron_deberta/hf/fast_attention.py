@@ -127,7 +127,10 @@ class FastAttentionHandle:
         Deep copies of the model are restored, too.
         """
         for module in [*self.modules, *self.model.modules()]:
-            _restore(module)
+            if isinstance(module, _FastModule):
+                module.__class__ = module.stock_class
+                for name in ("remove_padding", "stock_class", "handle"):
+                    vars(module).pop(name, None)
         self.modules.clear()
         for module in self.model.modules():
             _remove_hook(module)
@@ -247,8 +250,8 @@ def _positions_of(module: Any) -> RelativePositions:
 class _FastModule(_Base):
     """Base class of the classes that replace those of transformers."""
 
-    stock_class: type[nn.Module]
-    """The class that `_restore` gives back."""
+    stock_class: Any
+    """The class that `FastAttentionHandle.undo` gives back."""
     handle: FastAttentionHandle | None
     """Of deep copies, too; None in a module that was pickled."""
 
@@ -257,15 +260,6 @@ class _FastModule(_Base):
         super().__setstate__(state)
         if self.handle is not None:
             self.handle.modules.add(self)
-
-
-def _restore(module: nn.Module) -> None:
-    """Set the class of a module back to the original; other modules are unchanged."""
-    replaced: Any = module
-    if isinstance(module, _FastModule):
-        replaced.__class__ = module.stock_class
-        for name in ("remove_padding", "stock_class", "handle"):
-            vars(module).pop(name, None)
 
 
 class _FastSelfAttention(_FastModule):
@@ -298,8 +292,7 @@ class _FastSelfAttention(_FastModule):
             rel_embeddings: ``[2 * span, D]`` relative-position table, or None.
         """
         if isinstance(attention_mask, Tensor):
-            stock: Any = self.stock_class
-            result: tuple[Tensor, Tensor | None] = stock.forward(
+            result: tuple[Tensor, Tensor | None] = self.stock_class.forward(
                 self, hidden_states, attention_mask, output_attentions, query_states, relative_pos,
                 rel_embeddings,
             )  # fmt: skip
@@ -435,8 +428,7 @@ class _FastEncoder(_FastModule):
             tokens = _describe(attention_mask, hidden_states, remove_padding=self.remove_padding)
         if tokens is None:
             _warn(f"this call is computed by transformers' own attention, because {why}")
-            whole: Any = self.stock_class
-            result: tuple[Any, ...] | BaseModelOutput = whole.forward(
+            result: tuple[Any, ...] | BaseModelOutput = self.stock_class.forward(
                 self, hidden_states, attention_mask, output_hidden_states, bool(output_attentions),
                 query_states, relative_pos, return_dict,
             )  # fmt: skip
@@ -539,11 +531,14 @@ class Heads(NamedTuple):
     scale: float
     dropout_p: float
 
-    def seeds(self, rows: int) -> Tensor | None:
-        """Draw one dropout seed per row from torch's generator; None without dropout."""
-        if self.dropout_p == 0:
-            return None
-        return torch.randint(2**62, (rows,), device=self.query.device)
+    def options(self, rows: int) -> dict[str, Any]:
+        """Return what the operators take beside query, key and value.
+
+        Without dropout there is no seed; else one per row is drawn from torch's generator.
+        """
+        seed = torch.randint(2**62, (rows,), device=self.query.device) if self.dropout_p else None
+        options = self._asdict() | {"seed": seed}
+        return {name: x for name, x in options.items() if name not in ("query", "key", "value")}
 
 
 @dataclass(frozen=True)
@@ -568,19 +563,11 @@ class PaddedTokens:
 
     def attend(self, heads: Heads) -> Tensor:
         """Return ``[B, N, A * H]``."""
-        out = disentangled_attention(
-            heads.query.transpose(1, 2),
-            heads.key.transpose(1, 2),
-            heads.value.transpose(1, 2),
-            heads.pos_key,
-            heads.pos_query,
-            heads.positions,
-            attention_mask=self.mask,
-            dropout_p=heads.dropout_p,
-            seed=heads.seeds(len(heads.query)),
-            scale=heads.scale,
-        )
-        out = out.transpose(1, 2)
+        query, key, value = (x.transpose(1, 2) for x in (heads.query, heads.key, heads.value))
+        options = heads.options(len(heads.query))
+        out: Tensor = disentangled_attention(
+            query, key, value, attention_mask=self.mask, **options
+        ).transpose(1, 2)
         if self.mask is not None:
             uniform = heads.value.mean(1, keepdim=True)
             out = torch.where(self.mask[:, :, None, None], out, uniform)
@@ -651,19 +638,9 @@ class PackedTokens:
 
     def attend(self, heads: Heads) -> Tensor:
         """Return ``[1, T + P, A * H]``."""
-        value = heads.value[0]
-        out = packed_attention(
-            heads.query[0],
-            heads.key[0],
-            value,
-            heads.pos_key,
-            heads.pos_query,
-            heads.positions,
-            self.rows,
-            dropout_p=heads.dropout_p,
-            seed=heads.seeds(len(self.rows.lengths)),
-            scale=heads.scale,
-        ).flatten(1)
+        query, key, value = heads.query[0], heads.key[0], heads.value[0]
+        options = heads.options(len(self.rows.lengths))
+        out = packed_attention(query, key, value, rows=self.rows, **options).flatten(1)
         padding = self.uniform.to(value.dtype) @ value.flatten(1)
         return torch.cat([out[: self.rows.num_tokens], padding])[None]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from megatron_deberta.config.schema import (
@@ -46,7 +45,7 @@ class ExportedHead:
         task: ``pipeline_tag`` of the model card.
         has_pipeline: transformers has a pipeline of that name.
         pipeline_options: further arguments of ``pipeline`` in Python code.
-        objective: training objective, for the model card.
+        objective: training objective, for the model card; empty: that of fine-tuning.
         trained: end of the card's first sentence.
         loss_unit: unit of the validation loss; empty: not stated.
         is_pretrained: trained on text without labels.
@@ -59,7 +58,7 @@ class ExportedHead:
     task: str
     has_pipeline: bool = True
     pipeline_options: str = ""
-    objective: str
+    objective: str = ""
     trained: str = "fine-tuned"
     loss_unit: str = ""
     is_pretrained: bool = False
@@ -73,99 +72,55 @@ class ExportedHead:
         return f"AutoModelFor{self.kind}" if self.kind else "AutoModel"
 
 
-HEADS: Mapping[Head, ExportedHead] = MappingProxyType(
-    {
-        "mlm": ExportedHead(
-            kind="MaskedLM",
-            task="fill-mask",
-            objective="masked language modelling",
-            trained="pretrained by masked language modelling",
-            loss_unit="nats per masked token",
-            is_pretrained=True,
-            is_encoder=True,
-            graph="fill-mask",
-        ),
-        "autoregressive": ExportedHead(
-            kind="CausalLM",
-            task="text-generation",
-            objective="autoregressive language modelling",
-            trained="pretrained to predict next tokens",
-            loss_unit="nats per predicted token",
-            is_pretrained=True,
-            graph=None,
-        ),
-        "discriminator": ExportedHead(
-            kind="",
-            task="feature-extraction",
-            objective="replaced-token detection, the discriminator",
-            trained="pretrained by replaced-token detection",
-            is_pretrained=True,
-            is_encoder=True,
-            graph="encoder",
-        ),
-        "classification": ExportedHead(
-            kind="SequenceClassification",
-            task="text-classification",
-            objective="fine-tuned, head classification",
-            problem_type="single_label_classification",
-            graph="rows",
-        ),
-        "multilabel": ExportedHead(
-            kind="SequenceClassification",
-            task="text-classification",
-            # The scores of all labels
-            pipeline_options=", top_k=None",
-            objective="fine-tuned, head multilabel",
-            problem_type="multi_label_classification",
-            graph="rows",
-        ),
-        "regression": ExportedHead(
-            kind="SequenceClassification",
-            task="text-classification",
-            objective="fine-tuned, head regression",
-            problem_type="regression",
-            graph="rows",
-        ),
-        "spans": ExportedHead(
-            kind="QuestionAnswering",
-            task="question-answering",
-            # transformers 5 has removed it.
-            has_pipeline=False,
-            objective="fine-tuned, head spans",
-            graph="spans",
-        ),
-        "tokens": ExportedHead(
-            kind="TokenClassification",
-            task="token-classification",
-            # Whole words; the model is trained on the first piece of each.
-            pipeline_options=', aggregation_strategy="first"',
-            objective="fine-tuned, head tokens",
-            graph="tokens",
-        ),
-        "choices": ExportedHead(
-            kind="MultipleChoice",
-            task="multiple-choice",
-            has_pipeline=False,
-            objective="fine-tuned, head choices",
-            graph="choices",
-        ),
-        "embed": ExportedHead(
-            kind="",
-            task="sentence-similarity",
-            has_pipeline=False,
-            objective="fine-tuned, head embed",
-            is_encoder=True,
-            graph="encoder",
-        ),
-        "rerank": ExportedHead(
-            kind="SequenceClassification",
-            task="text-ranking",
-            has_pipeline=False,
-            objective="fine-tuned, head rerank",
-            graph="rows",
-        ),
-    }
-)
+HEADS: Mapping[Head, ExportedHead] = {
+    "mlm": ExportedHead(
+        kind="MaskedLM", task="fill-mask", graph="fill-mask", is_encoder=True,
+        objective="masked language modelling", loss_unit="nats per masked token",
+        trained="pretrained by masked language modelling", is_pretrained=True,
+    ),
+    "autoregressive": ExportedHead(
+        kind="CausalLM", task="text-generation", graph=None,
+        objective="autoregressive language modelling", loss_unit="nats per predicted token",
+        trained="pretrained to predict next tokens", is_pretrained=True,
+    ),
+    "discriminator": ExportedHead(
+        kind="", task="feature-extraction", graph="encoder", is_encoder=True,
+        objective="replaced-token detection, the discriminator",
+        trained="pretrained by replaced-token detection", is_pretrained=True,
+    ),
+    "classification": ExportedHead(
+        kind="SequenceClassification", task="text-classification", graph="rows",
+        problem_type="single_label_classification",
+    ),
+    "multilabel": ExportedHead(
+        kind="SequenceClassification", task="text-classification", graph="rows",
+        problem_type="multi_label_classification",
+        # The scores of all labels
+        pipeline_options=", top_k=None",
+    ),
+    "regression": ExportedHead(
+        kind="SequenceClassification", task="text-classification", graph="rows",
+        problem_type="regression",
+    ),
+    # transformers 5 has removed its pipeline.
+    "spans": ExportedHead(
+        kind="QuestionAnswering", task="question-answering", graph="spans", has_pipeline=False,
+    ),
+    "tokens": ExportedHead(
+        kind="TokenClassification", task="token-classification", graph="tokens",
+        # Whole words; the model is trained on the first piece of each.
+        pipeline_options=', aggregation_strategy="first"',
+    ),
+    "choices": ExportedHead(
+        kind="MultipleChoice", task="multiple-choice", graph="choices", has_pipeline=False,
+    ),
+    "embed": ExportedHead(
+        kind="", task="sentence-similarity", graph="encoder", is_encoder=True, has_pipeline=False,
+    ),
+    "rerank": ExportedHead(
+        kind="SequenceClassification", task="text-ranking", graph="rows", has_pipeline=False,
+    ),
+}  # fmt: skip
 """The export of each head. ``rtd`` has none: its two models are exported one by one."""
 
 
@@ -204,6 +159,11 @@ class HeadFields(NamedTuple):
     dropout: float = ModelConfig().head_dropout
 
 
+def malformed(what: str) -> CheckpointError:
+    """Return the error about a ``config.json`` whose fields are wrong or contradict each other."""
+    return CheckpointError(f"config.json: {what}; give the model's own config file")
+
+
 def task_head(fields: Mapping[str, Any]) -> HeadFields:
     """Return the head of a labelled task that ``config.json`` names.
 
@@ -215,16 +175,16 @@ def task_head(fields: Mapping[str, Any]) -> HeadFields:
         return HeadFields(head)
     labels = _labels(fields)
     problem = fields.get("problem_type")
-    if head in ("classification", "multilabel", *SINGLE_OUTPUT_HEADS):
-        if problem not in (None, *_PROBLEM_TYPES):
+    if problem is not None and head in ("classification", "multilabel", *SINGLE_OUTPUT_HEADS):
+        if problem not in _PROBLEM_TYPES:
             raise CheckpointError(
                 f"config.json: problem_type={problem!r} is not supported; only "
                 f"{', '.join(_PROBLEM_TYPES)} can be imported"
             )
-        if problem is not None and (problem == "regression") != (len(labels) == 1):
-            raise CheckpointError(
-                f"config.json: problem_type={problem!r} contradicts the {len(labels)} classes of "
-                "id2label or num_labels; give the model's own config file"
+        if (problem == "regression") != (len(labels) == 1):
+            raise malformed(
+                f"problem_type={problem!r} contradicts the {len(labels)} classes of "
+                "id2label or num_labels"
             )
     if head == "spans" and len(labels) != 2:
         raise CheckpointError(
@@ -232,10 +192,8 @@ def task_head(fields: Mapping[str, Any]) -> HeadFields:
             "start and end, can be imported"
         )
     # transformers' classes use the dropout of hidden states where the file has none of its own.
-    dropout = next(
-        (float(fields[key]) for key in _DROPOUTS if fields.get(key) is not None),
-        ModelConfig().hidden_dropout,
-    )
+    given = [float(fields[key]) for key in _DROPOUTS if fields.get(key) is not None]
+    dropout = given[0] if given else ModelConfig().hidden_dropout
     return HeadFields(head, labels if head in CLASS_HEADS else (), dropout)
 
 
@@ -269,41 +227,27 @@ def _labels(fields: Mapping[str, Any]) -> tuple[str, ...]:
     id2label, label2id = fields.get("id2label"), fields.get("label2id") or {}
     count = fields.get("num_labels")
     if count is not None and (type(count) is not int or not 1 <= count <= _MAX_LABELS):
-        raise CheckpointError(
-            f"config.json: num_labels={count!r} is not a number of classes; give the model's own "
-            "config file"
-        )
+        raise malformed(f"num_labels={count!r} is not a number of classes")
     if not isinstance(label2id, dict):
         label2id = {"": label2id}
     if id2label is None:
-        names = tuple(f"LABEL_{number}" for number in range(count or 2))
-        if sorted(label2id.values(), key=str) == sorted(range(len(label2id)), key=str) and label2id:
-            names = tuple(str(name) for name in sorted(label2id, key=label2id.__getitem__))
+        names = [f"LABEL_{number}" for number in range(count or 2)]
+        if label2id and sorted(label2id.values(), key=str) == sorted(range(len(label2id)), key=str):
+            names = [str(name) for name in sorted(label2id, key=label2id.__getitem__)]
     else:
-        names = _label_names(id2label)
+        by_number = {}
+        if isinstance(id2label, dict):
+            by_number = {str(key): str(name) for key, name in id2label.items()}
+        numbers = [str(number) for number in range(len(by_number))]
+        if not 1 <= len(by_number) <= _MAX_LABELS or set(by_number) != set(numbers):
+            raise malformed(
+                f"id2label={str(id2label)[:80]} is not an object with a name for each of the ids "
+                "0, 1, 2 ..."
+            )
+        names = [by_number[number] for number in numbers]
     if count is not None and count != len(names):
-        raise CheckpointError(
-            f"config.json: num_labels={count} contradicts the {len(names)} classes of id2label; "
-            "give the model's own config file"
-        )
+        raise malformed(f"num_labels={count} contradicts the {len(names)} classes of id2label")
     for name, number in label2id.items():
         if name in names and (number not in range(len(names)) or names[number] != name):
-            raise CheckpointError(
-                f"config.json: label2id says {name!r}: {number!r}, which contradicts id2label; "
-                "give the model's own config file"
-            )
-    return names
-
-
-def _label_names(id2label: Any) -> tuple[str, ...]:
-    error = CheckpointError(
-        f"config.json: id2label={str(id2label)[:80]} is not an object with a name for each of the "
-        "ids 0, 1, 2 ...; give the model's own config file"
-    )
-    if not isinstance(id2label, dict):
-        raise error
-    names = {str(key): str(name) for key, name in id2label.items()}
-    numbers = [str(number) for number in range(len(names))]
-    if not 1 <= len(names) <= _MAX_LABELS or set(names) != set(numbers):
-        raise error
-    return tuple(names[number] for number in numbers)
+            raise malformed(f"label2id says {name!r}: {number!r}, which contradicts id2label")
+    return tuple(names)

@@ -209,7 +209,6 @@ def import_pair(
     """
     for file in filter(None, (generator, discriminator)):
         check_folder(file.directory, "one with config.json and weights")
-    generator_content = read_config(generator.directory, generator=True) if generator else None
     content = read_config(discriminator.directory)
     if generator and generator.directory.samefile(discriminator.directory):
         if not (generator.directory / GENERATOR_CONFIG).is_file():
@@ -239,7 +238,6 @@ def import_pair(
                 # The generator's config may have no model type.
                 None if source == "hf" else source,
                 Path(other_scratch),
-                fields=generator_content,
                 sha256=generator.sha256,
                 generator=True,
             )

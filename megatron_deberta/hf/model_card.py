@@ -79,6 +79,7 @@ _LABELS = (
     'labels = [found["label"] for found in run(["A text."])[0] '
     'if found["score"] >= thresholds.get(found["label"], 0.5)]'
 )
+_OWN_CODE = ", trust_remote_code=True"
 _KEYS = (
     "num_layers", "hidden_size", "num_heads", "ffn_hidden_size", "vocab_size",
     "max_position_embeddings", "position_terms", "position_buckets", "absolute_positions",
@@ -146,47 +147,50 @@ def loading_lines(config: ModelConfig, model_type: ModelType, folder: str) -> di
         model_type: type of the export.
         folder: where the export is.
     """
-    own_code = ", trust_remote_code=True"
-    encoder = {"roberta": ", add_pooling_layer=False", "megatron-deberta": own_code}
+    own_code = _own_code(config, model_type)
+    encoder = ", add_pooling_layer=False" if model_type == "roberta" else own_code
     load_encoder = (
         "from transformers import AutoModel; "
-        f'model = AutoModel.from_pretrained("{folder}"{encoder.get(model_type, "")})'
+        f'model = AutoModel.from_pretrained("{folder}"{encoder})'
     )
     head = HEADS[config.head]
     if config.head == "embed":
-        return {"embeddings": _sentences_line(model_type, folder)}
+        return {"embeddings": _sentences_line(folder, own_code)}
     if not head.kind:
         return {"encoder": load_encoder}
     if not head.is_encoder:
-        option = own_code if has_own_class(config, model_type) else ""
         lines = {
             "model": f"from transformers import {head.auto_class}; "
-            f'model = {head.auto_class}.from_pretrained("{folder}"{option})'
+            f'model = {head.auto_class}.from_pretrained("{folder}"{own_code})'
         }
         if config.head == "rerank":
             lines["scores"] = (
                 "from sentence_transformers import CrossEncoder; "
-                f'scores = CrossEncoder("{folder}"{option}).predict([("a query", "a passage")])'
+                f'scores = CrossEncoder("{folder}"{own_code}).predict([("a query", "a passage")])'
             )
         if head.has_pipeline:
             lines[head.task] = (
                 "from transformers import pipeline; "
-                f'run = pipeline("{head.task}", model="{folder}"{option}{head.pipeline_options})'
+                f'run = pipeline("{head.task}", model="{folder}"{own_code}{head.pipeline_options})'
             )
         if config.head == "multilabel":
             lines["labels"] = _LABELS
         return lines
     # transformers' own masked-LM classes have no mask decoder.
-    decoder = model_type == "megatron-deberta" or config.mask_decoder_passes > 0
+    decoder = _OWN_CODE if config.mask_decoder_passes else own_code
     return {
         "encoder": load_encoder,
         "fill-mask": "from transformers import pipeline; "
-        f'fill = pipeline("fill-mask", model="{folder}"{own_code if decoder else ""})',
+        f'fill = pipeline("fill-mask", model="{folder}"{decoder})',
     }
 
 
-def _sentences_line(model_type: ModelType, folder: str) -> str:
-    own_code = ", trust_remote_code=True" if model_type == "megatron-deberta" else ""
+def _own_code(config: ModelConfig, model_type: ModelType) -> str:
+    """Return the argument that loads the class in an export; empty: transformers has the class."""
+    return _OWN_CODE if has_own_class(config, model_type) else ""
+
+
+def _sentences_line(folder: str, own_code: str) -> str:
     return (
         "from sentence_transformers import SentenceTransformer; "
         f'sentences = SentenceTransformer("{folder}"{own_code})'
@@ -208,10 +212,11 @@ def model_card(
     head = HEADS[config.head]
     tags: list[str] = [model_type]
     lines = list(loading_lines(config, model_type, name).values())
+    own_code = _own_code(config, model_type)
     if head.is_encoder:
         tags += ["sentence-transformers", "feature-extraction"]
         # That of the head "embed" is there already.
-        lines = list(dict.fromkeys([*lines, _sentences_line(model_type, name)]))
+        lines = list(dict.fromkeys([*lines, _sentences_line(name, own_code)]))
     if config.head == "rerank":
         tags += ["sentence-transformers", "cross-encoder"]
     return _CARD.format(
@@ -231,16 +236,10 @@ def model_card(
         evaluation=_evaluation(facts),
         not_evaluated=facts.not_evaluated,
         lines="\n".join(lines),
-        whole_words=_whole_words(name, config, model_type),
+        whole_words=(
+            _WHOLE_WORDS.format(name=name, option=own_code) if config.head == "tokens" else ""
+        ),
     )
-
-
-def _whole_words(name: str, config: ModelConfig, model_type: ModelType) -> str:
-    """Return the lines that label whole words; empty: the head does not."""
-    if config.head != "tokens":
-        return ""
-    option = ", trust_remote_code=True" if has_own_class(config, model_type) else ""
-    return _WHOLE_WORDS.format(name=name, option=option)
 
 
 def _rows(cells: Mapping[str, object]) -> str:

@@ -62,18 +62,23 @@ class Release:
     """Tensors that the file lacks; ``tensors`` initialises them."""
     ignored: tuple[str, ...]
     """Tensors that are not part of the model."""
-    _tensors: tuple[tuple[HFTensor, StoredTensor], ...]
+    _tensors: dict[str, tuple[HFTensor, StoredTensor]]
+    """Where the file has each parameter, by canonical name."""
     _token_types: StoredTensor | None
     _seed: int
     _recorded: str
     """Why the head is not trained, as recorded by the export of such an import."""
 
     @property
+    def missing_names(self) -> tuple[str, ...]:
+        """Canonical names of the parameters that the file lacks."""
+        return tuple(name for entry in self.missing for name in entry.canonical_names)
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Messages about parameters that are newly initialised or ignored."""
-        new = [name for entry in self.missing for name in entry.canonical_names]
         notes = {
-            "missing in the file, newly initialised": new,
+            "missing in the file, newly initialised": self.missing_names,
             "ignored, not part of the model": self.ignored,
         }
         return tuple(f"{what}: {', '.join(names)}" for what, names in notes.items() if names)
@@ -97,39 +102,28 @@ class Release:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Logical shape of every parameter that the file has, by canonical name."""
-        missing = {name for entry in self.missing for name in entry.canonical_names}
         shapes = parameter_shapes(self.config)
-        return {name: shape for name, shape in shapes.items() if name not in missing}
+        return {name: shape for name, shape in shapes.items() if name not in self.missing_names}
 
     def tensor(self, name: str, kind: str = WEIGHT, part: Slice | None = None) -> Tensor:
         """Read a parameter in fp32; arguments as in `CheckpointReader.tensor`."""
-        entry, stored = next(pair for pair in self._tensors if name in pair[0].canonical_names)
+        entry, stored = self._tensors[name]
         tensor = entry.unpack(stored.load().float())[name]
-        if name == "embeddings.position.weight":
-            tensor = self._add_token_type(tensor)
+        if name == "embeddings.position.weight" and self._token_types is not None:
+            # RoBERTa's single token-type row applies to every token.
+            row = self._token_types.load().float()
+            tensor = tensor + row if row.any() else tensor
         return tensor if part is None else part.of(tensor)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield canonical name and fp32 tensor of every parameter."""
-        found: set[str] = set()
-        for entry, stored in self._tensors:
-            for name, tensor in entry.unpack(stored.load().float()).items():
-                found.add(name)
-                if name == "embeddings.position.weight":
-                    tensor = self._add_token_type(tensor)
-                yield name, tensor
-        for name, shape in parameter_shapes(self.config).items():
-            if name not in found:
-                initial = torch.empty(shape)
-                fill_initial(initial, name, shape, self.config, self._seed)
-                yield name, initial
-
-    def _add_token_type(self, positions: Tensor) -> Tensor:
-        """Add RoBERTa's single token-type row, which applies to every token, to all positions."""
-        if self._token_types is None:
-            return positions
-        row = self._token_types.load().float()
-        return positions + row if row.any() else positions
+        for name in self._tensors:
+            yield name, self.tensor(name)
+        shapes = parameter_shapes(self.config)
+        for name in self.missing_names:
+            initial = torch.empty(shapes[name])
+            fill_initial(initial, name, shapes[name], self.config, self._seed)
+            yield name, initial
 
 
 def open_release(
@@ -176,7 +170,7 @@ def open_release(
     if adapt is not None:
         config = adapt(config)
     expected = hf_tensors(config, model_type, padding_id(fields, model_type))
-    tensors: list[tuple[HFTensor, StoredTensor]] = []
+    tensors: dict[str, tuple[HFTensor, StoredTensor]] = {}
     missing: list[HFTensor] = []
     for entry in expected:
         tensor, names = stored.get(entry.name), entry.canonical_names
@@ -195,8 +189,8 @@ def open_release(
                 f"{tensor.name}: shape {tensor.shape} is not {entry.shape} of config.json; "
                 "config and weights are of different models"
             )
-        elif names:
-            tensors.append((entry, tensor))
+        else:
+            tensors |= dict.fromkeys(names, (entry, tensor))
     ignored = sorted(stored.keys() - {entry.name for entry in expected})
     others = [name for name in ignored if config.head == "mlm" or not PRETRAINING_HEAD.match(name)]
     if config.position_terms == "none":
@@ -210,7 +204,7 @@ def open_release(
         config,
         tuple(missing),
         tuple(ignored),
-        tuple(tensors),
+        tensors,
         token_types,
         seed,
         recorded,

@@ -78,7 +78,11 @@ def check_export(
     ours = build_ours()
     config = ours.config
     batches = _make_batches(directory, tokenizer, ours)
-    expected = [_our_outputs(ours, batch) for batch, _ in batches]
+    compared = _compared(config, model_type)
+    expected = [
+        {what: _our_output(ours, method, batch) for what, (_, method) in compared.items()}
+        for batch, _ in batches
+    ]
     del ours
     head = HEADS[config.head]
     theirs = [batch for _, batch in batches]
@@ -91,11 +95,11 @@ def check_export(
         if config.labels and names != config.labels:
             raise CheckpointError(f"the export names the classes {names}, not {config.labels}")
         return max(
-            _compare(what, _their_output(model, batch), outputs[what], batch)
+            _compare(what, their_output(model, batch), outputs[what], batch)
             for batch, outputs in zip(theirs, expected, strict=True)
         )
 
-    errors = {what: compare(what, name) for what, name in _compared(config, model_type).items()}
+    errors = {what: compare(what, name) for what, (name, _) in compared.items()}
     what = "logits" if head.kind else "encoder states"
     if dtype == "fp32":
         return ExportCheck(errors[what], 0.0)
@@ -104,20 +108,21 @@ def check_export(
     return ExportCheck(errors[what], error)
 
 
-def _compared(config: ModelConfig, model_type: ModelType) -> dict[str, str]:
-    """Return the compared outputs, and the Auto class that computes each."""
+def _compared(config: ModelConfig, model_type: ModelType) -> dict[str, tuple[str, str]]:
+    """Return the compared outputs: the Auto class and the method of our model that compute them."""
     head = HEADS[config.head]
-    compared = {"logits": head.auto_class} if head.kind else {}
+    compared = {"logits": (head.auto_class, "logits")} if head.kind else {}
     if head.is_encoder:
-        compared["encoder states"] = "AutoModel"
+        compared["encoder states"] = ("AutoModel", "encode")
     if config.next_sentence_head and config.head == "mlm" and model_type != "megatron-deberta":
-        compared["next-sentence logits"] = "AutoModelForSequenceClassification"
+        classes = "AutoModelForSequenceClassification"
+        compared["next-sentence logits"] = (classes, "next_sentence_logits")
     return compared
 
 
 def _low_precision_error(model: Any, batch: _Tensors, expected: Tensor, dtype: str) -> float:
     """Return the error of outputs computed in the export's own dtype, relative to fp32 ones."""
-    outputs = _real_tokens(_their_output(model, batch), batch)
+    outputs = _real_tokens(their_output(model, batch), batch)
     reference = _real_tokens(expected, batch)
     error: float = ((outputs - reference).norm() / reference.norm()).item()
     if not error <= LOW_PRECISION_TOLERANCE[dtype]:
@@ -164,9 +169,11 @@ def _make_batches(
         theirs.append({name: values[:limit] for name, values in found.items()})
     if not ours.config.type_vocab_size:
         rows = [{"input_ids": row["input_ids"]} for row in rows]
+    one, all_rows = pad_rows(rows[:1], tokenizer.pad_id), pad_rows(rows, tokenizer.pad_id)
+    del one["attention_mask"]
     return [
-        (_batch(rows[:1], tokenizer.pad_id), exported.pad(theirs[:1], return_tensors="pt").data),
-        (_batch(rows, tokenizer.pad_id), exported.pad(theirs, return_tensors="pt").data),
+        (one, exported.pad(theirs[:1], return_tensors="pt").data),
+        (all_rows, exported.pad(theirs, return_tensors="pt").data),
     ]
 
 
@@ -177,8 +184,13 @@ def _our_row(tokenizer: Tokenizer, text: str, second: str | None) -> dict[str, l
     return {"input_ids": ids + more, "token_type_ids": [0] * len(ids) + [1] * len(more)}
 
 
-def _batch(rows: list[dict[str, list[int]]], pad_id: int) -> _Tensors:
-    """Return the rows padded to the longest, with a mask if there is padding."""
+def pad_rows(rows: list[dict[str, list[int]]], pad_id: int) -> dict[str, Tensor]:
+    """Return rows padded to the longest, ``[B, N]``, with their ``attention_mask``.
+
+    Args:
+        rows: lists of one length per row, by name: ``input_ids``, and others padded with 0.
+        pad_id: id of the padding.
+    """
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
     batch = {
         name: torch.nn.utils.rnn.pad_sequence(
@@ -188,25 +200,17 @@ def _batch(rows: list[dict[str, list[int]]], pad_id: int) -> _Tensors:
         )
         for name in rows[0]
     }
-    if len(rows) > 1:
-        batch["attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+    batch["attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
     return batch
 
 
 @torch.no_grad()
-def _our_outputs(ours: Any, batch: _Tensors) -> _Tensors:
+def _our_output(ours: DebertaBackbone, method: str, batch: _Tensors) -> Tensor:
     mask, types = batch.get("attention_mask"), batch.get("token_type_ids")
     inputs = ModelInputs(batch["input_ids"], mask, token_type_ids=types)
-    head, outputs = HEADS[ours.config.head], {}
-    if head.is_encoder:
-        outputs["encoder states"] = ours.encode(inputs)
-    if head.kind:
-        logits = ours.logits(inputs)
-        # transformers expects [examples, choices, N].
-        outputs["logits"] = logits.view(1, -1) if ours.config.head == "choices" else logits
-    if ours.config.next_sentence_head and ours.config.head == "mlm":
-        outputs["next-sentence logits"] = ours.next_sentence_logits(inputs)
-    return outputs
+    output: Tensor = getattr(ours, method)(inputs)
+    # transformers expects [examples, choices, N].
+    return output.view(1, -1) if ours.config.head == "choices" else output
 
 
 def _load(directory: Path, model_type: ModelType, auto_class: str, dtype: torch.dtype) -> Any:
@@ -220,8 +224,13 @@ def _load(directory: Path, model_type: ModelType, auto_class: str, dtype: torch.
 
 
 @torch.no_grad()
-def _their_output(model: Any, batch: _Tensors) -> Tensor:
-    """Return logits, or the last hidden state of a model without a head."""
+def their_output(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Return a transformers model's logits, or its last hidden state if it has no head.
+
+    Args:
+        model: the model.
+        batch: its inputs ``[B, N]`` by name.
+    """
     output = model(**batch)
     if "start_logits" in output:
         return torch.stack([output.start_logits, output.end_logits], -1)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -31,12 +31,27 @@ from megatron_deberta.ops.arguments import MaskCache
 from megatron_deberta.ops.reference import AttentionMaps, attention_maps
 
 
+class PositionTable(NamedTuple):
+    """Normalised relative-position table, or those of its rows that a batch reaches.
+
+    Attributes:
+        rows: ``[S, D]``.
+        slots: numbers of the rows; fewer than the model has if rows of tokens are too short for
+            the others.
+        keys: the same numbers, int64 ``[S]``, a dropout key.
+    """
+
+    rows: Tensor
+    slots: range
+    keys: Tensor
+
+
 @dataclass(frozen=True)
 class AttentionContext:
     """Inputs shared by all attention layers of one forward pass.
 
     Attributes:
-        position_table: ``[S, D]`` normalised relative-position table; None: no position terms.
+        position_table: None: no position terms.
         attention_mask: bool ``[B, N]``, True = token; None: no padding.
         document_ids: int64 ``[B, N]``; attention stays inside packed documents. None: no
             restriction.
@@ -44,23 +59,18 @@ class AttentionContext:
         backend: backend of the operator; None: chosen automatically.
         recompute_cheap: selective recomputation: dropout masks and activations, but no matrix
             products.
-        table_slots: slots that ``position_table`` is restricted to, because a row is too short for
-            the others; None: all.
         causal: attention sees no later token.
-        table_positions: the numbers of these slots, int64 ``[S]``, a dropout key.
         masks: what the attention operator derives from the masks, kept from layer to layer.
         distinct_queries: gathered queries stand at distinct positions.
     """
 
-    position_table: Tensor | None
+    position_table: PositionTable | None
     attention_mask: Tensor | None
     document_ids: Tensor | None
     seeds: DropoutSeeds | None
     backend: str | None
     recompute_cheap: bool
-    table_slots: range | None = None
     causal: bool = False
-    table_positions: Tensor | None = None
     masks: MaskCache = field(default_factory=dict)
     distinct_queries: bool = False
 
@@ -191,16 +201,12 @@ class DisentangledSelfAttention(nn.Module):
         )
 
     def _project_positions(self, context: AttentionContext) -> tuple[Tensor | None, Tensor | None]:
-        table = context.position_table
-        if table is None:
+        if context.position_table is None:
             return None, None
+        rows, used, keys = context.position_table
         num_slots = 2 * self.positions.span
-        used = context.table_slots or range(num_slots)
         # One mask per layer and step, shared by the passes of the mask decoder.
-        slots = context.table_positions
-        if slots is None:
-            slots = torch.arange(used.start, used.stop, device=table.device)
-        table = self.table_dropout(table, slots, context.seeds)
+        table = self.table_dropout(rows, keys, context.seeds)
         key_projection = self.key if self.position_key is None else self.position_key
         query_projection = self.query if self.position_query is None else self.position_query
         projections = ((key_projection, self.c2p), (query_projection, self.p2c))

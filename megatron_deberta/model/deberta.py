@@ -6,7 +6,7 @@ Shapes: B batch, N sequence length, M selected positions, D hidden size, V vocab
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, cast
+from typing import ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,9 @@ class DebertaBackbone(nn.Module):
         ConfigError: the values of ``config`` contradict each other.
     """
 
+    position_places: ClassVar[tuple[str, ...]] = ("input",)
+    """Values of ``absolute_positions`` with which the model reads absolute positions."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -129,10 +132,7 @@ class DebertaBackbone(nn.Module):
         Returns:
             ``[B, N, D]`` hidden states of the last layer, replicated on all ranks.
         """
-        tokens = TokenInfo.of_sequence(inputs)
-        num_layers = self.config.num_layers
-        hidden, _ = self._run_layers(inputs, tokens, seeds, num_layers, perturbation)
-        return hidden
+        return self._run_layers(inputs, seeds, self.config.num_layers, perturbation)[0]
 
     def encode_selected(
         self,
@@ -156,26 +156,27 @@ class DebertaBackbone(nn.Module):
         if config.num_layers == 1 and config.conv_kernel_size:
             # The convolution is added to the first layer's output at every token.
             return gather_tokens(self.encode(inputs, seeds, perturbation), positions)
-        tokens = TokenInfo.of_sequence(inputs)
-        hidden, context = self._run_layers(
-            inputs, tokens, seeds, config.num_layers - 1, perturbation
+        hidden, tokens, context = self._run_layers(
+            inputs, seeds, config.num_layers - 1, perturbation
         )
         last_layer = cast(Layer, self.encoder.layers[-1])
-        replicated = tokens.replicated()
-        key_value = last_layer.attention.project_key_value(hidden, replicated, context)
+        key_value = last_layer.attention.project_key_value(hidden, tokens, context)
         states = gather_tokens(hidden, positions)
-        out: Tensor = last_layer(states, replicated.select(positions), context, key_value)
+        out: Tensor = last_layer(states, tokens.select(positions), context, key_value)
         return out
 
     def _run_layers(
         self,
         inputs: ModelInputs,
-        tokens: TokenInfo,
         seeds: DropoutSeeds | None,
         num_layers: int,
         perturbation: Perturbation | None = None,
-    ) -> tuple[Tensor, AttentionContext]:
-        """Run the embeddings and the first layers; return also what later layers share."""
+    ) -> tuple[Tensor, TokenInfo, AttentionContext]:
+        """Run the embeddings and the first layers; return also their tokens and what layers share.
+
+        States and tokens are replicated on all ranks.
+        """
+        tokens = TokenInfo.of_sequence(inputs)
         slots = self._table_slots(inputs.input_ids.size(1))
         if seeds is not None:
             seeds = seeds.of_sites(self._dropout_sites, self.config.mask_decoder_passes)
@@ -186,23 +187,19 @@ class DebertaBackbone(nn.Module):
             seeds=seeds,
             backend=self.options.attention_backend,
             recompute_cheap=self.options.recompute == "selective" and self.training,
-            table_slots=slots,
             causal=inputs.causal,
-            table_positions=self._table_positions(slots, inputs.input_ids.device),
         )
         embedded, local_tokens = self.embeddings(inputs.input_ids, tokens, seeds, perturbation)
         hidden: Tensor = self.exit(self.encoder(embedded, local_tokens, context, num_layers))
-        return hidden, context
-
-    def _table_positions(self, slots: range | None, device: torch.device) -> Tensor | None:
-        if self.encoder.relative_positions is None:
-            return None
-        used = slots or range(self.encoder.num_slots)
-        return torch.arange(used.start, used.stop, device=device)
+        return hidden, tokens.replicated(), context
 
     def _table_slots(self, length: int) -> range | None:
         """Return the slots of the position table that rows of this length use; None: all."""
         return None
+
+    def _check_inputs(self, inputs: ModelInputs, labels: Tensor | None = None) -> None:
+        has_positions = self.config.absolute_positions in self.position_places
+        check_inputs(self.config, inputs, labels, has_positions=has_positions)
 
     def _default_seeds(self, input_ids: Tensor) -> DropoutSeeds | None:
         """Dropout keys of a forward pass without explicit ones; None in evaluation mode."""
@@ -231,13 +228,14 @@ class DebertaModel(DebertaBackbone):
             ModelInputError: a tensor has a wrong shape, or values out of range.
         """
         inputs = ModelInputs(input_ids, attention_mask, position_ids, token_type_ids, document_ids)
-        has_positions = self.config.absolute_positions == "input"
-        check_inputs(self.config, inputs, has_positions=has_positions)
+        self._check_inputs(inputs)
         return EncoderOutput(self.encode(inputs, seeds or self._default_seeds(input_ids)))
 
 
 class DebertaForPretraining(DebertaBackbone):
     """Encoder, enhanced mask decoder, vocabulary head and, for pairs, next-sentence head."""
+
+    position_places = ("input", "decoder")
 
     def build_heads(self, config: ModelConfig) -> None:
         """Add the mask decoder and the heads."""
@@ -290,17 +288,16 @@ class DebertaForPretraining(DebertaBackbone):
             ``[B, M, D]`` decoded states; ``[B, K, D]`` outputs of the last layer, or None; what the
             layers share.
         """
-        tokens = TokenInfo.of_sequence(inputs)
+        num_layers = self.config.num_layers - (1 if self.mask_decoder is not None else 0)
+        hidden, tokens, context = self._run_layers(inputs, seeds, num_layers)
         if masked_positions is None:
             masked_positions = tokens.positions
-        num_layers = self.config.num_layers - (1 if self.mask_decoder is not None else 0)
-        hidden, context = self._run_layers(inputs, tokens, seeds, num_layers)
         if self.mask_decoder is None:
             states = None if output_positions is None else gather_tokens(hidden, output_positions)
             return gather_tokens(hidden, masked_positions), states, context
         decoded, states = self.mask_decoder(
             hidden,
-            tokens.replicated(),
+            tokens,
             masked_positions,
             self.encoder.layers[-1],
             context,
@@ -326,10 +323,6 @@ class DebertaForPretraining(DebertaBackbone):
         decoded, _ = self.decode(inputs, masked_positions, seeds)
         logits: Tensor = self.head(decoded, self.embeddings.token.weight)
         return logits
-
-    def _check_inputs(self, inputs: ModelInputs, labels: Tensor | None = None) -> None:
-        has_positions = self.config.absolute_positions != "none"
-        check_inputs(self.config, inputs, labels, has_positions=has_positions)
 
     def logits(self, inputs: ModelInputs) -> Tensor:
         """Compute logits ``[B, N, V]`` at every position, in the head's form, without dropout."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.model.attention import AttentionContext, KeyValue
+from megatron_deberta.model.attention import AttentionContext, KeyValue, PositionTable
 from megatron_deberta.model.embeddings import RelativePositionTable
 from megatron_deberta.model.inputs import TokenInfo, gather_tokens
 from megatron_deberta.model.layers import ConvolutionBranch, Layer
@@ -23,25 +24,23 @@ class Encoder(nn.Module):
         super().__init__()
         self.recompute_layers = recompute_layers
         span = RelativePositions(config.max_relative_positions, config.position_buckets or 0).span
-        self.num_slots = 2 * span
         self.relative_positions = (
-            RelativePositionTable(config, self.num_slots)
-            if config.position_terms != "none"
-            else None
+            RelativePositionTable(config, 2 * span) if config.position_terms != "none" else None
         )
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_layers))
         self.conv = ConvolutionBranch(config) if config.conv_kernel_size is not None else None
 
-    def position_table(self, slots: range | None = None) -> Tensor | None:
-        """Return the normalised relative-position table ``[S, D]``, or None.
+    def position_table(self, slots: range | None = None) -> PositionTable | None:
+        """Return the normalised relative-position table, or None.
 
         Args:
             slots: return only these rows; None: all.
         """
         if self.relative_positions is None:
             return None
-        table: Tensor = self.relative_positions(slots)
-        return table
+        rows: Tensor = self.relative_positions(slots)
+        used = slots or range(len(rows))
+        return PositionTable(rows, used, torch.arange(used.start, used.stop, device=rows.device))
 
     def forward(
         self, embedded: Tensor, tokens: TokenInfo, context: AttentionContext, num_layers: int

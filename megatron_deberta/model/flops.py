@@ -100,21 +100,12 @@ def forward_flops(
     Returns:
         FLOPs per token of the batch, of both models for ``head: rtd``.
     """
-    parts = [
-        _forward_flops(part, sequence_length, micro_batch_size, mask_probability, causal)
-        for part in single_models(model)
-    ]
-    return ForwardFlops(*(sum(values) for values in zip(*parts, strict=True)))
-
-
-def _forward_flops(
-    model: ModelConfig,
-    sequence_length: int,
-    micro_batch_size: int,
-    mask_probability: float,
-    causal: bool,
-) -> ForwardFlops:
-    """Count the FLOPs of a forward pass of one model."""
+    if model.head == "rtd":
+        both = (
+            forward_flops(part, sequence_length, micro_batch_size, mask_probability, causal=causal)
+            for part in single_models(model)
+        )
+        return ForwardFlops(*map(sum, zip(*both, strict=True)))
     d = model.hidden_size
     terms, slots = num_position_terms(model), num_position_slots(model)
     projected = num_used_slots(model, sequence_length)
@@ -131,22 +122,21 @@ def _forward_flops(
         # Heads on rows read the last layer's output at the first token only.
         read = 1 / sequence_length if reads_first_token(model) else 1.0
         dense = d if read < 1 or model.head == "discriminator" else 0
-        return ForwardFlops(
-            layers=(model.num_layers - 1) * (keys_values + query_side)
-            + keys_values
-            + read * query_side,
-            position_projections=model.num_layers * terms * 2 * d * d * projected / table_tokens,
-            convolution=2.0 * (model.conv_kernel_size or 0) * d * d,
-            mask_decoder=0.0,
-            # The mean of the states is no matrix product.
-            head=read * 2 * d * (num_outputs(model) * (model.head != "embed") + dense),
-        )
+        before_last = (model.num_layers - 1) * (keys_values + query_side)
+        layers = before_last + keys_values + read * query_side
+        mask_decoder = 0.0
+        # The mean of the states is no matrix product.
+        head = read * 2 * d * (num_outputs(model) * (model.head != "embed") + dense)
+    else:
+        layers = (model.num_layers - decoded) * (keys_values + query_side)
+        mask_decoder = decoded * (keys_values + passes * query_side)
+        head = mask_probability * (2 * d * d + 2 * d * model.vocab_size)
     return ForwardFlops(
-        layers=(model.num_layers - decoded) * (keys_values + query_side),
-        position_projections=model.num_layers * terms * 2 * d * d * slots / table_tokens,
+        layers=layers,
+        position_projections=model.num_layers * terms * 2 * d * d * projected / table_tokens,
         convolution=2.0 * (model.conv_kernel_size or 0) * d * d,
-        mask_decoder=decoded * (keys_values + passes * query_side),
-        head=mask_probability * (2 * d * d + 2 * d * model.vocab_size),
+        mask_decoder=mask_decoder,
+        head=head,
     )
 
 

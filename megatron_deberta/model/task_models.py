@@ -16,13 +16,17 @@ from megatron_deberta.model.deberta import DebertaBackbone, DebertaForPretrainin
 from megatron_deberta.model.dropout import Dropout, DropoutSeeds
 from megatron_deberta.model.embeddings import Perturbation
 from megatron_deberta.model.heads import ContextPooler, mean_state, num_outputs
-from megatron_deberta.model.inputs import ModelInputs, RowPacking, check_inputs
+from megatron_deberta.model.inputs import ModelInputs, RowPacking
 from megatron_deberta.model.replaced_tokens import DebertaDiscriminator, DebertaForReplacedTokens
 from megatron_deberta.ops import RelativePositions
 
 
 class DebertaForTask(DebertaBackbone):
-    """Base class: an encoder with a head whose outputs are ``logits``."""
+    """Base class: an encoder with a head whose outputs are ``logits``.
+
+    A head reads the last layer's states at every token, unless a subclass overrides ``logits`` and
+    ``packed_logits``.
+    """
 
     def _table_slots(self, length: int) -> range | None:
         """Return the slots that rows of this length use.
@@ -53,7 +57,8 @@ class DebertaForTask(DebertaBackbone):
         Raises:
             ModelInputError: a tensor has a wrong shape, or values out of range.
         """
-        raise NotImplementedError
+        self._check_inputs(inputs)
+        return self.pool(self._project(self.encode(inputs, seeds, perturbation), seeds), inputs)
 
     def packed_logits(
         self, inputs: ModelInputs, packing: RowPacking, seeds: DropoutSeeds | None = None
@@ -70,11 +75,18 @@ class DebertaForTask(DebertaBackbone):
         Returns:
             As ``logits``; of a head on tokens, outputs of padding have no meaning.
         """
-        raise NotImplementedError
+        length = inputs.input_ids.size(1)
+        seeds = packing.seeds(seeds, length)
+        projected = self._project(self.encode(packing.inputs(inputs), seeds), seeds)
+        return self.pool(packing.unpacked(projected, length), inputs)
 
-    def _check_inputs(self, inputs: ModelInputs) -> None:
-        has_positions = self.config.absolute_positions == "input"
-        check_inputs(self.config, inputs, has_positions=has_positions)
+    def _project(self, states: Tensor, seeds: DropoutSeeds | None) -> Tensor:
+        """Return the outputs ``[B, N, K]`` for ``states`` ``[B, N, D]``; the states themselves."""
+        return states
+
+    def pool(self, states: Tensor, inputs: ModelInputs) -> Tensor:
+        """Return the outputs of the rows of ``[B, N, K]``; those of every token: unchanged."""
+        return states
 
 
 class DebertaForRows(DebertaForTask):
@@ -124,33 +136,12 @@ class DebertaForTokens(DebertaForTask):
         self.classifier = nn.Linear(config.hidden_size, num_outputs(config))
 
     def _project(self, states: Tensor, seeds: DropoutSeeds | None) -> Tensor:
-        """Return the outputs for ``states`` ``[B, N, H]``."""
         positions = torch.arange(states.size(1), device=states.device).expand(states.shape[:2])
         out: Tensor = self.classifier(self.dropout(states, positions, seeds))
         return out
 
-    def logits(
-        self,
-        inputs: ModelInputs,
-        seeds: DropoutSeeds | None = None,
-        perturbation: Perturbation | None = None,
-    ) -> Tensor:
-        """Compute ``[B, N, K]``; arguments as in the base class."""
-        self._check_inputs(inputs)
-        return self._project(self.encode(inputs, seeds, perturbation), seeds)
 
-    def packed_logits(
-        self, inputs: ModelInputs, packing: RowPacking, seeds: DropoutSeeds | None = None
-    ) -> Tensor:
-        """Compute ``[B, N, K]``; arguments as in the base class."""
-        length = inputs.input_ids.size(1)
-        seeds = packing.seeds(seeds, length)
-        return packing.unpacked(
-            self._project(self.encode(packing.inputs(inputs), seeds), seeds), length
-        )
-
-
-class DebertaForSpans(DebertaForTokens):
+class DebertaForSpans(DebertaForTask):
     """Head on every token: logits of being the first and the last token of the answer."""
 
     def build_heads(self, config: ModelConfig) -> None:
@@ -158,34 +149,12 @@ class DebertaForSpans(DebertaForTokens):
         self.qa_outputs = nn.Linear(config.hidden_size, num_outputs(config))
 
     def _project(self, states: Tensor, seeds: DropoutSeeds | None) -> Tensor:
-        """Return the outputs for ``states`` ``[B, N, D]``."""
         out: Tensor = self.qa_outputs(states)
         return out
 
 
 class DebertaForEmbedding(DebertaForTask):
     """Mean of the last layer's states over the tokens of a row; no parameters of its own."""
-
-    def build_heads(self, config: ModelConfig) -> None:
-        """Add nothing."""
-
-    def logits(
-        self,
-        inputs: ModelInputs,
-        seeds: DropoutSeeds | None = None,
-        perturbation: Perturbation | None = None,
-    ) -> Tensor:
-        """Compute embeddings ``[B, D]``; arguments as in the base class."""
-        self._check_inputs(inputs)
-        return self.pool(self.encode(inputs, seeds, perturbation), inputs)
-
-    def packed_logits(
-        self, inputs: ModelInputs, packing: RowPacking, seeds: DropoutSeeds | None = None
-    ) -> Tensor:
-        """Compute embeddings ``[B, D]``; arguments as in the base class."""
-        length = inputs.input_ids.size(1)
-        states = self.encode(packing.inputs(inputs), packing.seeds(seeds, length))
-        return self.pool(packing.unpacked(states, length), inputs)
 
     def pool(self, states: Tensor, inputs: ModelInputs) -> Tensor:
         """Return the embeddings ``[B, D]``, fp32, of states ``[B, N, D]``."""

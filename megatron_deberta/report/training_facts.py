@@ -105,7 +105,7 @@ def _objective(run: RunConfig, config: ModelConfig) -> str:
             "masked language modelling, and autoregressive in "
             f"{objective.autoregressive_fraction:g} of the steps; exported in the {form} form"
         )
-    text = HEADS[config.head].objective
+    text = HEADS[config.head].objective or f"fine-tuned, head {config.head}"
     if objective.name == "retromae":
         embedding = {"mean": "the mean of its states", "cls": "its state of [CLS]"}
         text += (

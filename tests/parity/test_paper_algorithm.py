@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.model.attention import AttentionContext, DisentangledSelfAttention
+from megatron_deberta.model.attention import (
+    AttentionContext,
+    DisentangledSelfAttention,
+    PositionTable,
+)
 from megatron_deberta.model.inputs import ModelInputs, TokenInfo
 from tests.support.stock_weights import randomize
 from tests.support.tolerances import FP64
@@ -58,6 +62,10 @@ def algorithm_1(block: DisentangledSelfAttention, hidden: Tensor, table: Tensor)
     return torch.cat(heads, -1)
 
 
+def whole(table: Tensor) -> PositionTable:
+    return PositionTable(table, range(len(table)), torch.arange(len(table)))
+
+
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
 def test_paper_index_is_algorithm_1(backend: str) -> None:
     block = DisentangledSelfAttention(CONFIG, 0).double()
@@ -65,7 +73,7 @@ def test_paper_index_is_algorithm_1(backend: str) -> None:
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(1, 9, 16, generator=generator, dtype=torch.float64)
     table = torch.randn(6, 16, generator=generator, dtype=torch.float64)
-    context = AttentionContext(table, None, None, None, backend, recompute_cheap=False)
+    context = AttentionContext(whole(table), None, None, None, backend, recompute_cheap=False)
     tokens = TokenInfo.of_sequence(ModelInputs(torch.ones(1, 9).long()))
 
     attended = algorithm_1(block, hidden[0], table)
@@ -81,7 +89,7 @@ def test_the_two_indices_differ(index: Any) -> None:
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(1, 9, 16, generator=generator, dtype=torch.float64)
     table = torch.randn(6, 16, generator=generator, dtype=torch.float64)
-    context = AttentionContext(table, None, None, None, "reference", recompute_cheap=False)
+    context = AttentionContext(whole(table), None, None, None, "reference", recompute_cheap=False)
     tokens = TokenInfo.of_sequence(ModelInputs(torch.ones(1, 9).long()))
     attended = algorithm_1(block, hidden[0], table)
     expected = block.norm(hidden + block.output(attended.unsqueeze(0), True), True)

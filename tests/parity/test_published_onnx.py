@@ -132,7 +132,8 @@ def test_layers_that_change_decisions_stay_in_fp32(
 
     def coarse(path: Path, config: Any, read: Any, kind: Any, dtype: Any, **layers: Any) -> None:
         """Write a graph whose second layer, as int8, is of no use."""
-        spoiled = dtype == "int8" and 1 in layers.get("int8_layers", range(9))
+        chosen = layers["int8_layers"]
+        spoiled = dtype == "int8" and (chosen is None or 1 in chosen)
 
         def read_spoiled(name: str) -> Tensor:
             tensor: Tensor = read(name)

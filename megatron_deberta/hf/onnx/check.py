@@ -23,7 +23,7 @@ from megatron_deberta.hf.heads import HEADS, GraphKind
 from megatron_deberta.hf.loading import quiet_transformers
 from megatron_deberta.hf.onnx.graph import OnnxDtype
 from megatron_deberta.hf.onnx.libraries import export_stock, open_session
-from megatron_deberta.hf.verify import FP32_TOLERANCE, REAL_TEXTS
+from megatron_deberta.hf.verify import FP32_TOLERANCE, REAL_TEXTS, their_output
 from megatron_deberta.model import (
     DebertaBackbone,
     DebertaForPretraining,
@@ -182,21 +182,15 @@ def our_output(ours: DebertaBackbone, kind: GraphKind, batch: Batch) -> Tensor:
         batch: inputs ``[B, N]`` by name.
     """
     masked = batch.get("masked_positions")
-    inputs = ModelInputs(
-        batch["input_ids"],
-        batch["attention_mask"],
-        token_type_ids=batch.get("token_type_ids"),
-    )
+    mask, types = batch["attention_mask"], batch.get("token_type_ids")
+    inputs = ModelInputs(batch["input_ids"], mask, token_type_ids=types)
     if kind == "encoder":
         return ours.encode(inputs)
     if kind == "fill-mask":
         assert isinstance(ours, DebertaForPretraining)
         assert masked is not None
         return ours.masked_logits(inputs, masked)[masked >= 0]
-    if kind == "masked-lm":
-        assert isinstance(ours, DebertaForPretraining)
-        return ours.logits(inputs)
-    assert isinstance(ours, DebertaForTask)
+    assert isinstance(ours, DebertaForPretraining | DebertaForTask)
     return ours.logits(inputs)
 
 
@@ -265,7 +259,11 @@ def time_graph(
     result: dict[str, Any] = {"threads": torch.get_num_threads(), "load": load}
     if model_type == "megatron-deberta":
         return result | {"skipped": f"no class of transformers implements {reason}", "cases": []}
-    stock = _load_stock(export, config, kind)
+    with quiet_transformers():
+        # A head that the class lacks is new, which does not change times.
+        auto_class = stock_class(config, kind)
+        stock = auto_class.from_pretrained(export, local_files_only=True, dtype=torch.float32)
+    stock.eval()
     ours = graph_runner(path, kind)
     with TemporaryDirectory() as folder:
         sides: dict[str, Callable[[Batch], object]] = {"onnx": ours}
@@ -316,13 +314,6 @@ def _in_turns(
     }
 
 
-def _load_stock(export: Path, config: ModelConfig, kind: GraphKind) -> Any:
-    """Load transformers' own class; a head that it lacks is new, which does not change times."""
-    auto_class = stock_class(config, kind)
-    with quiet_transformers():
-        return auto_class.from_pretrained(export, local_files_only=True, dtype=torch.float32).eval()
-
-
 def stock_class(config: ModelConfig, kind: GraphKind) -> Any:
     """Return the Auto class of transformers that computes a graph's outputs."""
     return getattr(
@@ -341,11 +332,8 @@ def stock_output(model: Any, kind: GraphKind, batch: Batch) -> Tensor:
     """
     if kind == "choices":
         batch = {name: value[None] for name, value in batch.items()}
-    output = model(**batch)
-    if kind == "spans":
-        return torch.stack([output.start_logits, output.end_logits], -1)
-    result: Tensor = output.last_hidden_state if kind == "encoder" else output.logits
-    return result.view(-1, 1) if kind == "choices" else result
+    output = their_output(model, batch)
+    return output.view(-1, 1) if kind == "choices" else output
 
 
 def _stock_inputs(batch: Batch, kind: GraphKind) -> Batch:

@@ -99,45 +99,42 @@ def add_onnx(
         CheckpointError: the graph computes different values than our model.
         ConfigError: onnx or onnxruntime is not installed.
     """
-    libraries = require_libraries()
+    require_libraries()
     kind = graph_kind(config, encoder=encoder)
-    folder = export / FOLDER
-    folder.mkdir()
-    path = folder / MODEL_FILE
+    path = export / FOLDER / MODEL_FILE
+    path.parent.mkdir()
     write_graph(path, config, read, kind, dtype)
-    ours = build_with_head(config, read)
-    parity = check_graph(path, ours, kind, tokenizer, dtype)
-    del ours
-    report = OnnxReport(
-        graph=kind,
-        dtype=dtype,
-        opset=OPSET,
-        nodes=count_nodes(path),
-        libraries=libraries,
-        parity=parity,
-        speed=time_graph(path, export, config, kind, tokenizer) if timing else {},
-        accuracy=accuracy(path, kind) if accuracy else {},
-    )
-    write_report(export, MODEL_FILE, report)
-    return report
+    parity = check_graph(path, build_with_head(config, read), kind, tokenizer, dtype)
+    speed = time_graph(path, export, config, kind, tokenizer) if timing else {}
+    scores = accuracy(path, kind) if accuracy else {}
+    return write_report(path, kind, dtype, parity, speed=speed, accuracy=scores)
 
 
-def write_report(export: Path, file: str, report: OnnxReport) -> None:
+def write_report(
+    path: Path, kind: GraphKind, dtype: OnnxDtype, parity: OnnxParity, **measured: Any
+) -> OnnxReport:
     """Write the report of a graph beside it, and a section of the card.
 
     Args:
-        export: folder with a model card.
-        file: name of the graph, ``model.onnx`` or ``model_FORM.onnx``.
-        report: what was measured.
+        path: the graph, ``onnx/model.onnx`` or ``onnx/model_FORM.onnx`` in a folder with a card.
+        kind: head of the graph.
+        dtype: its format.
+        parity: differences from the model.
+        measured: further fields of `OnnxReport`.
     """
+    report = OnnxReport(
+        kind, dtype, OPSET, count_nodes(path), require_libraries(), parity, **measured
+    )
+    export, file = path.parents[1], path.name
     name = file.replace("model", "report").replace(".onnx", ".json")
-    (export / FOLDER / name).write_text(json.dumps(asdict(report), indent=2) + "\n")
+    path.with_name(name).write_text(json.dumps(asdict(report), indent=2) + "\n")
     card = export / "README.md"
     lines = "\n".join(f"- {line}" for line in summary(report))
     text = card.read_text(encoding="utf-8")
     title = "" if "\n## ONNX\n" in text else "\n## ONNX\n"
     section = f"{title}\n`{FOLDER}/{file}`, measured when it was written:\n\n{lines}\n"
     card.write_text(text + section, encoding="utf-8")
+    return report
 
 
 def summary(report: OnnxReport) -> list[str]:

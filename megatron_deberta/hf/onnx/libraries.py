@@ -205,13 +205,11 @@ class GraphWriter:
         """Write a constant to the second file, and refer to it."""
         assert self._data is not None
         self._data.write(b"\0" * (-self._data.tell() % _ALIGNMENT))
-        place = {"location": self.path.name + DATA_SUFFIX, "offset": str(self._data.tell())}
+        file, offset = self.path.name + DATA_SUFFIX, self._data.tell()
         self._data.write(array.tobytes())
+        set_external_data = self._onnx.external_data_helper.set_external_data
+        set_external_data(constant, file, offset, array.nbytes)
         constant.ClearField("raw_data")
-        constant.data_location = self.types.EXTERNAL
-        for key, value in {**place, "length": str(array.nbytes)}.items():
-            entry = constant.external_data.add()
-            entry.key, entry.value = key, value
 
 
 def open_session(path: Path, threads: int = 0) -> Callable[[Mapping[str, Array]], list[Array]]:

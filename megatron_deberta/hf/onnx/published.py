@@ -41,8 +41,9 @@ from megatron_deberta.hf.onnx.check import (
 )
 from megatron_deberta.hf.onnx.export import FOLDER, Agreement, OnnxReport, write_report
 from megatron_deberta.hf.onnx.graph import OnnxDtype, write_graph
-from megatron_deberta.hf.onnx.libraries import OPSET, count_nodes, require_libraries
+from megatron_deberta.hf.onnx.libraries import require_libraries
 from megatron_deberta.hf.published import Release, open_with_head, read_config, safetensors_folder
+from megatron_deberta.hf.verify import pad_rows
 from megatron_deberta.tokenizer import Tokenizer
 from megatron_deberta.tokenizer.tokenizer import CONFIG_FILE
 
@@ -194,10 +195,11 @@ def _copy_files(source: Path, folder: Path, tokenizer: str, *, with_types: bool)
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+@dataclass
 class _Writer:
     """Writes graphs of a model and measures them.
 
-    Args:
+    Attributes:
         folder: of the export.
         source: the published model, in safetensors.
         release: the same, opened.
@@ -206,26 +208,24 @@ class _Writer:
         texts: for decisions.
         timing: compare the speed with transformers.
         is_multi_label: each class is decided for itself.
+        judge: name of the model that graphs are compared with.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        source: Path,
-        release: Release,
-        kind: GraphKind,
-        tokenizer: Tokenizer,
-        texts: Sequence[str],
-        *,
-        timing: bool,
-        is_multi_label: bool,
-    ) -> None:
-        self._folder, self._source, self._release, self._kind = folder, source, release, kind
-        self._config, self._tokenizer, self._timing = release.config, tokenizer, timing
-        self._is_multi_label = is_multi_label
-        self._batches = self._text_batches(texts) if kind != "choices" else []
-        self._fp32: list[Tensor] = []
+    folder: Path
+    source: Path
+    release: Release
+    kind: GraphKind
+    tokenizer: Tokenizer
+    texts: Sequence[str]
+    timing: bool
+    is_multi_label: bool
+
+    def __post_init__(self) -> None:
+        """Open the judge and encode the texts."""
+        self.config = self.release.config
         self.judge, self._reference = self._open_judge()
+        self._batches = self._text_batches() if self.kind != "choices" else []
+        self._fp32: list[Tensor] = []
 
     def write(self, dtype: OnnxDtype) -> OnnxReport:
         """Write a graph and its report.
@@ -233,81 +233,70 @@ class _Writer:
         Raises:
             CheckpointError: it computes other values than the judge.
         """
-        path = self._folder / FOLDER / GRAPH_FILES[dtype]
-        write_graph(path, self._config, self._release.tensor, self._kind, dtype)
+        path = self.folder / FOLDER / GRAPH_FILES[dtype]
+        self._write_graph(path, dtype)
         agreement = self._agreement(path, dtype) if self._batches else None
         parity = compare_graph(
-            path, self._reference, self._config, self._kind, self._tokenizer, dtype, self.judge
+            path, self._reference, self.config, self.kind, self.tokenizer, dtype, self.judge
         )
         speed = {}
-        if self._timing:
-            speed = time_graph(path, self._source, self._config, self._kind, self._tokenizer)
-        report = OnnxReport(
-            graph=self._kind,
-            dtype=dtype,
-            opset=OPSET,
-            nodes=count_nodes(path),
-            libraries=require_libraries(),
-            parity=parity,
-            speed=speed,
-            agreement=agreement,
-        )
-        write_report(self._folder, path.name, report)
-        return report
+        if self.timing:
+            speed = time_graph(path, self.source, self.config, self.kind, self.tokenizer)
+        return write_report(path, self.kind, dtype, parity, speed=speed, agreement=agreement)
+
+    def _write_graph(
+        self, path: Path, dtype: OnnxDtype, int8_layers: Collection[int] | None = None
+    ) -> None:
+        read = self.release.tensor
+        write_graph(path, self.config, read, self.kind, dtype, int8_layers=int8_layers)
 
     def _open_judge(self) -> tuple[str, Callable[[Batch], Tensor]]:
         """Return the model that graphs are compared with, and its name.
 
         Where transformers has no class with this head, it is our model.
         """
-        model_type, _ = choose_model_type(self._config)
-        if self._kind == "fill-mask" or has_own_class(self._config, model_type):
-            ours = build_with_head(self._config, self._release.tensor)
-            return "our model", partial(our_output, ours, self._kind)
-        chosen, options = stock_class(self._config, self._kind), {}
-        if self._config.position_terms == "none" and self._kind == "encoder":
+        model_type, _ = choose_model_type(self.config)
+        if self.kind == "fill-mask" or has_own_class(self.config, model_type):
+            ours = build_with_head(self.config, self.release.tensor)
+            return "our model", partial(our_output, ours, self.kind)
+        chosen, options = stock_class(self.config, self.kind), {}
+        if self.config.position_terms == "none" and self.kind == "encoder":
             # RoBERTa's pooler, which is not in every file.
             options["add_pooling_layer"] = False
-        stock = load_pretrained(chosen, self._source, dtype=torch.float32, **options)
-        return f"transformers' {type(stock).__name__}", partial(stock_output, stock, self._kind)
+        stock = load_pretrained(chosen, self.source, dtype=torch.float32, **options)
+        return f"transformers' {type(stock).__name__}", partial(stock_output, stock, self.kind)
 
-    def _text_batches(self, texts: Sequence[str]) -> list[Batch]:
+    def _text_batches(self) -> list[Batch]:
         """Return padded batches of the texts, ``[B, N]``."""
-        tokenizer = self._tokenizer
-        limit = min(_TEXT_TOKENS, self._config.max_position_embeddings) - 2
-        rows = [
-            torch.tensor([tokenizer.cls_id, *tokenizer.encode(text)[:limit], tokenizer.sep_id])
-            for text in texts
+        tokenizer = self.tokenizer
+        limit = min(_TEXT_TOKENS, self.config.max_position_embeddings) - 2
+        rows = []
+        for text in self.texts:
+            ids = [tokenizer.cls_id, *tokenizer.encode(text)[:limit], tokenizer.sep_id]
+            types = {"token_type_ids": [0] * len(ids)} if self.config.type_vocab_size else {}
+            rows.append({"input_ids": ids, **types})
+        return [
+            pad_rows(rows[start : start + _TEXT_BATCH], tokenizer.pad_id)
+            for start in range(0, len(rows), _TEXT_BATCH)
         ]
-        batches = []
-        for start in range(0, len(rows), _TEXT_BATCH):
-            part = rows[start : start + _TEXT_BATCH]
-            ids = torch.nn.utils.rnn.pad_sequence(part, True, tokenizer.pad_id)
-            lengths = torch.tensor([len(row) for row in part])
-            mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
-            batch = {"input_ids": ids, "attention_mask": mask}
-            if self._config.type_vocab_size:
-                batch["token_type_ids"] = torch.zeros_like(ids)
-            batches.append(batch)
-        return batches
 
     def _outputs(self, path: Path, batches: Sequence[Batch]) -> list[Tensor]:
         """Return a graph's outputs; those at padding are zero."""
-        run = graph_runner(path, self._kind)
+        run = graph_runner(path, self.kind)
         outputs = [run(batch) for batch in batches]
-        if self._kind == "rows":
+        if self.kind == "rows":
             return outputs
         masks = (batch["attention_mask"].bool() for batch in batches)
         return [out.where(mask[..., None], 0.0) for out, mask in zip(outputs, masks, strict=True)]
 
     def _decisions(self, output: Tensor, batch: Batch) -> Tensor | None:
         """Return the decisions of an output ``[B, K]`` or ``[B, N, K]``; None: it has none."""
-        if self._kind == "encoder" or output.shape[-1] == 1:
+        if self.kind == "encoder" or output.shape[-1] == 1:
             return None
-        if self._kind == "rows":
-            return output > 0 if self._is_multi_label else output.argmax(-1)
+        if self.kind == "rows":
+            return output > 0 if self.is_multi_label else output.argmax(-1)
         mask = batch["attention_mask"].bool()
-        if self._kind == "spans":
+        if self.kind == "spans":
             return output.masked_fill(~mask[..., None], -math.inf).argmax(1)
         return output.argmax(-1)[mask]
 
@@ -318,10 +307,10 @@ class _Writer:
             What was found; None for the fp32 graph itself, or if the graph decides nothing.
         """
         if not self._fp32:
-            with TemporaryDirectory(dir=self._folder) as scratch:
+            with TemporaryDirectory(dir=self.folder) as scratch:
                 fp32 = path if dtype == "fp32" else Path(scratch) / "model.onnx"
                 if fp32 != path:
-                    write_graph(fp32, self._config, self._release.tensor, self._kind, "fp32")
+                    self._write_graph(fp32, "fp32")
                 self._fp32 = self._outputs(fp32, self._batches)
         if dtype == "fp32" or self._decisions(self._fp32[0], self._batches[0]) is None:
             return None
@@ -338,10 +327,8 @@ class _Writer:
         return found
 
     def _with_fp32_layers(self, path: Path, fp32_layers: Collection[int]) -> Agreement:
-        layers = set(range(self._config.num_layers)) - set(fp32_layers)
-        write_graph(
-            path, self._config, self._release.tensor, self._kind, "int8", int8_layers=layers
-        )
+        layers = set(range(self.config.num_layers)) - set(fp32_layers)
+        self._write_graph(path, "int8", layers)
         return self._count(path, tuple(sorted(fp32_layers)))
 
     def _count(self, path: Path, fp32_layers: tuple[int, ...]) -> Agreement:
@@ -359,13 +346,10 @@ class _Writer:
         """Return the layers by the outputs' error when only this one is int8, largest first."""
         batches = self._batches[: _SENSITIVITY_TEXTS // _TEXT_BATCH]
         errors = []
-        with TemporaryDirectory(dir=self._folder) as scratch:
+        with TemporaryDirectory(dir=self.folder) as scratch:
             path = Path(scratch) / "model.onnx"
-            for layer in range(self._config.num_layers):
-                write_graph(
-                    path, self._config, self._release.tensor, self._kind, "int8",
-                    int8_layers={layer},
-                )  # fmt: skip
+            for layer in range(self.config.num_layers):
+                self._write_graph(path, "int8", {layer})
                 pairs = zip(self._outputs(path, batches), self._fp32, strict=False)
                 errors.append(sum((a - b).square().sum().item() for a, b in pairs))
         return sorted(range(len(errors)), key=lambda layer: -errors[layer])

@@ -70,8 +70,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The export of the newest checkpoint of ``run_dir``."""
     folder = tmp_path_factory.mktemp("exported")
     save_run(V2, folder / "run", folder / "tokenizer", 3)
-    arguments = ["--checkpoint", str(folder / "run"), "--output", str(folder / "out")]
-    assert main(["convert", *arguments]) == 0
+    export(folder / "run", folder / "out")
     return folder / "out"
 
 
@@ -79,6 +78,31 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def out(exported: Path, tmp_path: Path) -> Path:
     """A copy of ``exported``."""
     return shutil.copytree(exported, tmp_path / "out")
+
+
+def convert(*arguments: object) -> None:
+    assert main(["convert", *map(str, arguments)]) == 0
+
+
+def export(run: Path, out: Path) -> str:
+    """Return the card of the export."""
+    convert("--checkpoint", run, "--output", out)
+    return (out / "README.md").read_text()
+
+
+def fill(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[tuple[str, str]]:
+    """Return the printed predictions, probability and token."""
+    capsys.readouterr()
+    assert main(["fill-mask", *map(str, arguments)]) == 0
+    return predictions(capsys.readouterr().out)
+
+
+def predictions(output: str) -> list[tuple[str, str]]:
+    return re.findall(r"^\s*(\d\.\d{4})\s+(\S+)", output, re.MULTILINE)
+
+
+def write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content))
 
 
 def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int = 2) -> str:
@@ -93,7 +117,7 @@ def test_export_takes_the_newest_checkpoint_of_a_run(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    assert main(["convert", "--checkpoint", str(run_dir), "--to", "hf", "--output", str(out)]) == 0
+    convert("--checkpoint", run_dir, "--to", "hf", "--output", out)
     output = capsys.readouterr().out
     assert "step_00000003 as deberta-v2, fp32" in output
     assert "Verified on real text" in output
@@ -107,9 +131,7 @@ def test_export_says_that_it_is_our_own_type(
 ) -> None:
     config = replace(V2, p2c_index="paper")
     save_run(config, tmp_path / "run", tmp_path / "tokenizer")
-    out = str(tmp_path / "out")
-    options = ["--output", out, "--dtype", "bf16"]
-    assert main(["convert", "--checkpoint", str(tmp_path / "run"), *options]) == 0
+    convert("--checkpoint", tmp_path / "run", "--output", tmp_path / "out", "--dtype", "bf16")
     output = capsys.readouterr().out
     assert "as megatron-deberta, bf16" in output
     assert "No class of transformers implements p2c_index: paper" in output
@@ -119,13 +141,15 @@ def test_export_says_that_it_is_our_own_type(
 def test_the_export_says_how_to_load_it(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    records = [{"step": step, "kind": "validation", "loss": 9 - step} for step in (2, 3, 4)]
+    records = [
+        {"step": step, "kind": "validation", "loss": 9 - step, "masked_accuracy": 0.5}
+        for step in (2, 3, 4)
+    ]
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (run_dir / "metrics.jsonl").write_text(lines)
     out = tmp_path / "out"
-    main(["convert", "--checkpoint", str(run_dir), "--output", str(out)])
+    card = export(run_dir, out)
     printed = re.findall(r"^In Python, [\w-]+: (.+)$", capsys.readouterr().out, re.MULTILINE)
-    card = (out / "README.md").read_text()
     loaded: dict[str, Any] = {}
     with temporary_module_cache():
         for line in printed:
@@ -136,6 +160,13 @@ def test_the_export_says_how_to_load_it(
     assert len(long) == 5
     assert "| data | books |\n| optimizer steps | 3 of 100,000 |" in card
     assert "| loss, nats per masked token | 6.0000 |" in card
+    assert "| masked accuracy | 0.5000 |" in card
+    fields = yaml.safe_load(card.split("---\n")[1])
+    assert fields["pipeline_tag"] == "fill-mask"
+    assert fields["tags"] == ["deberta-v2", "sentence-transformers", "feature-extraction"]
+    (result,) = fields["model-index"][0]["results"]
+    assert result["dataset"] == {"name": "books", "type": "books", "split": "validation"}
+    assert {"type": "masked_accuracy", "value": 0.5} in result["metrics"]
 
 
 def test_every_checkpoint_becomes_a_revision(
@@ -190,26 +221,10 @@ def test_every_checkpoint_becomes_a_revision(
 
 
 def test_every_needs_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "empty").mkdir()
-    source, out = str(tmp_path / "empty"), str(tmp_path / "out")
-    assert main(["convert", "--checkpoint", source, "--every", "2", "--output", out]) == 2
-    assert "--every needs the run's folder" in capsys.readouterr().err
+    source, out = str(tmp_path), str(tmp_path / "out")
+    arguments = ["convert", "--checkpoint", source, "--every", "2", "--output", out]
+    assert "--every needs the run's folder" in error_of(arguments, capsys)
     assert not (tmp_path / "out").exists()
-
-
-def test_model_card_has_the_scores_as_metadata(run_dir: Path, tmp_path: Path) -> None:
-    record = {"step": 3, "kind": "validation", "loss": 2.5, "masked_accuracy": 0.5}
-    (run_dir / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    out = tmp_path / "out"
-    assert main(["convert", "--checkpoint", str(run_dir), "--output", str(out)]) == 0
-    card = (out / "README.md").read_text()
-    fields = yaml.safe_load(card.split("---\n")[1])
-    assert fields["pipeline_tag"] == "fill-mask"
-    assert fields["tags"] == ["deberta-v2", "sentence-transformers", "feature-extraction"]
-    (result,) = fields["model-index"][0]["results"]
-    assert result["dataset"] == {"name": "books", "type": "books", "split": "validation"}
-    assert result["metrics"] == [{"type": "masked_accuracy", "value": 0.5}]
-    assert "| masked accuracy | 0.5000 |" in card
 
 
 def test_model_card_has_every_phase_up_to_the_step(run_dir: Path, tmp_path: Path) -> None:
@@ -238,9 +253,7 @@ def test_model_card_has_every_phase_up_to_the_step(run_dir: Path, tmp_path: Path
         save_run(V2, tmp_path / "phased", tmp_path / "tokenizer", step, train, data)
     record = {"step": 6, "kind": "validation", "loss": 2.5, "masked_accuracy": 0.5}
     (tmp_path / "phased" / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    out = tmp_path / "out"
-    assert main(["convert", "--checkpoint", str(tmp_path / "phased"), "--output", str(out)]) == 0
-    card = (out / "README.md").read_text()
+    card = export(tmp_path / "phased", tmp_path / "out")
     for row in (
         "| data | 0.75 books, 0.25 wiki, then news |",
         "| optimizer steps | 6 of 20,006 |",
@@ -259,51 +272,40 @@ def test_model_card_has_every_phase_up_to_the_step(run_dir: Path, tmp_path: Path
     # Its metrics are not those of a copy elsewhere.
     step = tmp_path / "phased" / "checkpoints" / "step_00000006"
     shutil.copytree(step, tmp_path / "phased" / "copies" / "step_00000006")
-    copied = ["convert", "--checkpoint", str(tmp_path / "phased" / "copies" / "step_00000006")]
-    assert main([*copied, "--output", str(tmp_path / "copied")]) == 0
-    assert (
-        "were not evaluated: the run has no validation"
-        in (tmp_path / "copied" / "README.md").read_text()
-    )
+    copied = export(tmp_path / "phased" / "copies" / "step_00000006", tmp_path / "copied")
+    assert "were not evaluated: the run has no validation" in copied
 
 
-def test_model_card_has_the_lengths_up_to_the_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_model_card_has_the_lengths_up_to_the_step(tmp_path: Path) -> None:
     data = DataConfig(train=("books",), short_steps=4, short_sequence_length=8, sequence_length=32)
-    rows = {
-        3: "| sequence length | 8 |",
-        6: "| sequence length | 8, then 32 |",
-    }
     nonfinite = {"step": 6, "kind": "validation", "loss": None}
-    for step, row in rows.items():
+    for step, lengths in ((3, "8"), (6, "8, then 32")):
         train = TrainConfig(steps=20_000, global_batch_size=4)
         save_run(V2, tmp_path / "run", tmp_path / "tokenizer", step, train, data)
         (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(nonfinite) + "\n")
-        out = tmp_path / f"out{step}"
-        assert main(["convert", "--checkpoint", str(tmp_path / "run"), "--output", str(out)]) == 0
-        card = (out / "README.md").read_text()
-        assert row in card
+        card = export(tmp_path / "run", tmp_path / f"out{step}")
+        assert f"| sequence length | {lengths} |" in card
         tokens = 4 * (min(step, 4) * 8 + max(step - 4, 0) * 32)
         assert f"| tokens | {tokens:,}, padding included |" in card
     assert "the loss of the validation at step 6 is infinite or not a number." in card
 
 
-def predictions(output: str) -> list[tuple[str, str]]:
-    return re.findall(r"^\s*(\d\.\d{4})\s+(\S+)", output, re.MULTILINE)
-
-
 def test_fill_mask_answers_alike_from_run_step_and_export(
     run_dir: Path, exported: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answers = []
-    for model in (run_dir, find_newest(run_dir), exported):
-        assert main(["fill-mask", str(model), TEXT, "--top-k", "4"]) == 0
-        answers.append(predictions(capsys.readouterr().out))
+    models = (run_dir, find_newest(run_dir), exported)
+    answers = [fill(capsys, model, TEXT, "--top-k", 4) for model in models]
     assert len(answers[0]) == 4
     assert answers[0] == answers[1] == answers[2]
     probabilities = [float(probability) for probability, _ in answers[0]]
     assert probabilities == sorted(probabilities, reverse=True)
+    # Several texts, and several masks in one
+    two = "The [MASK] brown [MASK] jumps"
+    assert main(["fill-mask", str(run_dir), TEXT, two, "--top-k", "2"]) == 0
+    output = capsys.readouterr().out
+    assert TEXT in output
+    assert "[MASK] 2" in output
+    assert len(predictions(output)) == 6
 
 
 def test_fill_mask_takes_a_published_model(
@@ -313,27 +315,13 @@ def test_fill_mask_takes_a_published_model(
     fields = json.loads((out / "config.json").read_text())
     (out / "config.json").unlink()
     del fields["model_type"]
-    (out / "model_config.json").write_text(json.dumps(fields))
-    tensors = load_file(out / "model.safetensors")
-    renamed = {name.replace("deberta.", "bert."): tensor for name, tensor in tensors.items()}
-    save_file(renamed, out / "model.safetensors")
-    answers = []
-    for model in (exported, out):
-        assert main(["fill-mask", str(model), TEXT]) == 0
-        answers.append(predictions(capsys.readouterr().out))
-    assert len(answers[0]) == 5
-    assert answers[0] == answers[1]
-
-
-def test_fill_mask_takes_several_texts_and_masks(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    two = "The [MASK] brown [MASK] jumps"
-    assert main(["fill-mask", str(run_dir), TEXT, two, "--top-k", "2"]) == 0
-    output = capsys.readouterr().out
-    assert TEXT in output
-    assert "[MASK] 2" in output
-    assert len(predictions(output)) == 6
+    write_json(out / "model_config.json", fields)
+    with edited_tensors(out) as tensors:
+        for name in list(tensors):
+            tensors[name.replace("deberta.", "bert.")] = tensors.pop(name)
+    answers = fill(capsys, exported, TEXT)
+    assert len(answers) == 5
+    assert answers == fill(capsys, out, TEXT)
 
 
 def test_fill_mask_refuses_a_model_without_trained_head(
@@ -375,8 +363,7 @@ def test_prior_weight_divides_by_the_frequency_in_the_shards(
     ]
     assert expected[0][1] != plain[0].text.strip()
     weighted = ["fill-mask", str(run_dir), TEXT, "--prior-weight", "0.5"]
-    assert main(weighted) == 0
-    found = predictions(capsys.readouterr().out)
+    found = fill(capsys, *weighted[1:])
     assert [token for _, token in found] == [token for _, token in expected]
     assert [float(p) for p, _ in found] == pytest.approx([p for p, _ in expected], abs=2e-4)
 
@@ -386,8 +373,7 @@ def test_prior_weight_divides_by_the_frequency_in_the_shards(
 
     weighted[1] = str(exported)
     assert "give the shards with --prior-shards" in error_of(weighted, capsys)
-    assert main([*weighted, "--prior-shards", f"{shard}.idx"]) == 0
-    assert predictions(capsys.readouterr().out) == found
+    assert fill(capsys, *weighted[1:], "--prior-shards", f"{shard}.idx") == found
     write_shard(str(shard), documents, np.uint16, **named | {"tokenizer_fingerprint": "f" * 64})
     assert "another tokenizer" in error_of([*weighted, "--prior-shards", str(shard)], capsys)
     for file in shard.parent.iterdir():
@@ -416,14 +402,10 @@ def test_generator_of_a_release_fills_masks_and_its_discriminator_is_refused(
     assert "it is a discriminator (DeBERTaV3)" in message
     assert "--generator-only" in message
     digest = sha256_file(out / "pytorch_model.generator.bin")
-    options = ["--allow-pickle-weights-only", "--sha256", digest, "--output", str(new)]
-    assert main(["convert", "--from", "hf", str(out), "--generator-only", *options]) == 0
+    options = ["--allow-pickle-weights-only", "--sha256", digest, "--output", new]
+    convert("--from", "hf", out, "--generator-only", *options)
     assert f"Fill masks with: megatron-deberta fill-mask {new}" in capsys.readouterr().out
-    answers = []
-    for model in (exported, new):
-        assert main(["fill-mask", str(model), TEXT]) == 0
-        answers.append(predictions(capsys.readouterr().out))
-    assert answers[0] == answers[1]
+    assert fill(capsys, exported, TEXT) == fill(capsys, new, TEXT)
 
 
 def test_import_says_why_it_cannot_fill_masks(
@@ -432,16 +414,16 @@ def test_import_says_why_it_cannot_fill_masks(
     with edited_tensors(out) as tensors:
         tensors["mask_predictions.classifier.weight"] = torch.ones(1, 32)
     arguments = ["convert", "--from", "hf", str(out), "--output"]
-    assert main([*arguments, str(tmp_path / "new")]) == 0
+    convert(*arguments[1:], tmp_path / "new")
     output = capsys.readouterr().out
     assert "It cannot fill masks before it is trained to: it is a discriminator" in output
     # Neither can the import, nor its export, nor an import of that.
     new, again, third = tmp_path / "new", tmp_path / "again", tmp_path / "third"
     refuses_to_predict(new, "it is a discriminator", tmp_path, capsys)
-    assert main(["convert", "--checkpoint", str(new), "--output", str(again)]) == 0
+    export(new, again)
     assert "It cannot fill masks before it is trained to" in capsys.readouterr().out
     refuses_to_predict(again, "it is a discriminator", tmp_path, capsys)
-    assert main(["convert", "--from", "hf", str(again), "--output", str(third)]) == 0
+    convert("--from", "hf", again, "--output", third)
     capsys.readouterr()
     refuses_to_predict(third, "it is a discriminator", tmp_path, capsys)
     message = error_of([*arguments, str(tmp_path / "x"), "--generator-only"], capsys)
@@ -466,13 +448,12 @@ def test_an_encoder_is_imported_but_predicts_no_masks(
     with edited_tensors(out) as tensors:
         for name in [name for name in tensors if "lm_predictions" in name]:
             del tensors[name]
-    assert main(["convert", "--from", "hf", str(out), "--output", str(new)]) == 0
-    arguments = ["--from", "hf", str(out), "--new-generator", "--output", str(pair)]
+    convert("--from", "hf", out, "--output", new)
     with edited_tensors(out) as tensors:
         for name, shape in (("dense", (32, 32)), ("LayerNorm", (32,)), ("classifier", (1, 32))):
             tensors[f"mask_predictions.{name}.weight"] = torch.ones(shape)
             tensors[f"mask_predictions.{name}.bias"] = torch.ones(shape[0])
-    assert main(["convert", *arguments]) == 0
+    convert("--from", "hf", out, "--new-generator", "--output", pair)
     capsys.readouterr()
     refuses_to_predict(new, "the file lacks lm_predictions", tmp_path, capsys)
     refuses_to_predict(pair, "its generator is new", tmp_path, capsys)
@@ -711,10 +692,10 @@ def test_import_then_export_gives_the_same_files(
     exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second, new = exported, tmp_path / "second", tmp_path / "new"
-    assert main(["convert", "--from", "hf", str(first), "--output", str(new)]) == 0
+    convert("--from", "hf", first, "--output", new)
     output = capsys.readouterr().out
     assert f"{new}/checkpoints/step_00000000: weights of {first}" in output
-    assert main(["convert", "--checkpoint", str(new), "--output", str(second)]) == 0
+    export(new, second)
     names, again = (
         sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
         for folder in (first, second)
@@ -732,7 +713,7 @@ def test_imported_run_file_starts_from_the_weights(
     new = tmp_path / "new"
     with edited_tensors(out) as tensors:
         del tensors["deberta.embeddings.position_embeddings.weight"]
-    assert main(["convert", "--from", "microsoft", str(out), "--output", str(new)]) == 0
+    convert("--from", "microsoft", out, "--output", new)
     output = capsys.readouterr().out
     assert "newly initialised: mask_decoder.position.weight" in output
     config = load_config(new / "run.yaml", ["data.train=[x]"])
@@ -767,7 +748,7 @@ def test_replaced_token_detection_is_exported_as_encoder_and_generator(
     save_run(config, tmp_path / "run", tmp_path / "tokenizer")
     weights = random_weights(config, seed=3)
     out = tmp_path / "out"
-    assert main(["convert", "--checkpoint", str(tmp_path / "run"), "--output", str(out)]) == 0
+    export(tmp_path / "run", out)
     assert f"fill-mask {out / 'generator'}" in capsys.readouterr().out
     table = weights["generator.embeddings.token.weight"]
     tensors = load_file(out / "model.safetensors")
@@ -782,13 +763,8 @@ def test_replaced_token_detection_is_exported_as_encoder_and_generator(
     encoder = load_pretrained(AutoModel, out)
     assert type(encoder).__name__ == "DebertaV2Model"
     assert encoder.config.num_hidden_layers == V2.num_layers
-    answers = []
-    for model in (tmp_path / "run", out / "generator"):
-        assert main(["fill-mask", str(model), TEXT]) == 0
-        answers.append(capsys.readouterr().out)
-    assert answers[0] == answers[1]
-    assert main(["fill-mask", str(out), TEXT]) == 2
-    assert "random weights" in capsys.readouterr().err
+    assert fill(capsys, tmp_path / "run", TEXT) == fill(capsys, out / "generator", TEXT)
+    assert "random weights" in error_of(["fill-mask", str(out), TEXT], capsys)
     assert_pair_is_imported(config, weights, out, tmp_path / "new")
 
 
@@ -796,8 +772,7 @@ def assert_pair_is_imported(
     config: ModelConfig, weights: dict[str, Tensor], exported: Path, new: Path
 ) -> None:
     """Import both models of an export; the discriminator's table is kept, as generator + delta."""
-    models = ["--from", "hf", str(exported), "--generator", str(exported / "generator")]
-    assert main(["convert", *models, "--output", str(new)]) == 0
+    convert("--from", "hf", exported, "--generator", exported / "generator", "--output", new)
     run = load_config(new / "run.yaml", ["data.train=[x]"])
     assert run.model == replace(config, embedding_sharing="gdes")
     assert (run.objective.name, run.objective.mask_token_probability) == ("rtd", 1.0)
@@ -819,12 +794,11 @@ def test_models_of_two_releases_are_refused(
 ) -> None:
     for name, heads in (("one", 4), ("two", 2)):
         save_run(replace(V2, head="rtd", num_heads=heads), tmp_path / name, tmp_path / "tokenizer")
-        arguments = ["--checkpoint", str(tmp_path / name), "--output", str(tmp_path / f"{name}_hf")]
-        assert main(["convert", *arguments]) == 0
+        export(tmp_path / name, tmp_path / f"{name}_hf")
+    capsys.readouterr()
     models = ["--from", "hf", str(tmp_path / "one_hf")]
     models += ["--generator", str(tmp_path / "two_hf" / "generator")]
-    assert main(["convert", *models, "--output", str(tmp_path / "new")]) == 2
-    error = capsys.readouterr().err
+    error = error_of(["convert", *models, "--output", str(tmp_path / "new")], capsys)
     assert "the generator has num_heads=2, the discriminator 4" in error
     assert not (tmp_path / "new").exists()
 
@@ -846,12 +820,12 @@ def test_released_spelling_of_the_discriminator(tmp_path: Path) -> None:
     config = replace(V2, head="rtd")
     save_run(config, tmp_path / "run", tmp_path / "tokenizer")
     out, new = tmp_path / "out", tmp_path / "new"
-    assert main(["convert", "--checkpoint", str(tmp_path / "run"), "--output", str(out)]) == 0
+    export(tmp_path / "run", out)
     for folder in (out, out / "generator"):
         fields = json.loads((folder / "config.json").read_text())
         own = ("model_type", "mask_decoder_passes", "absolute_positions", "replaced_token_head")
         released = {name: value for name, value in fields.items() if name not in own}
-        (folder / "config.json").write_text(json.dumps(released))
+        write_json(folder / "config.json", released)
     with edited_tensors(out) as tensors:
         for kind in ("weight", "bias"):
             value = tensors.pop(f"mask_predictions.classifier.{kind}")
@@ -860,8 +834,7 @@ def test_released_spelling_of_the_discriminator(tmp_path: Path) -> None:
         tensors["deberta.embeddings.word_embeddings._weight"] = torch.zeros_like(table)
         tensors["deberta.embeddings.position_embeddings.weight"] = torch.zeros(96, 32)
         tensors["lm_predictions.lm_head.bias"] = torch.zeros(208)
-    models = ["--from", "microsoft", str(out), "--generator", str(out / "generator")]
-    assert main(["convert", *models, "--output", str(new)]) == 0
+    convert("--from", "microsoft", out, "--generator", out / "generator", "--output", new)
     weights = random_weights(config, seed=3)
     reader = CheckpointReader(
         load_config(new / "run.yaml", ["data.train=[x]"]).checkpoint.load_from

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.hf.generation import Sampling, TextGenerator, choose
 from megatron_deberta.hf.loading import build_model
+from megatron_deberta.model import DebertaForPretraining
 from megatron_deberta.model.incremental import IncrementalDecoder
 from megatron_deberta.model.inputs import ModelInputs
 from tests.support.tiny_models import TEXT, V2, random_weights, reader, tiny_tokenizer
@@ -23,13 +26,15 @@ CONFIG = replace(V2, conv_kernel_size=3)
 MODEL = build_model(CONFIG, reader(random_weights(CONFIG)))
 
 
-def next_logits(ids: Tensor) -> Tensor:
+def next_logits(ids: Tensor, model: DebertaForPretraining = MODEL) -> Tensor:
     last = torch.tensor([[ids.size(1) - 1]])
-    return MODEL.masked_logits(ModelInputs(ids, causal=True), last)[0, 0]
+    return model.masked_logits(ModelInputs(ids, causal=True), last)[0, 0]
 
 
-def generator(max_tokens: int = 96) -> TextGenerator:
-    return TextGenerator(next_logits, tiny_tokenizer(), max_tokens)
+def generator(
+    max_tokens: int = 96, logits: Callable[[Tensor], Tensor] = next_logits
+) -> TextGenerator:
+    return TextGenerator(logits, tiny_tokenizer(), max_tokens)
 
 
 def prompt_ids() -> list[int]:
@@ -64,22 +69,17 @@ def test_cached_keys_and_values_change_no_greedy_token(config: ModelConfig) -> N
     model = build_model(config, reader(random_weights(config)))
     decoder, lengths = IncrementalDecoder(model), list[int]()
 
-    def whole(ids: Tensor) -> Tensor:
-        last = torch.tensor([[ids.size(1) - 1]])
-        return model.masked_logits(ModelInputs(ids, causal=True), last)[0, 0]
-
     def cached(ids: Tensor) -> Tensor:
         logits = decoder(ids)
-        torch.testing.assert_close(logits, whole(ids), **FP32_MODEL)
+        torch.testing.assert_close(logits, next_logits(ids, model), **FP32_MODEL)
         return logits
 
     for prompt in (prompt_ids(), prompt_ids()[:5], [*prompt_ids()[:4], 9, 8]):
-        with torch.no_grad():
-            expected = TextGenerator(whole, tiny_tokenizer(), 96).continue_ids(prompt, 12)
-        assert TextGenerator(cached, tiny_tokenizer(), 96).continue_ids(prompt, 12) == expected
+        whole = generator(logits=partial(next_logits, model=model)).continue_ids(prompt, 12)
+        assert generator(logits=cached).continue_ids(prompt, 12) == whole
     # The prompt of a text, then one token after the other.
     model.embeddings.register_forward_hook(lambda _, i, __: lengths.append(i[0].size(1)))
-    TextGenerator(decoder, tiny_tokenizer(), 96).continue_ids(prompt_ids(), 4)
+    generator(logits=decoder).continue_ids(prompt_ids(), 4)
     assert lengths[1:] == [1] * (len(lengths) - 1)
 
 
@@ -107,7 +107,7 @@ def test_a_text_ends_at_sep_and_at_the_last_position() -> None:
         logits[tokenizer.mask_id] = 9.0
         return logits
 
-    assert len(TextGenerator(ends, tokenizer, 96).continue_ids(prompt_ids(), 80)) == 31
+    assert len(generator(logits=ends).continue_ids(prompt_ids(), 80)) == 31
     assert len(generator(20).continue_ids(prompt_ids(), 80)) == 20
     assert generator().generate(PROMPT, 5).startswith(PROMPT.strip())
     with pytest.raises(ConfigError, match="has 8 positions"):

@@ -55,11 +55,8 @@ def test_equals_rows_one_at_a_time(
     torch.testing.assert_close(out, expected)
     used = [*x[:3], *(table for table in tables if table is not None)]
     d_out = torch.randn(out.shape, dtype=out.dtype)
-    for ours, theirs in zip(
-        torch.autograd.grad(out, used, d_out), torch.autograd.grad(expected, used, d_out),
-        strict=True,
-    ):  # fmt: skip
-        torch.testing.assert_close(ours, theirs)
+    grads = [torch.autograd.grad(each, used, d_out) for each in (out, expected)]
+    torch.testing.assert_close(*grads)
 
 
 def test_other_backends_take_rows_as_documents_and_tokens_beyond_the_rows_give_zeros() -> None:

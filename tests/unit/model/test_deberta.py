@@ -19,19 +19,10 @@ from megatron_deberta.model.layers import TokenConv1d
 from megatron_deberta.objectives import MaskedLanguageModel
 from megatron_deberta.ops import disentangled_attention
 from tests.support.stock_weights import randomize
+from tests.support.tiny_models import V2
 from tests.support.tolerances import FP64
 
-CONFIG = ModelConfig(
-    num_layers=3,
-    hidden_size=32,
-    num_heads=4,
-    ffn_hidden_size=64,
-    vocab_size=67,
-    max_position_embeddings=32,
-    max_relative_positions=16,
-    position_buckets=4,
-    conv_kernel_size=3,
-)
+CONFIG = replace(V2, max_relative_positions=16, position_buckets=4, conv_kernel_size=3)
 
 
 def make(config: ModelConfig = CONFIG, **options: Any) -> MaskedLanguageModel:
@@ -140,8 +131,7 @@ def test_convolution_as_one_product(documents: bool, causal: bool) -> None:
         out = apply(hidden, ids, causal)
         out.square().sum().backward()
         results.append([out, hidden.grad, conv.weight.grad, conv.bias.grad])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, **FP64)
+    torch.testing.assert_close(*results, **FP64)
 
 
 def test_convolution_is_one_product_off_the_cpu() -> None:

@@ -33,8 +33,7 @@ def test_equal_to_separate_projections(shape: tuple[int, ...], biases: tuple[boo
         sum((out.sin() * (i + 1)).sum() for i, out in enumerate(outs)).backward()  # type: ignore[union-attr]
         gradients = [p.grad for part in parts for p in part.parameters()]
         found.append([*outs, x.grad, *gradients])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, **FP64)
+    torch.testing.assert_close(*found, **FP64)
 
 
 class Concatenations(TorchDispatchMode):
@@ -64,8 +63,7 @@ def test_gradients_of_one_buffer_are_not_concatenated(adjacent: bool) -> None:
         with Concatenations() as mode:
             found.append(torch.autograd.grad(outs, leaves, grads))
         assert mode.count == (together and not adjacent)
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, **FP64)
+    torch.testing.assert_close(*found, **FP64)
 
 
 def sequence_first() -> InputExchange:
@@ -86,8 +84,7 @@ def test_equal_in_the_order_of_sequence_parallelism() -> None:
         assert one.shape == (2, 5, 4)
         gradients = torch.autograd.grad((one.sin().sum() + two.cos()).sum(), [x, parts[0].weight])
         found.append([one, two, *gradients])
-    for expected, other in zip(*found, strict=True):
-        torch.testing.assert_close(other, expected, **FP64)
+    torch.testing.assert_close(*found, **FP64)
 
 
 @pytest.mark.parametrize("heads", [1, 3])
@@ -123,8 +120,7 @@ def test_attention_in_kernels_concatenates_nothing(
         with Concatenations() as mode:
             found.append(torch.autograd.grad(out.square().sum(), leaves))
         assert mode.count == (backend == "reference")
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 def test_gradcheck() -> None:

@@ -54,12 +54,6 @@ def test_names_and_seeds_differ() -> None:
     assert abs((first * full_parameter("b.weight", (64, 64))).mean()) < 1e-4
 
 
-def test_norms_and_biases() -> None:
-    assert torch.equal(full_parameter("x.norm.weight", (5,)), torch.ones(5))
-    assert torch.equal(full_parameter("x.norm.bias", (5,)), torch.zeros(5))
-    assert torch.equal(full_parameter("head.bias", (5,)), torch.zeros(5))
-
-
 def test_convolution_of_the_release_keeps_the_defaults_of_torch() -> None:
     config = ModelConfig(
         num_layers=1, hidden_size=64, num_heads=2, ffn_hidden_size=8, vocab_size=9,
