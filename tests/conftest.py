@@ -33,9 +33,8 @@ TOGETHER = (
     ("tests/slurm/",),
     (
         "tests/integration/test_pretrain_", "tests/integration/test_finetune.py",
-        "tests/integration/test_convert_continues.py", "tests/integration/test_double_launch.py",
-        "tests/integration/test_lost_node.py", "tests/faults/test_chaos.py",
-        "tests/unit/cli/test_doctor.py",
+        "tests/integration/test_double_launch.py", "tests/integration/test_lost_node.py",
+        "tests/faults/test_chaos.py", "tests/unit/cli/test_doctor.py",
     ),
 )  # fmt: skip
 """Beginnings of paths of files that share rank pools, a virtual cluster, or a fork server."""

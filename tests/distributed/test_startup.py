@@ -62,29 +62,13 @@ def _expected(launcher: str) -> list[str]:
     return [f"{launcher} 0 0 3.0", f"{launcher} 1 1 3.0"]
 
 
-# ``pretrain`` under torchrun: tests/integration, fixture ``uninterrupted``.
-@pytest.mark.nightly
-def test_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "job.py"
-    script.write_text(JOB)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-    assert _start(*torchrun, "--nproc-per-node=2", str(script)) == _expected("torchrun")
-
-
-@pytest.mark.parametrize(
-    "job",
-    [
-        # ``pretrain`` on one node: tests/integration/test_pretrain_ranks.py.
-        pytest.param(JOB, id="one_node", marks=pytest.mark.nightly),
-        pytest.param(TWO_NODES, id="two_nodes"),
-    ],
-)
-def test_mpirun(job: str) -> None:
+# ``pretrain`` on one node: tests/integration/test_pretrain_ranks.py.
+def test_mpirun_on_two_nodes() -> None:
     beside = Path(sys.executable).parent / "mpirun"
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
     assert mpirun is not None, "mpirun is missing; install requirements-dev.txt"
     options = ("--allow-run-as-root", "--oversubscribe", "-n", "2")
-    assert _start(mpirun, *options, sys.executable, "-c", job) == _expected("mpirun")
+    assert _start(mpirun, *options, sys.executable, "-c", TWO_NODES) == _expected("mpirun")
 
 
 def run_as_srun(rank: int, port: int) -> list[int]:

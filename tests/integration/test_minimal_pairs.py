@@ -111,10 +111,3 @@ def test_pretraining_records_accuracies_and_resumes(
     assert found["accuracy"] == pytest.approx(whole[3]["accuracy"])
     recorded = {name: whole[3][f"accuracy_{name}"] for name in found["fields"]}
     assert found["fields"] == pytest.approx(recorded)
-
-
-def test_a_run_without_its_pairs_creates_no_folder(pretrain: Run, tmp_path: Path) -> None:
-    code, message = pretrain("train.blimp_every=2", f"train.blimp_data={tmp_path / 'absent'}")
-    assert code == EXIT_USAGE
-    assert "absent: no such folder" in message
-    assert not (tmp_path / "run").exists()

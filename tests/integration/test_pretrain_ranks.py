@@ -21,8 +21,6 @@ from megatron_deberta.observe.metrics import FILE_NAME
 from tests.support.jobs import (
     ROOT,
     TIMEOUT,
-    ForkedRank,
-    Job,
     fork_server,
     free_port,
     losses,
@@ -69,28 +67,6 @@ def test_started_by_mpirun(run_yaml: Path, uninterrupted: Path, tmp_path: Path) 
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert_two_ranks_trained(run_dir, uninterrupted)
-
-
-@pytest.mark.slow
-def test_started_by_srun(run_yaml: Path, uninterrupted: Path, tmp_path: Path) -> None:
-    port = free_port()
-    run_dir = tmp_path / "run"
-    ranks = [
-        ForkedRank(
-            bare_environment(
-                SLURM_PROCID=str(rank), SLURM_NTASKS="2", SLURM_LOCALID=str(rank),
-                SLURM_NODEID="0", SLURM_STEP_ID="0", SLURM_JOB_ID="4",
-                SLURM_STEP_TASKS_PER_NODE="2", SLURM_STEP_NODELIST="localhost",
-                MASTER_PORT=str(port),
-            ),
-            command(run_yaml, run_dir)[3:],
-            tmp_path / f"run.{rank}.log",
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    job = Job(ranks, run_dir)
-    assert job.wait() == [0, 0], job.output()
     assert_two_ranks_trained(run_dir, uninterrupted)
 
 

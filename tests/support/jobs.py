@@ -53,8 +53,8 @@ TIMEOUT = 240.0
 WITHOUT_FLOCK = "MEGATRON_DEBERTA_TEST_WITHOUT_FLOCK"
 """Environment variable that makes ``flock`` fail in forked ranks."""
 LOCAL_DISK = "MEGATRON_DEBERTA_TEST_LOCAL_DISK"
-"""Environment variable with a forked rank and how its writes of local checkpoints fail: ``1 hung``,
-``1 slow`` or ``1 full``.
+"""Environment variable with a forked rank and how its writes of local checkpoints fail:
+``1 hung`` or ``1 full``.
 """
 STACK_SECONDS = 1.0
 """Time to dump the stacks of ranks that hang."""
@@ -192,15 +192,11 @@ def _failing_write(failure: str, original: Callable[..., None]) -> Callable[...,
         reader, _writer = os.pipe()
         os.read(reader, 1)
 
-    def slow(*arguments: Any) -> None:
-        time.sleep(0.3)
-        original(*arguments)
-
     def full(path: Path, content: bytes) -> None:
         original(path, content[: len(content) // 2])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    return {"hung": hang, "slow": slow, "full": full}[failure]
+    return {"hung": hang, "full": full}[failure]
 
 
 def _unsupported(*_: Any) -> None:

@@ -25,21 +25,19 @@ def run_labelled(
     head: Head,
     layout: Layout | None,
     steps: int,
-    sift: float,
-    micro_batch: int = 2,
+    *,
+    micro_batch: int = 8,
     dtype: str = "fp32",
     pack_rows: bool = False,
-    class_weights: tuple[str, ...] = (),
-    focal_gamma: float = 0.0,
-    lora_rank: int | None = None,
     save_to: str = "",
     load_from: str = "",
+    **options: Any,
 ) -> list[float]:
     """Return the losses of a run on this rank; ``layout`` None: one process.
 
     With dropout, unless rows are packed, where its bits depend on the rows side by side. It begins
     with the state of the checkpoint ``load_from`` and ends with a checkpoint in the run folder
-    ``save_to``, unless these are empty.
+    ``save_to``, unless these are empty. Further options are those of ``labelled_run``.
     """
     deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     chosen = layout or Layout(1, 0, False, "none")
@@ -48,7 +46,6 @@ def run_labelled(
         head,
         dropout=0.0 if pack_rows else 0.1,
         pack_rows=pack_rows,
-        sift=sift,
         model=MODEL,
         parallel=ParallelConfig(
             tensor_parallel_size=chosen.tp_size,
@@ -62,9 +59,7 @@ def run_labelled(
             initial_loss_scale_power=10,
         ),
         micro_batch_size=micro_batch,
-        class_weights=class_weights,
-        focal_gamma=focal_gamma,
-        lora_rank=lora_rank,
+        **options,
     )
     model = build_rank_model(config, groups)
     model.module.train()

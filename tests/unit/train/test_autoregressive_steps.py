@@ -26,7 +26,7 @@ from megatron_deberta.errors import ConfigError
 from megatron_deberta.evaluate.validation import evaluate
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.train.step import TrainStep
-from tests.support.autoregressive import as_causal
+from tests.support.objective_layouts import as_causal
 from tests.unit.train.test_step import CONFIG, part, rows
 
 GROUPS = single_process_groups(torch.device("cpu"))
