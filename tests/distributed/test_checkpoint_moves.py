@@ -28,11 +28,10 @@ from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.parallelize import ShardedModel
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import Engine
-from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model.inputs import ModelInputs
-from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.step import TrainStep
 from tests.support.checkpoints import metadata, save_state
+from tests.support.layout_matrix import build
 from tests.support.ranks import RankPool, grid
 from tests.support.tiny_models import V2, tiny_tokenizer
 from tests.support.toy_engine import states
@@ -85,8 +84,7 @@ def start(
 ) -> tuple[RunConfig, ProcessGroups, ShardedModel, Engine]:
     config = config_of(*place)
     groups = grid(place[-1])
-    model = build_rank_model(config, groups)
-    return config, groups, model, build_engine(config, model.module, model.specs, groups)
+    return config, groups, *build(config, groups)
 
 
 def train_and_save(rank: int, run_dir: str, place: tuple[str, str, int, int]) -> list[float]:

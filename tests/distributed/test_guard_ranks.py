@@ -11,20 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_deberta.config.schema import GuardConfig, RunConfig
+from megatron_deberta.config.schema import GuardConfig
 from megatron_deberta.data.batch import Batch
-from megatron_deberta.distributed.parallelize import ShardedModel
-from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine import deepspeed_engine
-from megatron_deberta.engine.base import Engine
-from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.engine.schedule import learning_rate
 from megatron_deberta.errors import EXIT_NEVER_REQUEUE, LossScaleError
 from megatron_deberta.objectives import ModelLosses
-from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.stability.guard import Guard, GuardState
 from megatron_deberta.train.step import TrainStep
-from tests.support.layout_matrix import GLOBAL_BATCH, Layout, micro_batches, moments, run_config
+from tests.support.layout_matrix import (
+    GLOBAL_BATCH,
+    Layout,
+    build,
+    groups_of,
+    micro_batches,
+    moments,
+    run_config,
+)
 from tests.support.losses import with_first_loss
 from tests.support.ranks import RankPool, grid
 from tests.support.tolerances import LAYOUT_LOSS
@@ -121,19 +124,12 @@ class LossFault:
         return loss * float("nan") if self.step == NOT_A_NUMBER else loss
 
 
-def build(config: RunConfig, groups: Any) -> tuple[ShardedModel, Engine]:
-    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
-    model = build_rank_model(config, groups)
-    model.module.train()
-    return model, build_engine(config, model.module, model.specs, groups)
-
-
 def train_with_faults(
     rank: int, layout: Layout | None, resume_at: Sequence[int] = ()
 ) -> dict[str, Any]:
     """Return losses and skips of a run that is resumed after each of ``resume_at`` steps."""
     config = replace(run_config(layout), guard=GUARD)
-    groups = grid(layout.tp_size) if layout else single_process_groups(torch.device("cpu"))
+    groups = groups_of(layout)
     model, engine = build(config, groups)
     guard, history = Guard.of_run(config), []
     for step in range(STEPS):

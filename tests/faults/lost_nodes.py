@@ -25,44 +25,29 @@ from benchmarks.lib.provenance import provenance
 from benchmarks.tables.faults import LOST_NODES_CODE, LOST_NODES_COUNTS
 from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.observe.timeline import FILE_NAME as TIMELINE
-from tests.faults.chaos.training import OVERRIDES, last_step, log_end, result, wait_until
-from tests.support.jobs import Job, prepare, start
+from tests.faults.chaos.training import (
+    WORLD_SIZE,
+    TrainingCases,
+    last_step,
+    log_end,
+    result,
+    wait_until,
+)
+from tests.support.jobs import Job, prepare
 
-WORLD_SIZE, RANKS_PER_NODE = 4, 2
-STEPS, SAVE_EVERY, LOCAL_EVERY = 30, 10, 3
+RANKS_PER_NODE, SAVE_EVERY, LOCAL_EVERY = 2, 10, 3
 _USED = re.compile(r"the local checkpoint of step (\d+) is complete")
 
 
-class LostNodes:
+class LostNodes(TrainingCases):
     """Cases on one tiny run: TP2 x DP2, ZeRO-1, dropout on, two nodes.
 
-    Args:
-        folder: working folder.
-        run_yaml: the run.
-        steps: of the run.
+    The uninterrupted run saves no local checkpoints.
     """
 
-    def __init__(self, folder: Path, run_yaml: Path, steps: int = STEPS) -> None:
-        self._folder = folder
-        self._run_yaml = run_yaml
-        self._steps = steps
-        self._expected: dict[str, Any] | None = None
-
-    def _start(self, run_dir: Path, *overrides: str) -> Job:
-        for log in run_dir.parent.glob(f"{run_dir.name}.*.log"):
-            log.unlink()
-        return start(
-            self._run_yaml, run_dir, WORLD_SIZE, *OVERRIDES, f"train.steps={self._steps}",
-            f"checkpoint.save_every={SAVE_EVERY}", *overrides, ranks_per_node=RANKS_PER_NODE,
-        )  # fmt: skip
-
-    def expected(self) -> dict[str, Any]:
-        """Return the result of the uninterrupted run, which saves no local checkpoints."""
-        if self._expected is None:
-            job = self._start(self._folder / "uninterrupted")
-            assert job.wait() == [0] * WORLD_SIZE, job.output()[-4000:]
-            self._expected = result(self._folder / "uninterrupted", self._steps)
-        return self._expected
+    def _start(self, run_dir: Path, *overrides: str, **options: Any) -> Job:
+        overrides = (f"checkpoint.save_every={SAVE_EVERY}", *overrides)
+        return super()._start(run_dir, *overrides, ranks_per_node=RANKS_PER_NODE, **options)
 
     def run(self, case: str, seed: int) -> dict[str, Any]:
         """Lose something at a random time and resume.

@@ -439,24 +439,6 @@ def test_a_saved_run_is_checked_and_trained_by_other_commands(
     assert "tiny" in capsys.readouterr().out
 
 
-def test_malformed_or_empty_data_is_a_usage_error(
-    tmp_path: Path, finetune: Finetune, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_dir = tmp_path / "run"
-    assert finetune(run_dir, "train.steps=1", "optimizer.warmup_steps=0") == EXIT_DONE
-    error = capsys.readouterr().err
-    assert "settings of task tiny: none" in error
-    command = ["predict", str(data / "task.yaml"), "--model", str(run_dir), "--data", str(data)]
-    for content, message in (
-        ('text\tlabel\n"a\tgood\nb"\tbad\n', "test.tsv:2: a quoted field reaches"),
-        ("text\tlabel\na\n", "test.tsv:2: 1 columns instead of 2"),
-        ("", "test.tsv:1: the file is empty"),
-    ):
-        (data / "test.tsv").write_text(content)
-        assert main(command) == EXIT_USAGE
-        assert message in " ".join(capsys.readouterr().err.split())
-
-
 def test_a_model_without_the_head_cannot_predict(
     data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
