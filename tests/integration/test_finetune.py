@@ -402,6 +402,9 @@ def test_two_ranks_predict_as_one(
     assert main(command) == EXIT_USAGE
     assert "no such file" in (error := capsys.readouterr().err)
     assert "choose a split with --split: train, dev" in " ".join(error.split())
+    tested.write_text("")
+    assert main(command) == EXIT_USAGE
+    assert "test.tsv:1: the file is empty" in " ".join(capsys.readouterr().err.split())
     # Rank 1 writes nothing, not even to standard output.
     assert "scores" not in (tmp_path / "1.log").read_text()
     expected, found = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,9 @@ import pytest
 from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.cluster.slurm.history import JobHistory, measured_stop_time
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
-from megatron_deberta.train.preemption import STOP_SIGNALS
 from tests.support.jobs import Run, losses, records
 
 VALIDATED = ("train.eval_every=1", "train.exit_step=2")
-
-
-@pytest.fixture(autouse=True)
-def _own_signals() -> Iterator[None]:
-    """Restore the handlers that the command leaves when it was told to stop."""
-    handlers = {n: signal.getsignal(n) for n in (*STOP_SIGNALS, signal.SIGINT)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from megatron_deberta.errors import (
 )
 from megatron_deberta.objectives import MaskedLanguageModel
 from megatron_deberta.observe.metrics import read_metrics
-from megatron_deberta.train.preemption import STOP_SIGNALS
 from tests.support.jobs import Run
 
 REFUSED = {
@@ -57,18 +55,6 @@ def test_missing_files(pretrain: Run, tmp_path: Path) -> None:
     assert main(["pretrain", str(tmp_path / "missing.yaml")]) == EXIT_USAGE
 
 
-def test_tokenizer_differs_from_that_of_the_shards(
-    pretrain: Run, run_yaml: Path, tmp_path: Path
-) -> None:
-    text = run_yaml.parent / "docs.jsonl"
-    other = str(tmp_path / "tokenizer")
-    make = ["train-tokenizer", "--input", str(text), "--vocab-size", "400", "--output", other]
-    assert main(make) == 0
-    code, error = pretrain(f"tokenizer.path={other}")
-    assert code == EXIT_USAGE
-    assert "the shard was made with another tokenizer" in error.splitlines()[-1]
-
-
 def test_checkpoint_of_another_model_or_run(pretrain: Run, tmp_path: Path) -> None:
     assert pretrain() == (EXIT_DONE, "")
     before = read_metrics(tmp_path / "run" / "metrics.jsonl")
@@ -91,17 +77,8 @@ def test_checkpoint_of_another_model_or_run(pretrain: Run, tmp_path: Path) -> No
     assert pretrain(*changed) == (EXIT_DONE, "")
 
 
-@pytest.fixture
-def own_signals() -> Iterator[None]:
-    """Restore the handlers that the command leaves when it was told to stop."""
-    handlers = {n: signal.getsignal(n) for n in (*STOP_SIGNALS, signal.SIGINT)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
 def test_ctrl_c_saves_and_says_where(
-    pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_signals: None
+    pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     presses = [signal.SIGINT]

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import DebertaV2ForMaskedLM
 
 from megatron_deberta.config.schema import ModelConfig, with_task_head
-from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.errors import CheckpointError
 from megatron_deberta.hf import MegatronDebertaForMaskedLM
 from megatron_deberta.hf import export_model as export_model_module
 from megatron_deberta.hf.export_model import ExportResult, export_model, write_hf_model
@@ -432,13 +432,6 @@ def test_exported_code_is_the_code_that_is_checked(
     assert sys.path == path
     assert not [name for name in set(sys.modules) - modules if "transformers_modules" in name]
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
-
-
-def test_output_in_use_raises(tmp_path: Path) -> None:
-    (tmp_path / "kept.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="not empty"):
-        export(V2, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
 
 
 def test_weights_are_split_into_files_of_bounded_size(

@@ -65,22 +65,6 @@ def test_empty_rows_and_no_mask(kind: str) -> None:
     compare(model, {"inputs_embeds": torch.randn(2, 5, 32), "attention_mask": torch.ones(2, 5)})
 
 
-def test_states_of_every_layer() -> None:
-    model, batch = build("v2").eval(), inputs(3, 10, "left")
-    for flags in ({"output_hidden_states": True}, {"return_dict": False}, {}):
-        stock = model(**batch, **flags)
-        with use_fast_attention(model):
-            ours = model(**batch, **flags)
-        assert type(ours) is type(stock)
-        stock, ours = (out if isinstance(out, tuple) else out.to_tuple() for out in (stock, ours))
-        assert len(ours) == len(stock)
-        torch.testing.assert_close(ours, stock, atol=1e-5, rtol=1e-5)
-    with use_fast_attention(model):
-        model(**batch)
-        embedded = model.embeddings(batch["input_ids"], mask=batch["attention_mask"])
-        assert len(model.encoder(embedded, batch["attention_mask"]).hidden_states) == 3
-
-
 def test_calls_of_several_threads_do_not_mix() -> None:
     """Each call has as many states as its caller wants, also while others run."""
     model, batch = build("v2").eval(), inputs(2, 6)
