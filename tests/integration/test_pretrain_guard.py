@@ -164,15 +164,6 @@ def test_repeated_rollbacks_end_the_run(
     assert error.count("rolling back from step") == 0
 
 
-def test_missing_earlier_checkpoint_ends_the_run(
-    pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    poison(monkeypatch, samples_of(range(1, 100)))
-    code, error = pretrain(*GUARDED)
-    assert code == EXIT_NEVER_REQUEUE
-    assert "has no earlier checkpoint to roll back to" in error
-
-
 def test_a_step_that_runs_again_records_its_verdict(
     pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

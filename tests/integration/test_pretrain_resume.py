@@ -104,22 +104,6 @@ def test_tensor_parallel_run_resumes_data_parallel(
     check_sample_log(run_dir / "ledger", 8, STEPS)
 
 
-def test_validation_skipped_by_a_stop_runs_after_the_resume(pretrain: Run, tmp_path: Path) -> None:
-    often = ("train.eval_every=1", "train.exit_step=3")
-    assert pretrain(*often, run_dir="whole")[0] == EXIT_DONE
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    (run_dir / "stop").touch()
-    assert pretrain(*often)[0] == EXIT_DONE
-    assert list(records(run_dir)) == [1]
-    assert list(records(run_dir, "validation")) == [0]
-    for _ in range(2):  # The second start has nothing to do.
-        assert pretrain(*often)[0] == EXIT_DONE
-        whole = records(tmp_path / "whole", "validation")
-        assert list(whole) == [0, 1, 2, 3]
-        assert records(run_dir, "validation") == whole
-
-
 def test_auto_precision_is_recorded_and_kept(pretrain: Run, tmp_path: Path) -> None:
     """A resumed run keeps format and engine, whatever a new run would take here."""
     auto = ("precision.dtype=auto", "precision.engine=auto")

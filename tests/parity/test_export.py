@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import re
 import shutil
 import sys
@@ -335,25 +334,6 @@ def test_pipeline_uses_the_mask_decoder(
     assert [answer["token"] for answer in answers] == best.indices.tolist()
     assert [answer["score"] for answer in answers] == pytest.approx(best.values.tolist(), rel=1e-4)
     assert not [record for record in caplog.records if "not supported" in record.message]
-
-
-@pytest.mark.parametrize("name", ["v3-like", "v1"])
-def test_stock_masked_lm_warns_of_its_new_head(
-    name: str, exported: Exported, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder, _ = exported(name)
-    logger = logging.getLogger("transformers")
-    logger.addHandler(caplog.handler)
-    try:
-        with caplog.at_level(logging.WARNING):
-            model, report = transformers.AutoModelForMaskedLM.from_pretrained(
-                folder, output_loading_info=True
-            )
-    finally:
-        logger.removeHandler(caplog.handler)
-    assert type(model).__module__.startswith("transformers.models.")
-    assert "cls.predictions.transform.dense.weight" in report["missing_keys"]
-    assert "newly initialized" in caplog.text
 
 
 def test_stock_masked_lm_is_correct_without_mask_decoder(exported: Exported) -> None:
