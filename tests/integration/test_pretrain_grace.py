@@ -81,15 +81,3 @@ def test_interrupted_validation_is_repeated_by_the_next_start(
     before = (run_dir / "metrics.jsonl").read_bytes()
     assert pretrain(*VALIDATED)[0] == EXIT_DONE
     assert (run_dir / "metrics.jsonl").read_bytes() == before
-
-
-def test_signal_during_start_up_ends_before_the_first_step(
-    pretrain: Run, tmp_path: Path, signal_in: Any
-) -> None:
-    signal_in("megatron_deberta.train.run.build_engine")
-    assert pretrain()[0] == EXIT_REQUEUE
-    run_dir = tmp_path / "run"
-    assert committed_steps(run_dir) == []
-    assert records(run_dir) == {}
-    assert pretrain()[0] == EXIT_DONE
-    assert len(losses(run_dir)) == 2

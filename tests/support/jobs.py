@@ -124,7 +124,7 @@ class ForkedRank:
 
     def poll(self) -> int | None:
         """Return the exit code, or None while the rank runs."""
-        return self._process.exitcode
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit code at the end of the rank.
