@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron_deberta.checkpoint import store
 from megatron_deberta.checkpoint.layout import step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader
-from megatron_deberta.cli.main import main
 from megatron_deberta.config.schema import (
     DataConfig,
     OptimizerConfig,
@@ -34,6 +33,7 @@ from tests.support.checkpoints import metadata, save_state
 from tests.support.layout_matrix import build
 from tests.support.ranks import RankPool, grid
 from tests.support.tiny_models import V2, tiny_tokenizer
+from tests.support.tiny_runs import export_run
 from tests.support.toy_engine import states
 
 CHAIN = (
@@ -158,7 +158,7 @@ def train_and_save_with_tokenizer(rank: int, run_dir: str, tokenizer_dir: str) -
 def test_checkpoint_of_tensor_parallel_zero3_ranks_is_exported(
     four_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, out, tokenizer = (str(tmp_path / name) for name in ("run", "out", "tokenizer"))
+    run, tokenizer = (str(tmp_path / name) for name in ("run", "tokenizer"))
     tiny_tokenizer().save(tokenizer)
     for changes in four_ranks.run(train_and_save_with_tokenizer, run, tokenizer):
         assert min(changes) > 0
@@ -166,7 +166,7 @@ def test_checkpoint_of_tensor_parallel_zero3_ranks_is_exported(
     assert reader.metadata.layout == {"tp_size": 2, "dp_size": 2}
     assert len(list(reader.path.glob("part-*.safetensors"))) == 4
     # Compares the logits of the exported model with those of this project's model.
-    assert main(["convert", "--checkpoint", run, "--to", "hf", "--output", out]) == 0
+    export_run(tmp_path / "run", tmp_path / "out")
     assert "Verified on real text: largest difference of logits" in capsys.readouterr().out
     exported = load_file(tmp_path / "out" / "model.safetensors")
     for name, canonical in (

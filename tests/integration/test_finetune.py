@@ -34,6 +34,7 @@ from megatron_deberta.observe.metrics import read_metrics
 from megatron_deberta.train.step import TrainStep
 from tests.support.jobs import ForkedRank, free_port, rank_variables
 from tests.support.tiny_models import random_weights
+from tests.support.tiny_runs import export_run
 from tests.support.tiny_task import MODEL, write_task
 
 pytest.importorskip("sklearn")
@@ -144,8 +145,7 @@ def test_adapters_are_trained_resumed_and_merged(
 
     task = [str(data / "task.yaml"), "--data", str(data), "--split", "dev"]
     run, export, found = tmp_path / "whole", tmp_path / "export", []
-    checkpoint = ["--checkpoint", str(run)]
-    assert main(["convert", *checkpoint, "--output", str(export)]) == EXIT_DONE
+    export_run(run, export)
     assert (
         "low-rank adapters (rank 2, alpha 16) of query, up, down"
         in (export / "README.md").read_text()
@@ -156,10 +156,7 @@ def test_adapters_are_trained_resumed_and_merged(
         assert main(command) == EXIT_DONE
         found.append(output.read_text())
     assert found[0] == found[1]
-    assert (
-        main(["convert", *checkpoint, "--to", "peft", "--output", str(tmp_path / "peft")])
-        == EXIT_DONE
-    )
+    export_run(run, tmp_path / "peft", "--to", "peft")
     assert {path.name for path in (tmp_path / "peft").iterdir()} == {
         "adapter_config.json", "adapter_model.safetensors",
     }  # fmt: skip
@@ -327,9 +324,7 @@ def check_texts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Predict the texts of ``expected`` without a task: of the run, and of its export."""
-    exported = tmp_path / "exported"
-    convert = ["convert", "--checkpoint", str(run_dir), "--output", str(exported)]
-    assert main(convert) == EXIT_DONE
+    exported = export_run(run_dir, tmp_path / "exported")
     texts = [prediction["text"] for prediction in expected]
     given = [argument for text in texts for argument in ("--text", text)]
     for model in (run_dir, exported):
@@ -429,8 +424,7 @@ def test_a_saved_run_is_checked_and_trained_by_other_commands(
     # From another folder, and without the task's file.
     (data / "task.yaml").unlink()
     monkeypatch.chdir(data.parent)
-    export = ["convert", "--checkpoint", str(run_dir), "--to", "hf", "--output", "export"]
-    assert main(export) == EXIT_DONE
+    export_run(run_dir, Path("export"))
     assert main(["compare", str(run_dir), str(run_dir), "--split", "dev"]) == EXIT_DONE
     assert "tiny" in capsys.readouterr().out
 

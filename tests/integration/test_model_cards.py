@@ -40,6 +40,7 @@ from megatron_deberta.objectives.rtd import ReplacedTokenModel
 from megatron_deberta.tasks.reading import split_to_predict
 from megatron_deberta.tasks.scoring import score
 from megatron_deberta.tokenizer import load_tokenizer
+from tests.support.tiny_runs import export_run
 from tests.support.tiny_task import MODEL, WORDS
 
 GOLDEN = MODEL.parent
@@ -99,10 +100,7 @@ def pretrained(runs: Path, kind: str) -> Path:
 
 def exported(run: Path, *options: str) -> Path:
     name = "-".join([run.name, *[option.strip("-") for option in options]])
-    folder = run.parent / f"{name}-hf"
-    arguments = ["convert", "--checkpoint", str(run), "--output", str(folder), *options]
-    assert main(arguments) == 0
-    return folder
+    return export_run(run, run.parent / f"{name}-hf", *options)
 
 
 def read_card(folder: Path) -> tuple[str, dict[str, Any], dict[str, tuple[str, ...]]]:
@@ -317,7 +315,7 @@ def test_a_step_without_validation_has_no_figures(runs: Path) -> None:
     run = pretrained(runs, "mlm")
     folder = runs / "step2-hf"
     step = run / "checkpoints" / "step_00000002"
-    assert main(["convert", "--checkpoint", str(step), "--output", str(folder)]) == 0
+    export_run(step, folder)
     text, metadata, rows = read_card(folder)
     assert rows["optimizer steps"] == ("2 of 4",)
     assert rows["tokens"] == (f"{2 * 4 * 24:,}, padding included",)
@@ -355,7 +353,7 @@ def test_a_validation_on_other_data_than_the_checkpoint_records_has_no_figures(
 def test_an_imported_model_has_no_figures(tmp_path: Path) -> None:
     new, folder = tmp_path / "new", tmp_path / "out"
     assert main(["convert", "--from", "hf", str(MODEL), "--output", str(new)]) == 0
-    assert main(["convert", "--checkpoint", str(new), "--output", str(folder)]) == 0
+    export_run(new, folder)
     text, metadata, rows = read_card(folder)
     assert rows["training"] == ("imported weights; their training is not recorded",)
     assert "pretrained by" not in text

@@ -14,6 +14,7 @@ from megatron_deberta.hf import MegatronDebertaForMaskedLM
 from megatron_deberta.hf.loading import load_pretrained
 from tests.integration.test_documented_commands import write_scored
 from tests.support.jobs import Run, assert_same_checkpoints, records
+from tests.support.tiny_runs import export_run
 
 RETROMAE = (
     "objective.name=retromae", "objective.mask_probability=0.3", "data.packing=doc_sentences",
@@ -55,9 +56,7 @@ def test_from_a_masked_run_to_embeddings(pretrain: Run, tmp_path: Path) -> None:
     assert "Of RetroMAE: the loss of the encoder" in text
     assert "reconstruction loss" in text
 
-    exported = tmp_path / "exported"
-    command = ["convert", "--checkpoint", str(run), "--to", "hf", "--output", str(exported)]
-    assert main(command) == EXIT_DONE
+    exported = export_run(run, tmp_path / "exported")
     card = (exported / "README.md").read_text()
     assert "a decoder of one layer, which is left out here" in card
     assert f"{measured['loss']:.4f}" in card

@@ -12,9 +12,8 @@ from transformers import AutoModel
 
 from megatron_deberta.attention_maps.compute import MEAN, compute_maps
 from megatron_deberta.checkpoint.store import find_newest
-from megatron_deberta.cli.main import main
 from tests.support.tiny_models import V1, V2, tiny_tokenizer
-from tests.support.tiny_runs import save_run
+from tests.support.tiny_runs import export_run, save_run
 
 TEXT = "The quick [MASK] jumps over the lazy dog near the river."
 CONFIGS = {
@@ -32,9 +31,7 @@ def test_maps_are_those_of_transformers(
 ) -> None:
     config, run_dir, export = CONFIGS[name], tmp_path / "run", tmp_path / "export"
     save_run(config, run_dir, tmp_path / "tokenizer")
-    assert (
-        main(["convert", "--checkpoint", str(run_dir), "--to", "hf", "--output", str(export)]) == 0
-    )
+    export_run(run_dir, export)
     maps = compute_maps(run_dir, TEXT, "all", "all")
     terms = {"v2": "c2p+p2c", "v1": "c2p+p2c", "none": ""}.get(name, name)
     assert maps.parts == ("probabilities", "c2c", *filter(None, terms.split("+")))
