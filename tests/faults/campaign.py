@@ -43,6 +43,8 @@ def run_missing(
     places: Iterable[str],
     cases: Iterable[tuple[str, Mapping[str, Any]]],
     run_case: Callable[..., dict[str, Any]],
+    *,
+    repeat: bool = False,
 ) -> int:
     """Run the cases without a result of the present code; return 1 if a case failed.
 
@@ -51,6 +53,7 @@ def run_missing(
         places: on whose code results depend.
         cases: the command that repeats a case, and the fields that identify it.
         run_case: given these fields, returns the result.
+        repeat: run cases with a result, too.
     """
     end, code = time.monotonic() + args.seconds, code_digest(places)
 
@@ -59,7 +62,7 @@ def run_missing(
 
     for command, key in cases:
         is_done = any(all(line[k] == v for k, v in key.items()) for line in known())
-        if is_done or time.monotonic() > end:
+        if (is_done and not repeat) or time.monotonic() > end:
             continue
         line = {**key, **run_case(**key), "command": command, "code_digest": code}
         append_line(args.output, {**line, **provenance()})

@@ -20,11 +20,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.campaigns import RESULTS, append_line, code_digest, read_lines
-from benchmarks.lib.provenance import provenance
+from benchmarks.lib.campaigns import RESULTS, read_lines
 from benchmarks.tables.faults import LOST_NODES_CODE, LOST_NODES_COUNTS
 from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.observe.timeline import FILE_NAME as TIMELINE
+from tests.faults import campaign
 from tests.faults.chaos.training import (
     WORLD_SIZE,
     TrainingCases,
@@ -57,7 +57,7 @@ class LostNodes(TrainingCases):
                 folder deleted; ``replicas``: so is one part with its replica.
             seed: chooses victim and time.
         """
-        rng, expected = random.Random(f"{case} {seed}"), self.expected()
+        rng, expected, began = random.Random(f"{case} {seed}"), self.expected(), time.monotonic()
         run_dir, local_dir = self._folder / "run", self._folder / "local"
         for path in (run_dir, local_dir):
             shutil.rmtree(path, ignore_errors=True)
@@ -95,6 +95,7 @@ class LostNodes(TrainingCases):
             "ok": ok, "victim": victim, "at": f"{delay:.3f} s after step {step}", "codes": codes,
             "reached": reached, "shared": shared, "local": used, "steps_repeated": repeated,
             "identical": same, "log": log_end(again, ok),
+            "duration_seconds": round(time.monotonic() - began, 2),
         }  # fmt: skip
 
 
@@ -111,46 +112,23 @@ def main() -> int:
     for case in args.cases:
         if case not in LOST_NODES_COUNTS:
             parser.error(f"unknown case {case!r}; choose from {', '.join(LOST_NODES_COUNTS)}")
+    chosen = args.cases or list(LOST_NODES_COUNTS)
+    seeds = range(max(LOST_NODES_COUNTS.values())) if args.seed is None else [args.seed]
+    # One of each kind first.
+    cases = [
+        (f"python -m tests.faults.lost_nodes {case} --seed {seed}", {"case": case, "seed": seed})
+        for seed in seeds
+        for case in chosen
+        if args.seed is not None or seed < LOST_NODES_COUNTS[case]
+    ]
     folder = Path(tempfile.mkdtemp(prefix="lost_nodes."))
     try:
-        return int(run_cases(args, folder) > 0)
+        (folder / "corpus").mkdir()
+        nodes = LostNodes(folder, prepare(folder / "corpus"))
+        repeat = args.seed is not None
+        return campaign.run_missing(args, LOST_NODES_CODE, cases, nodes.run, repeat=repeat)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def run_cases(args: argparse.Namespace, folder: Path) -> int:
-    """Run the missing cases in turn, or those that ``--seed`` selects.
-
-    Returns:
-        Number of failed cases of the present code in the output file.
-    """
-    end, code = time.monotonic() + args.seconds, code_digest(LOST_NODES_CODE)
-    known = [x for x in read_lines(args.output) if x["code_digest"] == code]
-    done = {(x["case"], x["seed"]) for x in known}
-    failed = sum(not x["ok"] for x in known)
-    chosen = args.cases or list(LOST_NODES_COUNTS)
-    # One of each kind first.
-    planned = [
-        (case, seed)
-        for seed in range(max(LOST_NODES_COUNTS.values()))
-        for case in chosen
-        if seed < LOST_NODES_COUNTS[case] and (case, seed) not in done
-    ]
-    if args.seed is not None:
-        planned = [(case, args.seed) for case in chosen]
-    (folder / "corpus").mkdir()
-    campaign = LostNodes(folder, prepare(folder / "corpus"))
-    for case, seed in planned:
-        if time.monotonic() > end:
-            break
-        began = time.monotonic()
-        line = {"case": case, "seed": seed, **campaign.run(case, seed), "code_digest": code}
-        line["duration_seconds"] = round(time.monotonic() - began, 2)
-        command = f"python -m tests.faults.lost_nodes {case} --seed {seed}"
-        append_line(args.output, {**line, "command": command, **provenance()})
-        failed += not line["ok"]
-        print("passed" if line["ok"] else f"FAILED {line}", command, flush=True)
-    return failed
 
 
 if __name__ == "__main__":
