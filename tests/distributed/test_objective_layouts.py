@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.layout_matrix import Layout, compare
-from tests.support.objective_layouts import (
-    ALTERNATING,
-    RTD,
-    run_retromae,
-    run_rtd,
-    run_two_forms,
-)
+from tests.support.objective_layouts import ALTERNATING, RTD, run_retromae, run_rtd, run_two_forms
 from tests.support.ranks import RankPool
 
 Run = Callable[..., dict[str, Any]]

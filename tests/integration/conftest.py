@@ -11,13 +11,7 @@ import pytest
 import torch
 
 from megatron_deberta.cli.main import main
-from tests.support.jobs import (
-    ROOT,
-    TIMEOUT,
-    Run,
-    known_matmul_rate,
-    without_launcher,
-)
+from tests.support.jobs import ROOT, TIMEOUT, Run, known_matmul_rate, without_launcher
 from tests.support.shared import shared_folder
 
 STEPS = 36

@@ -17,12 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_deberta.checkpoint.layout import (
-    KINDS,
-    committed_steps,
-    find_best,
-    step_dir,
-)
+from megatron_deberta.checkpoint.layout import KINDS, committed_steps, find_best, step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.cli.main import main
 from megatron_deberta.config.schema import with_task_head

@@ -12,12 +12,7 @@ import pytest
 
 from megatron_deberta.checkpoint.layout import checkpoints_dir, committed_steps, step_dir
 from megatron_deberta.cli.main import main
-from megatron_deberta.errors import (
-    EXIT_DONE,
-    EXIT_FAILURE,
-    EXIT_INTERRUPTED,
-    EXIT_USAGE,
-)
+from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE
 from megatron_deberta.objectives import MaskedLanguageModel
 from megatron_deberta.observe.metrics import read_metrics
 from tests.support.jobs import Run

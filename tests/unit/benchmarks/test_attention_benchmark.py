@@ -5,13 +5,7 @@ import torch
 
 from benchmarks.attention import operator as attention
 from benchmarks.attention import variants as attention_variants
-from benchmarks.attention.operator import (
-    Comparison,
-    errors,
-    expected_tensors,
-    flops,
-    table,
-)
+from benchmarks.attention.operator import Comparison, errors, expected_tensors, flops, table
 from benchmarks.attention.variants import CPU_VARIANTS, EAGER, FLOOR, GPU_VARIANTS, Case, Variant
 
 CASE = Case(2, 2, 40)
