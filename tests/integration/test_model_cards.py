@@ -165,7 +165,7 @@ def check_origin(text: str, rows: dict[str, tuple[str, ...]]) -> None:
     assert "Not evaluated: " in text
 
 
-def check_figures(folder: Path, run: Path, form: str) -> tuple[str, dict[str, Any], Any, int]:
+def check_figures(folder: Path, run: Path, form: str) -> tuple[str, dict[str, Any], Any, float]:
     """Compare a card with the export's figures; return its text, metadata, rows, and targets."""
     text, metadata, rows = read_card(folder)
     check_origin(text, rows)
