@@ -5,6 +5,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # Before the first import of torch or DeepSpeed.
@@ -33,9 +34,8 @@ TOGETHER = (
     ("tests/slurm/",),
     (
         "tests/integration/test_pretrain_", "tests/integration/test_finetune.py",
-        "tests/integration/test_convert_continues.py", "tests/integration/test_double_launch.py",
-        "tests/integration/test_lost_node.py", "tests/faults/test_chaos.py",
-        "tests/unit/cli/test_doctor.py",
+        "tests/integration/test_double_launch.py", "tests/integration/test_lost_node.py",
+        "tests/faults/test_chaos.py", "tests/unit/cli/test_doctor.py",
     ),
 )  # fmt: skip
 """Beginnings of paths of files that share rank pools, a virtual cluster, or a fork server."""
@@ -87,6 +87,15 @@ def frozen_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def run_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepare a run of 60 steps on real text, for all tests; return its config."""
+    from tests.support.jobs import prepare
+    from tests.support.shared import shared_folder
+
+    return shared_folder(tmp_path_factory, "corpus", prepare) / "run.yaml"
 
 
 @pytest.fixture(autouse=True)

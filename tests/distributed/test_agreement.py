@@ -13,7 +13,6 @@ from megatron_deberta.distributed.control import (
     broadcast_from_rank_zero,
     raise_on_all_ranks,
 )
-from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.errors import EXIT_USAGE, ConfigError, MegatronDebertaError
 from tests.support.ranks import RankPool, grid
 
@@ -68,10 +67,3 @@ def refuse(rank: int) -> int:
 
 def test_all_ranks_have_the_exit_code_of_the_one_that_failed(two_ranks: RankPool) -> None:
     assert two_ranks.run(refuse) == [EXIT_USAGE] * 2
-
-
-def test_single_rank() -> None:
-    groups = single_process_groups(torch.device("cpu"))
-    assert all_reduce_any(True, groups)
-    assert not all_reduce_any(False, groups)
-    assert broadcast_from_rank_zero(3, groups) == 3

@@ -17,13 +17,10 @@ from megatron_deberta.checkpoint.layout import checkpoints_dir, committed_steps
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.retention import Retention
 from megatron_deberta.checkpoint.saver import Saver
-from megatron_deberta.engine import deepspeed_engine
-from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import CheckpointError
-from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.step import TrainStep
 from tests.support.checkpoints import metadata
-from tests.support.layout_matrix import Layout, micro_batches, run_config
+from tests.support.layout_matrix import Layout, build, micro_batches, run_config
 from tests.support.ranks import RankPool, grid
 
 LAYOUTS = [Layout(2, 1, True, "none"), Layout(1, 3, False, "none"), Layout(1, 0, False, "none")]
@@ -37,13 +34,11 @@ class Run:
     """Training on one layout, step by step."""
 
     def __init__(self, layout: Layout, run_dir: str, ema_decay: float = 0.0) -> None:
-        deepspeed_engine.PERSISTENCE_THRESHOLD = 0
         config = run_config(layout)
         config = replace(config, optimizer=replace(config.optimizer, ema_decay=ema_decay))
         self.config = config
         self.groups = grid(layout.tp_size)
-        self.model = build_rank_model(config, self.groups)
-        self.engine = build_engine(config, self.model.module, self.model.specs, self.groups)
+        self.model, self.engine = build(config, self.groups)
         self.take_step = TrainStep(self.engine, config, self.groups)
         self.saver = Saver(run_dir, self.engine, self.model.specs, self.groups)
         self.losses: list[float] = []

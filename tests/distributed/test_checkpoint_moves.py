@@ -6,20 +6,17 @@ import gc
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_deberta.checkpoint import store, writer
+from megatron_deberta.checkpoint import store
 from megatron_deberta.checkpoint.layout import step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader
-from megatron_deberta.cli.main import main
 from megatron_deberta.config.schema import (
     DataConfig,
-    GuardConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -30,15 +27,13 @@ from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.parallelize import ShardedModel
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import Engine
-from megatron_deberta.engine.factory import build_engine
-from megatron_deberta.errors import CheckpointError, NumericsError
 from megatron_deberta.model.inputs import ModelInputs
-from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.step import TrainStep
 from tests.support.checkpoints import metadata, save_state
-from tests.support.losses import with_first_loss
+from tests.support.layout_matrix import build
 from tests.support.ranks import RankPool, grid
 from tests.support.tiny_models import V2, tiny_tokenizer
+from tests.support.tiny_runs import export_run
 from tests.support.toy_engine import states
 
 CHAIN = (
@@ -89,8 +84,7 @@ def start(
 ) -> tuple[RunConfig, ProcessGroups, ShardedModel, Engine]:
     config = config_of(*place)
     groups = grid(place[-1])
-    model = build_rank_model(config, groups)
-    return config, groups, model, build_engine(config, model.module, model.specs, groups)
+    return config, groups, *build(config, groups)
 
 
 def train_and_save(rank: int, run_dir: str, place: tuple[str, str, int, int]) -> list[float]:
@@ -164,7 +158,7 @@ def train_and_save_with_tokenizer(rank: int, run_dir: str, tokenizer_dir: str) -
 def test_checkpoint_of_tensor_parallel_zero3_ranks_is_exported(
     four_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, out, tokenizer = (str(tmp_path / name) for name in ("run", "out", "tokenizer"))
+    run, tokenizer = (str(tmp_path / name) for name in ("run", "tokenizer"))
     tiny_tokenizer().save(tokenizer)
     for changes in four_ranks.run(train_and_save_with_tokenizer, run, tokenizer):
         assert min(changes) > 0
@@ -172,7 +166,7 @@ def test_checkpoint_of_tensor_parallel_zero3_ranks_is_exported(
     assert reader.metadata.layout == {"tp_size": 2, "dp_size": 2}
     assert len(list(reader.path.glob("part-*.safetensors"))) == 4
     # Compares the logits of the exported model with those of this project's model.
-    assert main(["convert", "--checkpoint", run, "--to", "hf", "--output", out]) == 0
+    export_run(tmp_path / "run", tmp_path / "out")
     assert "Verified on real text: largest difference of logits" in capsys.readouterr().out
     exported = load_file(tmp_path / "out" / "model.safetensors")
     for name, canonical in (
@@ -181,58 +175,3 @@ def test_checkpoint_of_tensor_parallel_zero3_ranks_is_exported(
         ("lm_predictions.lm_head.bias", "head.bias"),
     ):
         assert exported[name].equal(reader.tensor(canonical)), name
-
-
-def fail_on_rank_one(rank: int, run_dir: str, step: int) -> str:
-    """Simulate a full disk on one rank only."""
-    config, groups, model, engine = start(("plain", "fp32", 0, 2))
-    if rank == 1:
-
-        def full(*_: Any) -> tuple[int, str]:
-            raise OSError(28, "No space left on device")
-
-        original, writer.write_tensors = writer.write_tensors, full
-    try:
-        save_state(run_dir, engine, model.specs, groups, metadata(step, config))
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        if rank == 1:
-            writer.write_tensors = original
-    return "saved"
-
-
-def test_full_disk_on_one_rank_raises_on_all(two_ranks: RankPool, tmp_path: Path) -> None:
-    messages = two_ranks.run(fail_on_rank_one, str(tmp_path), 4)
-    assert "another rank failed" in messages[0]
-    assert "No space left on device" in messages[1]
-    assert list((tmp_path / "checkpoints").iterdir()) == []
-
-
-def not_finite_on_rank_one(rank: int, tp_size: int, stage: int) -> tuple[str, bool]:
-    """Make one rank's loss NaN; return the error and whether the weights are unchanged."""
-    engine_name = "deepspeed" if stage else "plain"
-    config, groups, _, engine = start((engine_name, "fp32", stage, tp_size))
-    config = replace(config, guard=GuardConfig(non_finite="stop"))
-    before = {name: state.weight for name, state in states(engine).items()}
-    step = TrainStep(engine, config, groups)
-    if rank == 1:
-        engine.module.register_forward_hook(
-            lambda _, __, out: with_first_loss(out, lambda loss: loss * float("nan"))
-        )
-    try:
-        step(0, micro_batches(groups, config))
-    except NumericsError as error:
-        message = str(error)
-    after = states(engine)
-    return message, all(weight.equal(after[name].weight) for name, weight in before.items())
-
-
-@pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1])
-def test_nonfinite_loss_on_one_rank_stops_all_before_the_update(
-    two_ranks: RankPool, tp_size: int, stage: int
-) -> None:
-    for message, unchanged in two_ranks.run(not_finite_on_rank_one, tp_size, stage):
-        assert message.startswith("step 1: the loss is not finite")
-        assert unchanged

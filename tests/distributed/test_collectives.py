@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_deberta.distributed import collectives
-from megatron_deberta.distributed.parallelize.apply import row_parallel
 from megatron_deberta.errors import TopologyError
 from tests.support.ranks import RankPool, grid
 
@@ -160,61 +159,3 @@ def run_identity(rank: int) -> bool:
 
 def test_groups_of_one_rank_are_none_and_the_identity(two_ranks: RankPool) -> None:
     assert two_ranks.run(run_identity) == [True, True]
-
-
-def _feed_forward_parts() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    shapes = {
-        "x": (B, N, C), "norm": (C,), "norm_bias": (C,), "up": (16, C), "up_bias": (16,),
-        "down": (C, 16), "down_bias": (C,),
-    }  # fmt: skip
-    return {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-        for name, shape in shapes.items()
-    }
-
-
-def run_feed_forward(rank: int, tp: int, sequence: bool) -> dict[str, Tensor]:
-    """Compute norm(down(gelu(up(x)))) with the collectives of tensor or sequence parallelism."""
-    groups, full = grid(tp), _feed_forward_parts()
-    group, me = groups.tp_group, groups.tp_rank
-    up = full["up"].detach().chunk(tp)[me].requires_grad_()
-    up_bias = full["up_bias"].detach().chunk(tp)[me].requires_grad_()
-    down = full["down"].detach().chunk(tp, dim=1)[me].requires_grad_()
-    enter = (
-        collectives.gather_from_sequence_parallel_region
-        if sequence
-        else collectives.copy_to_tensor_parallel_region
-    )
-    x = full["x"].detach()
-    x = (x.chunk(tp, dim=1)[me] if sequence else x).requires_grad_()
-    h = torch.nn.functional.gelu(enter(x, group) @ up.T + up_bias)
-    y = row_parallel(h, down, full["down_bias"], group, sequence=sequence)
-    own = collectives.copy_to_tensor_parallel_region if sequence else lambda weight, _: weight
-    norm, norm_bias = own(full["norm"], group), own(full["norm_bias"], group)
-    y = torch.nn.functional.layer_norm(y, (C,), norm, norm_bias, 1e-7)
-    whole = collective("gather_to_replicated")(y, group) if sequence else y
-    whole.pow(3).sum().backward()
-    parts = {"x": x, "up": up, "up_bias": up_bias, "down": down}
-    grads = {name: part.grad for name, part in {**full, **parts}.items()}
-    return {"y": whole.detach(), **{k: g for k, g in grads.items() if g is not None}}
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("tp", [2, 4])
-def test_parallel_layers_equal_one_process(four_ranks: RankPool, tp: int, sequence: bool) -> None:
-    full = _feed_forward_parts()
-    h = torch.nn.functional.gelu(full["x"] @ full["up"].T + full["up_bias"])
-    y = h @ full["down"].T + full["down_bias"]
-    y = torch.nn.functional.layer_norm(y, (C,), full["norm"], full["norm_bias"], 1e-7)
-    y.pow(3).sum().backward()
-    split_dim = {"up": 0, "up_bias": 0, "down": 1} | ({"x": 1} if sequence else {})
-    for rank, result in enumerate(four_ranks.run(run_feed_forward, tp, sequence)):
-        torch.testing.assert_close(result.pop("y"), y.detach(), rtol=1e-12, atol=1e-12)
-        assert set(result) == set(full)
-        for name, grad in result.items():
-            expected = full[name].grad
-            assert expected is not None
-            if name in split_dim:
-                expected = expected.chunk(tp, dim=split_dim[name])[rank % tp]
-            torch.testing.assert_close(grad, expected, rtol=1e-9, atol=1e-9, msg=name)

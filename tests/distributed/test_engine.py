@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,6 @@ from tests.support.ranks import RankPool, grid
 from tests.support.toy_engine import (
     MICRO_BATCHES,
     assert_same_states,
-    local_part,
     micro_batch,
     start,
     states,
@@ -40,9 +40,7 @@ def marks_of(tp_size: int, dtype: str, stage: int) -> Any:
     return pytest.mark.slow if (dtype, stage) not in FEW[1:] else pytest.mark.nightly
 
 
-def compare_with_plain(
-    rank: int, tp_size: int, dtype: str, stage: int, clip: float, weights: dict[str, float]
-) -> None:
+def compare_with_plain(rank: int, tp_size: int, dtype: str, stage: int, clip: float) -> None:
     groups = grid(tp_size)
     deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     config = toy_config("deepspeed", dtype, stage, dp_size=groups.dp_size, clip=clip)
@@ -58,23 +56,27 @@ def compare_with_plain(
         assert math.isclose(outcome.grad_norm, expected.grad_norm, **NORM)
         assert (outcome.skipped, outcome.loss_scale) == (expected.skipped, expected.loss_scale)
         assert math.isclose(loss, expected_loss, rel_tol=1e-5)
-    assert_same_states(tensors, states(reference), **weights)
+    assert_same_states(tensors, states(reference), rtol=1e-5, atol=1e-6)
     assert scalars == reference.state_dict()
 
 
 @pytest.mark.parametrize(
-    ("tp_size", "dtype", "stage"),
+    ("tp_size", "dtype", "stage", "clip"),
     [
-        pytest.param(tp_size, *case, marks=marks_of(tp_size, *case))
-        for tp_size in (1, 2)
-        for case in SHARDED
+        # Clipping at half the usual norm, so that a wrong norm changes the update.
+        *(
+            pytest.param(tp_size, *case, 0.5, marks=marks_of(tp_size, *case))
+            for tp_size in (1, 2)
+            for case in SHARDED
+        ),
+        (1, "fp16", 1, 0.0),
+        *(pytest.param(1, "fp16", stage, 0.0, marks=pytest.mark.slow) for stage in (2, 3)),
     ],
 )
 def test_every_stage_and_format_equals_the_reference_engine_on_two_ranks(
-    two_ranks: RankPool, tp_size: int, dtype: str, stage: int
+    two_ranks: RankPool, tp_size: int, dtype: str, stage: int, clip: float
 ) -> None:
-    # Clipping at half the usual norm, so that a wrong norm changes the update.
-    two_ranks.run(compare_with_plain, tp_size, dtype, stage, 0.5, {"rtol": 1e-5, "atol": 1e-6})
+    two_ranks.run(compare_with_plain, tp_size, dtype, stage, clip)
 
 
 @pytest.mark.parametrize(
@@ -87,14 +89,7 @@ def test_every_stage_and_format_equals_the_reference_engine_on_two_ranks(
 def test_tensor_and_data_parallel_together_equal_the_reference_engine(
     four_ranks: RankPool, dtype: str, stage: int
 ) -> None:
-    four_ranks.run(compare_with_plain, 2, dtype, stage, 0.5, {"rtol": 1e-5, "atol": 1e-6})
-
-
-@pytest.mark.parametrize(
-    "stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3))]
-)
-def test_no_clipping_equals_the_reference_engine(two_ranks: RankPool, stage: int) -> None:
-    two_ranks.run(compare_with_plain, 1, "fp16", stage, 0.0, {"rtol": 1e-5, "atol": 1e-6})
+    four_ranks.run(compare_with_plain, 2, dtype, stage, 0.5)
 
 
 def frozen_layer(rank: int, tp_size: int, dtype: str, stage: int) -> None:
@@ -144,26 +139,21 @@ def scale_grows_and_overflows(rank: int, tp_size: int, stage: int, clip: float) 
     return [outcome.loss_scale for outcome, _ in actual]
 
 
+PAIRS = [(1, 1, 0.0), (1, 3, 0.5), (2, 1, 0.5), (2, 2, 0.0), (2, 3, 0.0)]
+"""With the quick case every pair of settings."""
+
+
+def marks_of_overflows(case: tuple[int, int, float]) -> Any:
+    if case == (1, 2, 0.5):
+        return ()
+    return pytest.mark.slow if case in PAIRS else pytest.mark.nightly
+
+
 @pytest.mark.parametrize(
     ("tp_size", "stage", "clip"),
     [
-        (1, 2, 0.5),
-        # With these every pair of settings.
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((1, 1, 0.0), (1, 3, 0.5), (2, 1, 0.5), (2, 2, 0.0), (2, 3, 0.0))
-        ),
-        *(
-            pytest.param(*case, marks=pytest.mark.nightly)
-            for case in (
-                (1, 1, 0.5),
-                (1, 2, 0.0),
-                (1, 3, 0.0),
-                (2, 1, 0.0),
-                (2, 2, 0.5),
-                (2, 3, 0.5),
-            )
-        ),
+        pytest.param(*case, marks=marks_of_overflows(case))
+        for case in itertools.product((1, 2), (1, 2, 3), (0.0, 0.5))
     ],
 )
 def test_fp16_update_with_growing_loss_scale_and_overflows(
@@ -203,26 +193,3 @@ def test_gradient_norm_equals_that_of_one_process(four_ranks: RankPool, stage: i
     for tp_size in (1, 2, 4):
         for norm, expected in four_ranks.run(gradient_norm, tp_size, stage):
             assert math.isclose(norm, expected, rel_tol=1e-5), tp_size
-
-
-def plain_weights(rank: int, tp_size: int) -> None:
-    groups = grid(tp_size)
-    config = toy_config("plain", dp_size=groups.dp_size)
-    engine = start(config, groups)
-    train(engine, config, groups, range(STEPS))
-
-    one = toy_config("plain", dp_size=1)
-    alone = single_process_groups(torch.device("cpu"))
-    reference = start(one, alone)
-    train(reference, one, alone, range(STEPS))
-    expected = {
-        name: type(state)(
-            *(local_part(t, name, groups) for t in (state.weight, state.exp_avg, state.exp_avg_sq))
-        )
-        for name, state in states(reference).items()
-    }
-    assert_same_states(states(engine), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_reference_engine_on_tensor_parallel_ranks_equals_one_process(two_ranks: RankPool) -> None:
-    two_ranks.run(plain_weights, 2)

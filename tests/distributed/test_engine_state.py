@@ -90,43 +90,6 @@ def test_reference_engine_resumes_bit_identically(two_ranks: RankPool, dtype: st
     two_ranks.run(resumed, 1, "plain", dtype, 1)
 
 
-def moved(rank: int, source: tuple[str, int], target: tuple[str, int]) -> None:
-    """Save with one engine and stage, resume with another."""
-    groups = grid(1)
-    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
-    results = []
-    engine = start(toy_config(source[0], "bf16", source[1], dp_size=2), groups)
-    config = toy_config("deepspeed", "bf16", dp_size=2)
-    train(engine, config, groups, range(3))
-    saved, scalars = states(engine), engine.state_dict()
-    results.append((train(engine, config, groups, range(3, 5)), states(engine)))
-    engine.destroy()
-    engine = start(toy_config(target[0], "bf16", target[1], dp_size=2), groups)
-    engine.load_states(saved.__getitem__)
-    engine.load_state_dict(scalars)
-    results.append((train(engine, config, groups, range(3, 5)), states(engine)))
-    engine.destroy()
-    for (a, loss), (b, other_loss) in zip(results[0][0], results[1][0], strict=True):
-        assert loss == pytest.approx(other_loss, rel=1e-5)
-        assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
-    assert_same_states(results[0][1], results[1][1], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        (("deepspeed", 1), ("deepspeed", 3)),
-        (("deepspeed", 3), ("deepspeed", 2)),
-        (("deepspeed", 2), ("plain", 1)),
-        (("plain", 1), ("deepspeed", 3)),
-    ],
-)
-def test_any_stage_resumes_from_any_other(
-    two_ranks: RankPool, source: tuple[str, int], target: tuple[str, int]
-) -> None:
-    two_ranks.run(moved, source, target)
-
-
 def states_before_the_first_step(rank: int, stage: int) -> None:
     groups = grid(1)
     engine = start(toy_config("deepspeed", "fp32", stage, dp_size=2), groups)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,15 +50,32 @@ MORE: list[tuple[Head, Layout, float]] = [
 ]
 
 
-def check(ranks: RankPool, head: Head, layout: Layout, sift: float, steps: int) -> None:
+def losses_of(ranks: RankPool, head: Head, layout: Layout, steps: int, **options: Any) -> Any:
+    """Return the losses of each rank."""
     # Without accumulation where the loss compares the samples of a batch.
     parts = 1 if head == "embed" else 2
-    micro_batch = max(1, 8 // (4 // layout.tp_size) // parts)
-    expected = run_labelled(0, head, None, steps, sift, 8)
-    assert len(expected) == steps * (2 if sift else 1)
-    found = ranks.run(run_labelled, head, layout, steps, sift, micro_batch, timeout=TIMEOUT)
-    for losses in found:
+    options.setdefault("micro_batch", max(1, 8 // (4 // layout.tp_size) // parts))
+    run = functools.partial(run_labelled, head=head, layout=layout, steps=steps, **options)
+    return ranks.run(run, timeout=TIMEOUT)
+
+
+def check(
+    ranks: RankPool,
+    head: Head,
+    layout: Layout,
+    steps: int,
+    folders: tuple[str, str] = ("", ""),
+    **options: Any,
+) -> list[float]:
+    """Compare with one process, whose losses are returned.
+
+    ``folders``: run folders of the last checkpoints of one process and of the ranks.
+    """
+    alone, sharded = folders
+    expected = run_labelled(0, head, None, steps, save_to=alone, **options)
+    for losses in losses_of(ranks, head, layout, steps, save_to=sharded, **options):
         assert losses == pytest.approx(expected, rel=LAYOUT_LOSS)
+    return expected
 
 
 @pytest.mark.parametrize(
@@ -69,7 +88,8 @@ def check(ranks: RankPool, head: Head, layout: Layout, sift: float, steps: int) 
     ids=lambda case: getattr(case, "name", case),
 )
 def test_layouts_agree(four_ranks: RankPool, head: Head, layout: Layout, sift: float) -> None:
-    check(four_ranks, head, layout, sift, 2)
+    losses = check(four_ranks, head, layout, 2, sift=sift)
+    assert len(losses) == 2 * (2 if sift else 1)
 
 
 @pytest.mark.parametrize(
@@ -81,9 +101,7 @@ def test_layouts_agree(four_ranks: RankPool, head: Head, layout: Layout, sift: f
     ids=lambda case: getattr(case, "name", case),
 )
 def test_layouts_of_packed_rows_agree(four_ranks: RankPool, head: Head, layout: Layout) -> None:
-    packed = run_labelled(0, head, None, 2, 0.0, 8, pack_rows=True)
-    for losses in four_ranks.run(run_labelled, head, layout, 2, 0.0, 2, "fp32", True):
-        assert losses == pytest.approx(packed, rel=LAYOUT_LOSS)
+    check(four_ranks, head, layout, 2, pack_rows=True)
 
 
 @pytest.mark.parametrize(
@@ -98,15 +116,9 @@ def test_layouts_of_weighted_classes_agree(
     four_ranks: RankPool, head: Head, layout: Layout
 ) -> None:
     """The weights of a step's targets add up over its ranks and micro batches."""
-    keys = {"class_weights": ("0.1", "3", "0.02"), "focal_gamma": 1.5}
-    expected = run_labelled(0, head, None, 2, SIFT, 8, **keys)
-    assert expected != pytest.approx(run_labelled(0, head, None, 2, SIFT, 8), rel=1e-2)
-    micro_batch = 8 // (4 // layout.tp_size) // 2
-    found = four_ranks.run(
-        run_labelled, head, layout, 2, SIFT, micro_batch, "fp32", False, *keys.values()
-    )
-    for losses in found:
-        assert losses == pytest.approx(expected, rel=LAYOUT_LOSS)
+    keys: dict[str, Any] = {"class_weights": ("0.1", "3", "0.02"), "focal_gamma": 1.5}
+    losses = check(four_ranks, head, layout, 2, sift=SIFT, **keys)
+    assert losses != pytest.approx(run_labelled(0, head, None, 2, sift=SIFT), rel=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -126,12 +138,8 @@ def test_layouts_of_adapters_agree(
     The gradient of a bias may be 0 but for rounding, which Adam enlarges.
     """
     alone, sharded = str(tmp_path / "alone"), str(tmp_path / "sharded")
-    expected = run_labelled(0, head, None, 3, 0.0, 8, lora_rank=2, save_to=alone)
-    assert expected != pytest.approx(run_labelled(0, head, None, 3, 0.0, 8), rel=1e-4)
-    micro_batch = 8 // (4 // layout.tp_size) // 2
-    arguments = (head, layout, 3, 0.0, micro_batch, "fp32", False, (), 0.0, 2, sharded)
-    for losses in four_ranks.run(run_labelled, *arguments, timeout=TIMEOUT):
-        assert losses == pytest.approx(expected, rel=LAYOUT_LOSS)
+    losses = check(four_ranks, head, layout, 3, (alone, sharded), lora_rank=2)
+    assert losses != pytest.approx(run_labelled(0, head, None, 3), rel=1e-4)
     ours, theirs = (CheckpointReader(step_dir(folder, 3)) for folder in (alone, sharded))
     assert list(ours.shapes) == list(theirs.shapes)
     assert sum(map(is_adapter, ours.shapes)) == 2 * 2 * 6
@@ -151,11 +159,7 @@ def test_layouts_of_adapters_agree(
     assert "exp_avg/encoder.layers.0.ffn.up.weight" not in keys
     assert "exp_avg/encoder.layers.0.ffn.up.lora.A" in keys
     # Either goes on from the checkpoint of the other.
-    path = str(theirs.path)
-    expected = run_labelled(0, head, None, 1, 0.0, 8, lora_rank=2, load_from=path)
-    arguments = (head, layout, 1, 0.0, micro_batch, "fp32", False, (), 0.0, 2, "", path)
-    for losses in four_ranks.run(run_labelled, *arguments, timeout=TIMEOUT):
-        assert losses == pytest.approx(expected, rel=LAYOUT_LOSS)
+    check(four_ranks, head, layout, 1, lora_rank=2, load_from=str(theirs.path))
 
 
 @pytest.mark.parametrize(
@@ -170,9 +174,10 @@ def test_layouts_of_adapters_agree(
     ],
 )
 def test_deepspeed_in_fp16(two_ranks: RankPool, head: Head, stage: int) -> None:
-    expected = run_labelled(0, head, None, 2, SIFT, 8, "fp16")
+    options: dict[str, Any] = {"sift": SIFT, "dtype": "fp16"}
+    expected = run_labelled(0, head, None, 2, **options)
     layout = Layout(1, stage, False, "none")
-    for losses in two_ranks.run(run_labelled, head, layout, 2, SIFT, 2, "fp16"):
+    for losses in losses_of(two_ranks, head, layout, 2, micro_batch=2, **options):
         assert losses == pytest.approx(expected, rel=1e-2, abs=1e-3)
 
 
@@ -183,4 +188,4 @@ def test_deepspeed_in_fp16(two_ranks: RankPool, head: Head, stage: int) -> None:
 def test_layouts_agree_over_more_steps(
     four_ranks: RankPool, head: Head, layout: Layout, sift: float
 ) -> None:
-    check(four_ranks, head, layout, sift, 20)
+    check(four_ranks, head, layout, 20, sift=sift)

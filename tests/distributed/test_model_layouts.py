@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_deberta.config.schema import (
     ModelConfig,
@@ -25,7 +24,7 @@ from megatron_deberta.config.schema import (
     TrainConfig,
 )
 from megatron_deberta.data.batch import Batch
-from megatron_deberta.distributed.parallelize import ParameterSpec, build_model
+from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine import deepspeed_engine
 from megatron_deberta.engine.deepspeed_engine import zero3_partition
@@ -33,21 +32,11 @@ from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model import DebertaBackbone, DropoutSeeds
 from megatron_deberta.model.inputs import ModelInputs
 from megatron_deberta.objectives import LossSums, MaskedLanguageModel, ModelLosses
+from tests.support.layout_matrix import MODEL, assemble, moments, relative_error
 from tests.support.ranks import RankPool, grid
 from tests.support.tolerances import FP64, LAYOUT_GRADIENT
-from tests.support.toy_engine import states
 
-BASE = ModelConfig(
-    num_layers=3,
-    hidden_size=32,
-    num_heads=4,
-    ffn_hidden_size=64,
-    vocab_size=131,
-    max_position_embeddings=32,
-    max_relative_positions=16,
-    position_buckets=4,
-    conv_kernel_size=3,
-)
+BASE = replace(MODEL, num_layers=3)
 MODELS = {
     "1.5b-like": BASE,
     "v1-like": replace(
@@ -134,16 +123,6 @@ def run_layout(rank: int, config: RunConfig, probe: bool, documents: bool) -> di
     return {"loss": loss.item(), "count": count, "gradients": gradients}
 
 
-def assemble(parts: list[tuple[ParameterSpec, Tensor]]) -> Tensor:
-    """Join one logical gradient from all ranks' parts; replicated parts must be equal."""
-    spec = parts[0][0]
-    if spec.dim is not None:
-        return torch.cat([part for _, part in parts], spec.dim)
-    for _, part in parts[1:]:
-        torch.testing.assert_close(part, parts[0][1], rtol=0, atol=0)
-    return parts[0][1]
-
-
 def check(
     pool: RankPool, model: ModelConfig, parallel: ParallelConfig, *, probe: bool, documents: bool
 ) -> None:
@@ -155,7 +134,7 @@ def check(
         assert rank["loss"] == pytest.approx(reference["loss"], rel=1e-12)
         assert rank["gradients"].keys() == reference["gradients"].keys()
     for name, (_, expected) in reference["gradients"].items():
-        actual = assemble([rank["gradients"][name] for rank in ranks])
+        actual = assemble([rank["gradients"][name] for rank in ranks], len(ranks))
         torch.testing.assert_close(
             actual, expected, **FP64, msg=lambda m, name=name: f"{name}: {m}"
         )
@@ -206,7 +185,7 @@ def engine_config(engine: Any, stage: Any, parallel: ParallelConfig) -> RunConfi
     )
 
 
-def encoder_moments(rank: int, config: RunConfig) -> dict[str, tuple[ParameterSpec, Tensor]]:
+def encoder_moments(rank: int, config: RunConfig) -> dict[str, Any]:
     """Return the first moments of one step of the probe: 1 - beta1 times the whole gradient."""
     deepspeed_engine.PERSISTENCE_THRESHOLD = (
         0  # Tensors of this size would not be partitioned otherwise.
@@ -224,16 +203,13 @@ def encoder_moments(rank: int, config: RunConfig) -> dict[str, tuple[ParameterSp
     engine = build_engine(config, model.module, model.specs, groups)
     engine.backward(engine.module(*make_batch(documents=False)).losses["probe"].loss)
     assert not engine.step(1e-3).skipped
-    found = {
-        name: (model.specs[name], model.specs[name].true_part(state.exp_avg).clone())
-        for name, state in states(engine).items()
-    }
+    found = moments(engine, model.specs)
     engine.destroy()
     return found
 
 
 @pytest.fixture(scope="module")
-def encoder_reference() -> dict[str, tuple[ParameterSpec, Tensor]]:
+def encoder_reference() -> dict[str, Any]:
     return encoder_moments(0, engine_config("plain", 0, ParallelConfig()))
 
 
@@ -244,7 +220,7 @@ def encoder_reference() -> dict[str, tuple[ParameterSpec, Tensor]]:
 )
 def test_the_plain_encoder_through_engines(
     two_ranks: RankPool,
-    encoder_reference: dict[str, tuple[ParameterSpec, Tensor]],
+    encoder_reference: dict[str, Any],
     fuse: bool,
     sequence: bool,
     stage: int,
@@ -255,6 +231,5 @@ def test_the_plain_encoder_through_engines(
     for name in ("attention.norm.weight", "ffn.down.bias", "ffn.norm.weight", "ffn.norm.bias"):
         assert encoder_reference[last + name][1].abs().max() > 0
     for name, (_, expected) in encoder_reference.items():
-        actual = assemble([rank[name] for rank in ranks])
-        error = (actual - expected).norm() / expected.norm().clamp_min(1e-30)
-        assert error <= LAYOUT_GRADIENT, name
+        actual = assemble([rank[name] for rank in ranks], len(ranks))
+        assert relative_error(actual, expected) <= LAYOUT_GRADIENT, name

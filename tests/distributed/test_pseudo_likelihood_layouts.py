@@ -6,30 +6,23 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
-from megatron_deberta.distributed.topology import single_process_groups
-from megatron_deberta.engine import deepspeed_engine
-from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.evaluate.likelihood import score_rows
 from megatron_deberta.evaluate.minimal_pairs import MinimalPair, build_minimal_pairs
-from megatron_deberta.train.setup import build_rank_model
-from tests.support.layout_matrix import Layout, run_config
+from tests.support.layout_matrix import Layout, build, groups_of, run_config
 from tests.support.minimal_pairs import PAIRS
-from tests.support.ranks import RankPool, grid
+from tests.support.ranks import RankPool
 from tests.support.tiny_models import tiny_tokenizer
 
 
 def scores_of(rank: int, layout: Layout | None) -> list[float]:
     """Return the scores of all sentences and the accuracies, on this rank."""
-    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
-    groups = grid(layout.tp_size) if layout else single_process_groups(torch.device("cpu"))
+    groups = groups_of(layout)
     config = run_config(layout, micro_batch=2)
     config = replace(
         config, model=replace(config.model, vocab_size=208, max_position_embeddings=96)
     )
-    model = build_rank_model(config, groups)
-    engine = build_engine(config, model.module, model.specs, groups)
+    _, engine = build(config, groups)
     pairs = [MinimalPair(*pair) for pair in PAIRS]
     task = build_minimal_pairs(config, tiny_tokenizer(), pairs)
     found = score_rows(engine.module, task.rows, groups, 60, multiple=task.multiple)

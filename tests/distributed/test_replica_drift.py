@@ -9,13 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_deberta.engine import deepspeed_engine
-from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import EXIT_FAILURE, ReplicaError
 from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.stability.replicas import check_replicas
 from megatron_deberta.train.step import TrainStep
-from tests.support.layout_matrix import Layout, micro_batches, run_config
+from tests.support.layout_matrix import Layout, build, micro_batches, run_config
 from tests.support.ranks import RankPool, grid
 
 LAYOUTS = [Layout(tp, zero, tp > 1, "none") for tp, zero in ((1, 0), (2, 1), (4, 2), (2, 3))]
@@ -23,12 +21,10 @@ LAYOUTS = [Layout(tp, zero, tp > 1, "none") for tp, zero in ((1, 0), (2, 1), (4,
 
 def healthy(rank: int, layout: Layout, dtype: str) -> int:
     """Train, and assert that replicas are bit-identical; return their number."""
-    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     config = run_config(layout)
     config = replace(config, precision=replace(config.precision, dtype=dtype))  # type: ignore[arg-type]
     groups = grid(layout.tp_size)
-    model = build_rank_model(config, groups)
-    engine = build_engine(config, model.module, model.specs, groups)
+    model, engine = build(config, groups)
     take = TrainStep(engine, config, groups)
     for step in range(3):
         take(step, micro_batches(step, groups))

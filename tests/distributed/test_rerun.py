@@ -11,18 +11,23 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_deberta.config.schema import GuardConfig
-from megatron_deberta.engine import deepspeed_engine, schedule
-from megatron_deberta.engine.factory import build_engine
+from megatron_deberta.engine import schedule
 from megatron_deberta.errors import EXIT_FAILURE, ReplicaError
 from megatron_deberta.objectives import ModelLosses
-from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.stability.replicas import check_replicas
 from megatron_deberta.train.stability.rerun import RerunStep, Verdict, report_verdict
 from megatron_deberta.train.state import FolderLock
-from tests.support.layout_matrix import GLOBAL_BATCH, Layout, micro_batches, moments, run_config
+from tests.support.layout_matrix import (
+    GLOBAL_BATCH,
+    Layout,
+    build,
+    micro_batches,
+    moments,
+    run_config,
+)
 from tests.support.losses import with_first_loss
 from tests.support.ranks import RankPool, grid
 
@@ -78,16 +83,17 @@ def train(
     rank: int, layout: Layout, kind: str, precision: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Train with a fault; return losses, skips, verdicts, the error and the last moments."""
-    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     config, groups, fault = run_config(layout), grid(layout.tp_size), Fault(kind, rank)
     changed = replace(config.precision, **precision or {})
     config = replace(config, guard=GuardConfig(rerun=True), precision=changed)
-    model = build_rank_model(config, groups)
-    # Before the engine's and the record's hooks, like a fault of the device.
-    dict(model.module.named_parameters())[LAYER].register_hook(fault.gradient)
+
+    def watch(module: nn.Module) -> None:
+        # Before the engine's and the record's hooks, like a fault of the device.
+        module.get_parameter(LAYER).register_hook(fault.gradient)
+
     # The first overflow at the smallest loss scale counts.
     with mock.patch.object(schedule, "HYSTERESIS", 1):
-        engine = build_engine(config, model.module, model.specs, groups)
+        model, engine = build(config, groups, watch)
     engine.module.register_forward_hook(fault.loss)
     verdicts: list[Verdict] = []
     take = RerunStep(engine, config, groups, on_verdict=verdicts.append)
@@ -201,11 +207,11 @@ def differing_replicas(
     """
     config, groups = run_config(LAYOUTS[0]), grid(1)
     config = replace(config, guard=GuardConfig(rerun=True))
-    model = build_rank_model(config, groups)
     fault = Fault(kind, rank)
-    parameter = dict(model.module.named_parameters())[LAYER]
-    parameter.register_hook(fault.gradient)
-    engine = build_engine(config, model.module, model.specs, groups)
+    model, engine = build(
+        config, groups, lambda module: module.get_parameter(LAYER).register_hook(fault.gradient)
+    )
+    parameter = model.module.get_parameter(LAYER)
     verdicts: list[Verdict] = []
     lock = Lock()
 

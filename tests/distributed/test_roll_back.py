@@ -12,16 +12,13 @@ from megatron_deberta.checkpoint import store
 from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.checkpoint.retention import Retention
 from megatron_deberta.checkpoint.saver import Saver
-from megatron_deberta.engine import deepspeed_engine
-from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.errors import NumericsError
-from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.stability.guard import Guard, GuardState
 from megatron_deberta.train.stability.rollback import resumed_position, rollback
 from megatron_deberta.train.state import TrainState
 from megatron_deberta.train.step import TrainStep
 from tests.support.checkpoints import metadata
-from tests.support.layout_matrix import Layout, micro_batches, run_config
+from tests.support.layout_matrix import Layout, build, micro_batches, run_config
 from tests.support.ranks import RankPool, grid
 
 LAYOUTS = [Layout(2, 1, False, "none"), Layout(1, 3, False, "none")]
@@ -29,12 +26,10 @@ LAYOUTS = [Layout(2, 1, False, "none"), Layout(1, 3, False, "none")]
 
 def there_and_back(rank: int, layout: Layout, run_dir: str) -> dict[str, Any]:
     """Train five steps with checkpoints after two and four, and roll back at the fourth."""
-    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     config = run_config(layout)
     config = replace(config, train=replace(config.train, run_dir=run_dir))
     groups = grid(layout.tp_size)
-    model = build_rank_model(config, groups)
-    engine = build_engine(config, model.module, model.specs, groups)
+    model, engine = build(config, groups)
     guard = Guard.of_run(config)
     take, saver = (
         TrainStep(engine, config, groups, guard),

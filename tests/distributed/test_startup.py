@@ -1,14 +1,11 @@
-"""Start-up with torchrun, mpirun and the variables of srun, and the rank grid."""
+"""Start-up with mpirun and the variables of srun, and the rank grid."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,75 +13,31 @@ import torch.distributed as dist
 
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.distributed.topology import init_process_groups, shutdown
-from tests.support.jobs import free_port
+from tests.support.jobs import free_port, run_mpi
 from tests.support.ranks import RankPool, grid, run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
-JOB = """
-import sys, torch, torch.distributed as dist
+PROGRAM = """
+import os, sys, torch, torch.distributed as dist
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.distributed.topology import init_process_groups, shutdown
+os.environ.update(OMPI_COMM_WORLD_LOCAL_SIZE="1", OMPI_COMM_WORLD_LOCAL_RANK="0")
 environment = read_environment()
-groups = init_process_groups(2, torch.device("cpu"), 1.0, environment)
+groups = init_process_groups(1, torch.device("cpu"), 1.0, environment)
 try:
     total = torch.tensor([groups.rank + 1.0])
-    dist.all_reduce(total, group=groups.tp_group)
-    sys.stdout.write(f"<{environment.launcher} {groups.rank} {groups.tp_rank} {total.item()}>")
+    dist.all_reduce(total, group=groups.dp_group)
+    sys.stdout.write(f"<{environment.launcher} {groups.rank} {groups.dp_rank} {total.item()}>")
 finally:
     shutdown()
 """
-"""Program of the ranks of a two-rank job."""
-TWO_NODES = """
-import os
-os.environ.update(OMPI_COMM_WORLD_LOCAL_SIZE="1", OMPI_COMM_WORLD_LOCAL_RANK="0")
-""" + JOB.replace("groups(2,", "groups(1,").replace("tp_group", "dp_group").replace(
-    "groups.tp_rank", "groups.dp_rank"
-)
-"""The program with one rank per node, so that rank 0's address is broadcast over MPI."""
+"""Program of two ranks, each on a node of its own: rank 0's address is broadcast over MPI."""
 
 
-def _start(*command: str, **variables: str) -> list[str]:
-    dropped = re.compile(r"(RANK|LOCAL_|WORLD_SIZE|MASTER_|SLURM_|OMPI_|PMI)")
-    kept = {k: v for k, v in os.environ.items() if not dropped.match(k)}
-    done = subprocess.run(
-        command,
-        env={**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return sorted(re.findall(r"<(.*?)>", done.stdout))
-
-
-def _expected(launcher: str) -> list[str]:
-    return [f"{launcher} 0 0 3.0", f"{launcher} 1 1 3.0"]
-
-
-# ``pretrain`` under torchrun: tests/integration, fixture ``uninterrupted``.
-@pytest.mark.nightly
-def test_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "job.py"
-    script.write_text(JOB)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-    assert _start(*torchrun, "--nproc-per-node=2", str(script)) == _expected("torchrun")
-
-
-@pytest.mark.parametrize(
-    "job",
-    [
-        # ``pretrain`` on one node: tests/integration/test_pretrain_ranks.py.
-        pytest.param(JOB, id="one_node", marks=pytest.mark.nightly),
-        pytest.param(TWO_NODES, id="two_nodes"),
-    ],
-)
-def test_mpirun(job: str) -> None:
-    beside = Path(sys.executable).parent / "mpirun"
-    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
-    assert mpirun is not None, "mpirun is missing; install requirements-dev.txt"
-    options = ("--allow-run-as-root", "--oversubscribe", "-n", "2")
-    assert _start(mpirun, *options, sys.executable, "-c", job) == _expected("mpirun")
+# ``pretrain`` on one node: tests/integration/test_pretrain_ranks.py.
+def test_mpirun_on_two_nodes() -> None:
+    printed = run_mpi(sys.executable, "-c", PROGRAM)
+    found = sorted(re.findall(r"<(.*?)>", printed))
+    assert found == ["mpirun 0 0 3.0", "mpirun 1 1 3.0"]
 
 
 def run_as_srun(rank: int, port: int) -> list[int]:

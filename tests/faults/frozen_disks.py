@@ -17,21 +17,20 @@ not count. Root is needed, to mount.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.campaigns import RESULTS, append_line, code_digest, read_lines
-from benchmarks.lib.provenance import provenance
+from benchmarks.lib.campaigns import RESULTS, read_lines
 from benchmarks.tables import faults
 from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.cluster.slurm.history import BadNodes
@@ -42,8 +41,9 @@ from megatron_deberta.config import load_config
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.errors import EXIT_REQUEUE
 from megatron_deberta.observe.metrics import FILE_NAME
-from tests.faults.forked_ranks import ForkingSupervisor, preload
-from tests.support.jobs import free_port, prepare
+from tests.faults import campaign
+from tests.faults.forked_ranks import ForkingSupervisor
+from tests.support.jobs import free_port
 
 OUTPUT = RESULTS / "frozen_disks.jsonl"
 NODES, RANKS_PER_NODE = 2, 2
@@ -252,9 +252,9 @@ def fault_of(plan: dict[str, Any], run_dir: Path, nodes: Nodes) -> Iterator[None
             yield
 
 
-def run_case(folder: Path, number: int) -> dict[str, Any]:
+def run_case(folder: Path, case: int) -> dict[str, Any]:
     """Run one case and return its result."""
-    plan = plan_case(number)
+    plan = plan_case(case)
     run_dir = folder / "run"
     overrides = (*RUN, f"train.run_dir={run_dir}")
     arguments = ("pretrain", str(folder / "corpus" / "run.yaml"), *overrides)
@@ -308,9 +308,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", type=int, default=30, help="number of cases")
     parser.add_argument("--only", type=int, nargs="+", default=[], metavar="NUMBER")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no case after this time")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    parser.add_argument("--summary", action="store_true", help="print the table and exit")
+    campaign.add_options(parser, OUTPUT)
     args = parser.parse_args(arguments)
     if args.summary:
         sys.stdout.write(faults.frozen_disks(read_lines(args.output)))
@@ -320,35 +318,12 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ["MEGATRON_DEBERTA_TEST_MOUNTS"] = "private"
         command = [sys.executable, "-m", "tests.faults.frozen_disks", *(arguments or sys.argv[1:])]
         return subprocess.run(["unshare", "--mount", *command]).returncode
-    # Not a TemporaryDirectory: every forked rank would remove it on exit.
-    folder = Path(tempfile.mkdtemp(prefix="disks."))
-    try:
-        (folder / "corpus").mkdir()
-        prepare(folder / "corpus")
-        preload()
-        return run_missing(args.only or list(range(args.cases)), args, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def run_missing(numbers: list[int], args: argparse.Namespace, folder: Path) -> int:
-    """Run the cases that are not in the output; return 1 if one failed."""
-    end, failed, code = time.monotonic() + args.seconds, 0, code_digest(faults.FROZEN_DISKS_CODE)
-    for number in numbers:
-        done = {x["case"] for x in read_lines(args.output) if x["code_digest"] == code}
-        if number in done or time.monotonic() > end:
-            continue
-        line = {
-            "case": number,
-            **run_case(folder, number),
-            "command": f"python -m tests.faults.frozen_disks --only {number}",
-            "code_digest": code,
-        }
-        append_line(args.output, {**line, **provenance()})
-        print(f"{number}: {'ok' if line['ok'] else 'FAILED'} {line}", flush=True)
-        failed += not line["ok"]
-    on_file = [x for x in read_lines(args.output) if x["code_digest"] == code]
-    return 1 if failed or not all(x["ok"] for x in on_file) else 0
+    numbers = args.only or range(args.cases)
+    program = "python -m tests.faults.frozen_disks --only"
+    cases = [(f"{program} {number}", {"case": number}) for number in numbers]
+    with campaign.corpus_folder("disks.") as folder:
+        run = functools.partial(run_case, folder)
+        return campaign.run_missing(args, faults.FROZEN_DISKS_CODE, cases, run)
 
 
 if __name__ == "__main__":

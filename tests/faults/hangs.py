@@ -12,6 +12,7 @@ count.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -19,14 +20,12 @@ import re
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.campaigns import RESULTS, append_line, code_digest, read_lines
-from benchmarks.lib.provenance import provenance
+from benchmarks.lib.campaigns import RESULTS, read_lines
 from benchmarks.tables import faults
 from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.cluster.watchdog.detection import Limits
@@ -35,8 +34,9 @@ from megatron_deberta.cluster.watchdog.ranks import NodePlan
 from megatron_deberta.cluster.watchdog.reports import ReportStore
 from megatron_deberta.config import load_config
 from megatron_deberta.observe.progress import Section
-from tests.faults.forked_ranks import PLAN_VARIABLE, ForkingSupervisor, preload
-from tests.support.jobs import free_port, prepare
+from tests.faults import campaign
+from tests.faults.forked_ranks import PLAN_VARIABLE, ForkingSupervisor
+from tests.support.jobs import free_port
 
 OUTPUT = RESULTS / "hangs.jsonl"
 RANKS, STEPS = 4, 50
@@ -136,7 +136,13 @@ def _state(pid: int) -> str:
         return "X"
 
 
-def run_case(folder: Path, kind: str, number: int, steps: int = STEPS) -> dict[str, Any]:
+def run_case(folder: Path, steps: int, kind: str, case: int) -> dict[str, Any]:
+    """Run one case and return its result, with logs if it failed."""
+    line = result_of(folder, kind, case, steps)
+    return line if line["ok"] else {**line, "logs": last_lines(folder / "run" / "logs")}
+
+
+def result_of(folder: Path, kind: str, number: int, steps: int) -> dict[str, Any]:
     """Run one case and return its result; ``steps`` is for runs that are not interrupted."""
     plan = plan_case(kind, number)
     run_dir, stamp, fifo = folder / "run", folder / "stamp", folder / "fifo"
@@ -222,9 +228,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="only these cases; kinds: hang, death, clean, slow",
     )  # fmt: skip
     parser.add_argument("--steps", type=int, default=STEPS, help="of clean and slow runs")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no case after this time")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    parser.add_argument("--summary", action="store_true", help="print the table and exit")
+    campaign.add_options(parser, OUTPUT)
     args = parser.parse_args(arguments)
     if args.summary:
         sys.stdout.write(faults.hangs(read_lines(args.output)))
@@ -236,40 +240,12 @@ def main(arguments: list[str] | None = None) -> int:
         if kind not in counts or not number.isdigit():
             parser.error(f"--only {item}: expected KIND=NUMBER, kinds {', '.join(counts)}")
         cases.append((kind, int(number)))
-    # Not a TemporaryDirectory: every forked rank would remove it on exit.
-    folder = Path(tempfile.mkdtemp(prefix="hangs."))
-    try:
-        (folder / "corpus").mkdir()
-        prepare(folder / "corpus")
+    program = "python -m tests.faults.hangs --only"
+    keyed = [(f"{program} {kind}={case}", {"kind": kind, "case": case}) for kind, case in cases]
+    with campaign.corpus_folder("hangs.") as folder:
         os.mkfifo(folder / "fifo")
-        preload()
-        return run_missing(cases, args, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def run_missing(cases: list[tuple[str, int]], args: argparse.Namespace, folder: Path) -> int:
-    """Run the cases that are not in the output; return 1 if one failed."""
-    end, failed, code = time.monotonic() + args.seconds, 0, code_digest(faults.HANGS_CODE)
-    for kind, number in cases:
-        lines = read_lines(args.output)
-        done = {(x["kind"], x["case"]) for x in lines if x["code_digest"] == code}
-        if (kind, number) in done or time.monotonic() > end:
-            continue
-        line = {
-            "kind": kind,
-            "case": number,
-            **run_case(folder, kind, number, args.steps),
-            "command": f"python -m tests.faults.hangs --only {kind}={number}",
-            "code_digest": code,
-        }
-        if not line["ok"]:
-            line["logs"] = last_lines(folder / "run" / "logs")
-        append_line(args.output, {**line, **provenance()})
-        print(f"{kind} {number}: {'ok' if line['ok'] else 'FAILED'} {line}", flush=True)
-        failed += not line["ok"]
-    on_file = [x for x in read_lines(args.output) if x["code_digest"] == code]
-    return 1 if failed or not all(x["ok"] for x in on_file) else 0
+        run = functools.partial(run_case, folder, args.steps)
+        return campaign.run_missing(args, faults.HANGS_CODE, keyed, run)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,16 @@ class Kind:
     read: Callable[[Path], object]
 
 
+def _file(write: Callable[[Path], object], name: str) -> Callable[[Path], Path]:
+    """Return the ``make`` of a kind: writes files into a folder, and returns one of them."""
+
+    def make(folder: Path) -> Path:
+        write(folder)
+        return folder / name
+
+    return make
+
+
 _CONFIG = """\
 model: {num_layers: 2, hidden_size: 64, num_heads: 2, ffn_hidden_size: 128, vocab_size: auto}
 data: {train: [a, '0.5', b], sequence_length: 64, packing: full_sentences}
@@ -107,15 +117,10 @@ def _make_run(folder: Path) -> None:
     (folder / "lock" / "00000003.json").write_bytes(holder.to_json())
 
 
-def _run_file(name: str) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
-        _make_run(folder)
-        if name == "config.yaml":
-            # Reading it takes most of the time of a status, so the others do without.
-            (folder / name).write_text(_CONFIG)
-        return folder / name
-
-    return make
+def _make_run_with_config(folder: Path) -> None:
+    """Reading the config takes most of the time of a status, so the other files do without."""
+    _make_run(folder)
+    (folder / "config.yaml").write_text(_CONFIG)
 
 
 def _status(folder: Path) -> None:
@@ -148,10 +153,9 @@ def _lock(folder: Path) -> None:
         run_lock.raise_if_locked(folder)
 
 
-def _make_rollback(folder: Path) -> Path:
-    path = folder / rollback.FILE_NAME
-    path.write_text(json.dumps(asdict(rollback.Rollback(5, 100, 8, 2, 1, 1))))
-    return path
+def _make_rollback(folder: Path) -> None:
+    record = rollback.Rollback(5, 100, 8, 2, 1, 1)
+    (folder / rollback.FILE_NAME).write_text(json.dumps(asdict(record)))
 
 
 def _make_checkpoint(folder: Path) -> Path:
@@ -174,18 +178,16 @@ def _read_checkpoint(folder: Path) -> None:
     torch.tensor([metadata.step, metadata.consumed_samples])
 
 
-def _make_best(folder: Path) -> Path:
+def _make_best(folder: Path) -> None:
     layout.checkpoints_dir(folder).mkdir()
     layout.record_best(folder, 3, 0.5)
-    return folder / layout.BEST_FILE
 
 
-def _make_part_index(folder: Path) -> Path:
-    path = folder / layout.part_index_file(0)
+def _make_part_index(folder: Path) -> None:
     files = [layout.FileEntry("part-00000-0000.safetensors", 10, "0" * 64)]
     fragments = [layout.Fragment("head.bias", files[0].name, 0, 0, 10)]
-    path.write_bytes(writer.part_index_json(files, fragments))
-    return path
+    content = writer.part_index_json(files, fragments)
+    (folder / layout.part_index_file(0)).write_bytes(content)
 
 
 def _make_report(folder: Path) -> Path:
@@ -213,21 +215,19 @@ def _make_check(folder: Path) -> Path:
     return path
 
 
-def _make_job(folder: Path) -> Path:
+def _make_job(folder: Path) -> None:
     spec = make_spec(
         profile.load_profile("local"), nodes=2, run_dir=folder.absolute(), job_name="run",
         submission=folder.absolute(), allow_config_change=False,
     )  # fmt: skip
     (folder / "job.json").write_bytes(spec.to_json())
-    return folder / "job.json"
 
 
-def _make_sample_log(folder: Path) -> Path:
+def _make_sample_log(folder: Path) -> None:
     for step in range(1, 4):
         record = {"step": step, "rank": 0, "samples": [2 * step - 2, 2 * step - 1]}
         with (folder / "rank-00000.jsonl").open("a") as stream:
             stream.write(json.dumps(record) + "\n")
-    return folder / "rank-00000.jsonl"
 
 
 def _read_sample_log(folder: Path) -> None:
@@ -240,19 +240,14 @@ def _read_sample_log(folder: Path) -> None:
     check_sample_log(folder, 2, 3)
 
 
-def _make_heartbeat(folder: Path) -> Path:
+def _make_heartbeat(folder: Path) -> None:
     with Heartbeat(folder / "rank_0") as heartbeat:
         heartbeat.enter(Section.STEP, 3)
         heartbeat.mark()
-    return folder / "rank_0"
 
 
-def _shard_file(name: str) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
-        make_shard(str(folder / "shard"))
-        return folder / name
-
-    return make
+def _make_shard(folder: Path) -> None:
+    make_shard(str(folder / "shard"))
 
 
 def _read_shard(folder: Path) -> None:
@@ -267,9 +262,8 @@ def _read_shard(folder: Path) -> None:
 _DIGEST = "0" * 64
 
 
-def _make_index(folder: Path) -> Path:
+def _make_index(folder: Path) -> None:
     index_cache._write(folder, _DIGEST, iter([("lengths", np.arange(100))]))
-    return folder / "index.json"
 
 
 @cache
@@ -287,13 +281,9 @@ def _byte_level_files() -> dict[str, str]:
     return {"vocab.json": json.dumps(model["vocab"]), "merges.txt": f"#version: 0.2\n{merges}\n"}
 
 
-def _byte_level_file(name: str) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
-        for file, content in _byte_level_files().items():
-            (folder / file).write_text(content)
-        return folder / name
-
-    return make
+def _make_byte_level(folder: Path) -> None:
+    for file, content in _byte_level_files().items():
+        (folder / file).write_text(content)
 
 
 def _tokenizer_file(name: str) -> Callable[[Path], Path]:
@@ -329,30 +319,26 @@ def _read_hf(folder: Path) -> None:
         pass
 
 
-def _make_profile(folder: Path) -> Path:
+def _make_profile(folder: Path) -> None:
     text = (profile.PROFILES / "dgx2.yaml").read_text()
     extra = "container: pyxis\ncontainer_image: image\ncontainer_mounts: [/a:/b]\nexclude: n1\n"
     (folder / "cluster.yaml").write_text(text + extra)
-    return folder / "cluster.yaml"
 
 
-def _make_config(folder: Path) -> Path:
+def _make_config(folder: Path) -> None:
     (folder / "run.yaml").write_text(_CONFIG)
-    return folder / "run.yaml"
 
 
-def _make_dataset(folder: Path) -> Path:
+def _make_dataset(folder: Path) -> None:
     (folder / "data.arrow").write_bytes(b"")
     (folder / "dataset_info.json").write_text("{}")
     state = {"_data_files": [{"filename": "data.arrow"}], "_fingerprint": "0", "_split": "train"}
     (folder / "state.json").write_text(json.dumps(state))
-    return folder / "state.json"
 
 
-def _make_quarantine(folder: Path) -> Path:
+def _make_quarantine(folder: Path) -> None:
     entry = {"file": "a.jsonl", "line": 3, "offset": None, "reason": DAMAGED, "detail": "cut"}
     (folder / "bad.jsonl").write_text((json.dumps(entry) + "\n") * 3)
-    return folder / "bad.jsonl"
 
 
 _PLAN = {"--input": [["a.jsonl", 1, 2]], "--keys": ["text"]}
@@ -389,12 +375,15 @@ def _read_plan(folder: Path) -> None:
 
 
 KINDS = (
-    Kind("history", "lines", _run_file("chain.jsonl"), _history),
-    Kind("bad_nodes", "lines", _run_file("bad_nodes.jsonl"), _status),
-    Kind("metrics", "lines", _run_file("metrics.jsonl"), _metrics),
-    Kind("resolved_config", "yaml", _run_file("config.yaml"), _status),
-    Kind("lock", "json", _run_file("lock/00000003.json"), _lock),
-    Kind("rollback", "json", _make_rollback, lambda folder: rollback._read(folder)),
+    Kind("history", "lines", _file(_make_run, "chain.jsonl"), _history),
+    Kind("bad_nodes", "lines", _file(_make_run, "bad_nodes.jsonl"), _status),
+    Kind("metrics", "lines", _file(_make_run, "metrics.jsonl"), _metrics),
+    Kind("resolved_config", "yaml", _file(_make_run_with_config, "config.yaml"), _status),
+    Kind("lock", "json", _file(_make_run, "lock/00000003.json"), _lock),
+    Kind(
+        "rollback", "json", _file(_make_rollback, rollback.FILE_NAME),
+        lambda folder: rollback._read(folder),
+    ),
     Kind(
         "checkpoint_manifest", "json",
         lambda folder: _make_checkpoint(folder) / layout.MANIFEST_FILE, _read_checkpoint,
@@ -404,40 +393,52 @@ KINDS = (
         lambda folder: next(_make_checkpoint(folder).glob("*.safetensors")), _read_checkpoint,
     ),
     Kind(
-        "checkpoint_index", "json", _make_part_index,
+        "checkpoint_index", "json", _file(_make_part_index, layout.part_index_file(0)),
         lambda folder: layout.read_part_index(folder / layout.part_index_file(0)),
     ),
-    Kind("best", "json", _make_best, layout.find_best),
+    Kind("best", "json", _file(_make_best, layout.BEST_FILE), layout.find_best),
     Kind("node_report", "json", _make_report, _read_report),
     Kind(
         "node_check", "json", _make_check,
         lambda folder: node_check.failures(str(folder), "7.0", 1),
     ),
-    Kind("job", "json", _make_job, lambda folder: JobSpec.read(folder / "job.json")),
-    Kind("sample_log", "lines", _make_sample_log, _read_sample_log),
-    Kind("heartbeat", "binary", _make_heartbeat, lambda folder: read_beat(folder / "rank_0")),
-    Kind("shard_manifest", "json", _shard_file("shard.manifest.json"), _read_shard),
-    Kind("shard_index", "binary", _shard_file("shard.idx"), _read_shard),
-    Kind("index_cache", "json", _make_index, lambda folder: index_cache._read(folder, _DIGEST)),
+    Kind(
+        "job", "json", _file(_make_job, "job.json"),
+        lambda folder: JobSpec.read(folder / "job.json"),
+    ),
+    Kind("sample_log", "lines", _file(_make_sample_log, "rank-00000.jsonl"), _read_sample_log),
+    Kind(
+        "heartbeat", "binary", _file(_make_heartbeat, "rank_0"),
+        lambda folder: read_beat(folder / "rank_0"),
+    ),
+    Kind("shard_manifest", "json", _file(_make_shard, "shard.manifest.json"), _read_shard),
+    Kind("shard_index", "binary", _file(_make_shard, "shard.idx"), _read_shard),
+    Kind(
+        "index_cache", "json", _file(_make_index, "index.json"),
+        lambda folder: index_cache._read(folder, _DIGEST),
+    ),
     Kind("sentencepiece", "binary", _tokenizer_file("spm.model"), _read_tokenizer),
     Kind("tokenizer_json", "json", _tokenizer_file("tokenizer.json"), _read_tokenizer),
     Kind("tokenizer_config", "json", _tokenizer_file("tokenizer_config.json"), _read_tokenizer),
-    Kind("vocabulary", "json", _byte_level_file("vocab.json"), _read_tokenizer),
-    Kind("merges", "binary", _byte_level_file("merges.txt"), _read_tokenizer),
+    Kind("vocabulary", "json", _file(_make_byte_level, "vocab.json"), _read_tokenizer),
+    Kind("merges", "binary", _file(_make_byte_level, "merges.txt"), _read_tokenizer),
     Kind("hf_config", "json", _hf_file("config.json"), _read_hf),
     Kind("hf_index", "json", _hf_file("model.safetensors.index.json"), _read_hf),
     Kind("hf_weights", "binary", _hf_file("model.safetensors"), _read_hf),
     Kind(
-        "cluster_profile", "yaml", _make_profile,
+        "cluster_profile", "yaml", _file(_make_profile, "cluster.yaml"),
         lambda folder: profile.load_profile(str(folder / "cluster.yaml"), trusted=True),
     ),
-    Kind("config", "yaml", _make_config, lambda folder: load_config(folder / "run.yaml")),
     Kind(
-        "dataset_state", "json", _make_dataset,
+        "config", "yaml", _file(_make_config, "run.yaml"),
+        lambda folder: load_config(folder / "run.yaml"),
+    ),
+    Kind(
+        "dataset_state", "json", _file(_make_dataset, "state.json"),
         lambda folder: find_sources([str(folder)]),
     ),
     Kind(
-        "quarantine", "lines", _make_quarantine,
+        "quarantine", "lines", _file(_make_quarantine, "bad.jsonl"),
         lambda folder: name_damaged(folder / "bad.jsonl"),
     ),
     Kind("unit_record", "json", _make_unit_record, _read_unit_record),

@@ -20,49 +20,34 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.campaigns import RESULTS, append_line, code_digest, read_lines
-from benchmarks.lib.provenance import provenance
+from benchmarks.lib.campaigns import RESULTS, read_lines
 from benchmarks.tables.faults import LOST_NODES_CODE, LOST_NODES_COUNTS
 from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.observe.timeline import FILE_NAME as TIMELINE
-from tests.faults.chaos.training import OVERRIDES, last_step, log_end, result, wait_until
-from tests.support.jobs import Job, prepare, start
+from tests.faults import campaign
+from tests.faults.chaos.training import (
+    WORLD_SIZE,
+    TrainingCases,
+    last_step,
+    log_end,
+    result,
+    wait_until,
+)
+from tests.support.jobs import Job, prepare
 
-WORLD_SIZE, RANKS_PER_NODE = 4, 2
-STEPS, SAVE_EVERY, LOCAL_EVERY = 30, 10, 3
+RANKS_PER_NODE, SAVE_EVERY, LOCAL_EVERY = 2, 10, 3
 _USED = re.compile(r"the local checkpoint of step (\d+) is complete")
 
 
-class LostNodes:
+class LostNodes(TrainingCases):
     """Cases on one tiny run: TP2 x DP2, ZeRO-1, dropout on, two nodes.
 
-    Args:
-        folder: working folder.
-        run_yaml: the run.
-        steps: of the run.
+    The uninterrupted run saves no local checkpoints.
     """
 
-    def __init__(self, folder: Path, run_yaml: Path, steps: int = STEPS) -> None:
-        self._folder = folder
-        self._run_yaml = run_yaml
-        self._steps = steps
-        self._expected: dict[str, Any] | None = None
-
-    def _start(self, run_dir: Path, *overrides: str) -> Job:
-        for log in run_dir.parent.glob(f"{run_dir.name}.*.log"):
-            log.unlink()
-        return start(
-            self._run_yaml, run_dir, WORLD_SIZE, *OVERRIDES, f"train.steps={self._steps}",
-            f"checkpoint.save_every={SAVE_EVERY}", *overrides, ranks_per_node=RANKS_PER_NODE,
-        )  # fmt: skip
-
-    def expected(self) -> dict[str, Any]:
-        """Return the result of the uninterrupted run, which saves no local checkpoints."""
-        if self._expected is None:
-            job = self._start(self._folder / "uninterrupted")
-            assert job.wait() == [0] * WORLD_SIZE, job.output()[-4000:]
-            self._expected = result(self._folder / "uninterrupted", self._steps)
-        return self._expected
+    def _start(self, run_dir: Path, *overrides: str, **options: Any) -> Job:
+        overrides = (f"checkpoint.save_every={SAVE_EVERY}", *overrides)
+        return super()._start(run_dir, *overrides, ranks_per_node=RANKS_PER_NODE, **options)
 
     def run(self, case: str, seed: int) -> dict[str, Any]:
         """Lose something at a random time and resume.
@@ -72,7 +57,7 @@ class LostNodes:
                 folder deleted; ``replicas``: so is one part with its replica.
             seed: chooses victim and time.
         """
-        rng, expected = random.Random(f"{case} {seed}"), self.expected()
+        rng, expected, began = random.Random(f"{case} {seed}"), self.expected(), time.monotonic()
         run_dir, local_dir = self._folder / "run", self._folder / "local"
         for path in (run_dir, local_dir):
             shutil.rmtree(path, ignore_errors=True)
@@ -110,6 +95,7 @@ class LostNodes:
             "ok": ok, "victim": victim, "at": f"{delay:.3f} s after step {step}", "codes": codes,
             "reached": reached, "shared": shared, "local": used, "steps_repeated": repeated,
             "identical": same, "log": log_end(again, ok),
+            "duration_seconds": round(time.monotonic() - began, 2),
         }  # fmt: skip
 
 
@@ -126,46 +112,23 @@ def main() -> int:
     for case in args.cases:
         if case not in LOST_NODES_COUNTS:
             parser.error(f"unknown case {case!r}; choose from {', '.join(LOST_NODES_COUNTS)}")
+    chosen = args.cases or list(LOST_NODES_COUNTS)
+    seeds = range(max(LOST_NODES_COUNTS.values())) if args.seed is None else [args.seed]
+    # One of each kind first.
+    cases = [
+        (f"python -m tests.faults.lost_nodes {case} --seed {seed}", {"case": case, "seed": seed})
+        for seed in seeds
+        for case in chosen
+        if args.seed is not None or seed < LOST_NODES_COUNTS[case]
+    ]
     folder = Path(tempfile.mkdtemp(prefix="lost_nodes."))
     try:
-        return int(run_cases(args, folder) > 0)
+        (folder / "corpus").mkdir()
+        nodes = LostNodes(folder, prepare(folder / "corpus"))
+        repeat = args.seed is not None
+        return campaign.run_missing(args, LOST_NODES_CODE, cases, nodes.run, repeat=repeat)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def run_cases(args: argparse.Namespace, folder: Path) -> int:
-    """Run the missing cases in turn, or those that ``--seed`` selects.
-
-    Returns:
-        Number of failed cases of the present code in the output file.
-    """
-    end, code = time.monotonic() + args.seconds, code_digest(LOST_NODES_CODE)
-    known = [x for x in read_lines(args.output) if x["code_digest"] == code]
-    done = {(x["case"], x["seed"]) for x in known}
-    failed = sum(not x["ok"] for x in known)
-    chosen = args.cases or list(LOST_NODES_COUNTS)
-    # One of each kind first.
-    planned = [
-        (case, seed)
-        for seed in range(max(LOST_NODES_COUNTS.values()))
-        for case in chosen
-        if seed < LOST_NODES_COUNTS[case] and (case, seed) not in done
-    ]
-    if args.seed is not None:
-        planned = [(case, args.seed) for case in chosen]
-    (folder / "corpus").mkdir()
-    campaign = LostNodes(folder, prepare(folder / "corpus"))
-    for case, seed in planned:
-        if time.monotonic() > end:
-            break
-        began = time.monotonic()
-        line = {"case": case, "seed": seed, **campaign.run(case, seed), "code_digest": code}
-        line["duration_seconds"] = round(time.monotonic() - began, 2)
-        command = f"python -m tests.faults.lost_nodes {case} --seed {seed}"
-        append_line(args.output, {**line, "command": command, **provenance()})
-        failed += not line["ok"]
-        print("passed" if line["ok"] else f"FAILED {line}", command, flush=True)
-    return failed
 
 
 if __name__ == "__main__":

@@ -57,7 +57,6 @@ class Mutant:
 
 
 _ORDER = "unit/checkpoint/test_writer.py::test_save_flushes_before_each_rename"
-_FIRST = "unit/checkpoint/test_writer.py::test_first_save_flushes_the_name_of_its_folder"
 _STEP = "unit/train/test_step.py"
 MUTANTS = (
     Mutant(

@@ -23,8 +23,15 @@ from benchmarks.lib.provenance import provenance
 from megatron_deberta.config import load_config
 from megatron_deberta.config.phases import segments
 from megatron_deberta.data.sample_log import check_sample_log, read_sample_log
-from megatron_deberta.observe.metrics import FILE_NAME
-from tests.support.jobs import assert_same_checkpoints, losses, prepare, records, run_to_end, start
+from tests.support.jobs import (
+    assert_same_checkpoints,
+    losses,
+    prepare,
+    recorded_steps,
+    records,
+    run_to_end,
+    start,
+)
 
 PHASES = """
 phases:
@@ -100,7 +107,7 @@ def interrupted(run: Path, run_dir: Path, layouts: Sequence[Layout], kills: int)
 
 def newest_step(run_dir: Path) -> int:
     """Return the last recorded training step, or 0."""
-    return max(records(run_dir), default=0) if (run_dir / FILE_NAME).exists() else 0
+    return max(recorded_steps(run_dir), default=0)
 
 
 def compare(folder: Path, kills: int) -> dict[str, Any]:

@@ -11,24 +11,11 @@ import pytest
 import torch
 
 from megatron_deberta.cli.main import main
-from tests.support.jobs import (
-    ROOT,
-    TIMEOUT,
-    Run,
-    known_matmul_rate,
-    prepare,
-    without_launcher,
-)
+from tests.support.jobs import ROOT, TIMEOUT, Run, known_matmul_rate, without_launcher
 from tests.support.shared import shared_folder
 
 STEPS = 36
 """Of the run that others are compared with."""
-
-
-@pytest.fixture(scope="session")
-def run_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prepare a run of 60 steps on real text; return its config."""
-    return shared_folder(tmp_path_factory, "corpus", prepare) / "run.yaml"
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE
 from megatron_deberta.evaluate.language_models import evaluate_perplexity
 from tests.support.jobs import Run, records
 from tests.support.minimal_pairs import write_pairs
+from tests.support.tiny_runs import export_run
 
 BOTH = ("objective.name=mlm+ar",)
 ALONE = ("objective.name=autoregressive",)
@@ -68,14 +69,12 @@ def test_both_forms_are_trained_and_resumed(
     options = ["--temperature", "1", "--top-k", "20", "--seed", "3", "--max-new-tokens", "4"]
     assert main(["generate", str(run_dir), "The old", *options]) == EXIT_DONE
     assert main(["fill-mask", str(run_dir), "The [MASK] man"]) == EXIT_DONE
-    exported = str(tmp_path / "exported")
-    options = ["--form", "autoregressive", "--output", exported]
-    assert main(["convert", "--checkpoint", str(run_dir), *options]) == EXIT_DONE
+    exported = export_run(run_dir, tmp_path / "exported", "--form", "autoregressive")
     assert 'pipeline("text-generation"' in capfd.readouterr().out
-    card = (tmp_path / "exported/README.md").read_text()
+    card = (exported / "README.md").read_text()
     loss = f"{measured['autoregressive_loss']:.4f}"
     assert f"| loss, nats per predicted token | {loss} |" in card
-    assert main(["fill-mask", exported, "The [MASK] man"]) != EXIT_DONE
+    assert main(["fill-mask", str(exported), "The [MASK] man"]) != EXIT_DONE
     assert "its head is autoregressive" in capfd.readouterr().err
 
 

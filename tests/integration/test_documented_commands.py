@@ -29,6 +29,7 @@ from megatron_deberta.finetune import local_runs
 from megatron_deberta.finetune.search import ConfiguredRun
 from tests.support.jobs import ROOT, rank_variables
 from tests.support.minimal_pairs import write_pairs
+from tests.support.tiny_runs import export_run
 
 BASH = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAMED_YAML = re.compile(r"^```yaml\n# (\w+\.yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -206,8 +207,7 @@ def folder(
         elif name in LABELLED:
             write_labelled(target, *LABELLED[name])
         elif name.startswith("exports/"):
-            arguments = ["--checkpoint", str(run_dir), "--to", "hf", "--output", str(target)]
-            assert main(["convert", *arguments]) == 0
+            export_run(run_dir, target)
         elif name == "tokenizer":
             shutil.copytree(run_yaml.parent / name, target)
         else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import math
 import multiprocessing
@@ -18,29 +17,19 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_deberta.checkpoint.layout import (
-    BEST_FILE,
-    KINDS,
-    CheckpointMetadata,
-    committed_steps,
-    find_best,
-    step_dir,
-)
+from megatron_deberta.checkpoint.layout import KINDS, committed_steps, find_best, step_dir
 from megatron_deberta.checkpoint.reader import CheckpointReader
-from megatron_deberta.checkpoint.saver import Saved, Saver
 from megatron_deberta.cli.main import main
 from megatron_deberta.config.schema import with_task_head
-from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USAGE, CheckpointError
-from megatron_deberta.evaluate import splits
+from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE
 from megatron_deberta.evaluate.models import open_source_model
-from megatron_deberta.evaluate.outputs import finished_validation
-from megatron_deberta.finetune import data as task_data
 from megatron_deberta.hf.config import SpecialIds, choose_model_type
 from megatron_deberta.hf.export_model import write_hf_model
 from megatron_deberta.observe.metrics import read_metrics
 from megatron_deberta.train.step import TrainStep
 from tests.support.jobs import ForkedRank, free_port, rank_variables
 from tests.support.tiny_models import random_weights
+from tests.support.tiny_runs import export_run
 from tests.support.tiny_task import MODEL, write_task
 
 pytest.importorskip("sklearn")
@@ -151,8 +140,7 @@ def test_adapters_are_trained_resumed_and_merged(
 
     task = [str(data / "task.yaml"), "--data", str(data), "--split", "dev"]
     run, export, found = tmp_path / "whole", tmp_path / "export", []
-    checkpoint = ["--checkpoint", str(run)]
-    assert main(["convert", *checkpoint, "--output", str(export)]) == EXIT_DONE
+    export_run(run, export)
     assert (
         "low-rank adapters (rank 2, alpha 16) of query, up, down"
         in (export / "README.md").read_text()
@@ -163,10 +151,7 @@ def test_adapters_are_trained_resumed_and_merged(
         assert main(command) == EXIT_DONE
         found.append(output.read_text())
     assert found[0] == found[1]
-    assert (
-        main(["convert", *checkpoint, "--to", "peft", "--output", str(tmp_path / "peft")])
-        == EXIT_DONE
-    )
+    export_run(run, tmp_path / "peft", "--to", "peft")
     assert {path.name for path in (tmp_path / "peft").iterdir()} == {
         "adapter_config.json", "adapter_model.safetensors",
     }  # fmt: skip
@@ -334,9 +319,7 @@ def check_texts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Predict the texts of ``expected`` without a task: of the run, and of its export."""
-    exported = tmp_path / "exported"
-    convert = ["convert", "--checkpoint", str(run_dir), "--output", str(exported)]
-    assert main(convert) == EXIT_DONE
+    exported = export_run(run_dir, tmp_path / "exported")
     texts = [prediction["text"] for prediction in expected]
     given = [argument for text in texts for argument in ("--text", text)]
     for model in (run_dir, exported):
@@ -402,6 +385,9 @@ def test_two_ranks_predict_as_one(
     assert main(command) == EXIT_USAGE
     assert "no such file" in (error := capsys.readouterr().err)
     assert "choose a split with --split: train, dev" in " ".join(error.split())
+    tested.write_text("")
+    assert main(command) == EXIT_USAGE
+    assert "test.tsv:1: the file is empty" in " ".join(capsys.readouterr().err.split())
     # Rank 1 writes nothing, not even to standard output.
     assert "scores" not in (tmp_path / "1.log").read_text()
     expected, found = (
@@ -433,28 +419,9 @@ def test_a_saved_run_is_checked_and_trained_by_other_commands(
     # From another folder, and without the task's file.
     (data / "task.yaml").unlink()
     monkeypatch.chdir(data.parent)
-    export = ["convert", "--checkpoint", str(run_dir), "--to", "hf", "--output", "export"]
-    assert main(export) == EXIT_DONE
+    export_run(run_dir, Path("export"))
     assert main(["compare", str(run_dir), str(run_dir), "--split", "dev"]) == EXIT_DONE
     assert "tiny" in capsys.readouterr().out
-
-
-def test_malformed_or_empty_data_is_a_usage_error(
-    tmp_path: Path, finetune: Finetune, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_dir = tmp_path / "run"
-    assert finetune(run_dir, "train.steps=1", "optimizer.warmup_steps=0") == EXIT_DONE
-    error = capsys.readouterr().err
-    assert "settings of task tiny: none" in error
-    command = ["predict", str(data / "task.yaml"), "--model", str(run_dir), "--data", str(data)]
-    for content, message in (
-        ('text\tlabel\n"a\tgood\nb"\tbad\n', "test.tsv:2: a quoted field reaches"),
-        ("text\tlabel\na\n", "test.tsv:2: 1 columns instead of 2"),
-        ("", "test.tsv:1: the file is empty"),
-    ):
-        (data / "test.tsv").write_text(content)
-        assert main(command) == EXIT_USAGE
-        assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_model_without_the_head_cannot_predict(
@@ -509,98 +476,3 @@ def test_checkpoints_of_a_run_give_a_curve(
     assert "use another --output" in capsys.readouterr().err
     assert main([*command, "train.seed=3"]) == EXIT_USAGE
     assert "use --seeds" in capsys.readouterr().err
-
-
-Scores = Callable[[list[float]], None]
-
-
-@pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> Scores:
-    """Return a function that sets the scores of the next validations."""
-    # It has a score as well.
-    monkeypatch.setattr(task_data, "constant_outputs", lambda *_: None)
-
-    def script(scores: list[float]) -> None:
-        left = iter(scores)
-        monkeypatch.setattr(splits, "score", lambda *_: {"accuracy": next(left)})
-
-    return script
-
-
-def best_of(run_dir: Path) -> dict[str, Any]:
-    best = json.loads((run_dir / BEST_FILE).read_text())
-    return {key: best[key] for key in ("step", "score")}
-
-
-STEPS = ("train.steps=8", "train.eval_every=3", "optimizer.warmup_steps=0")
-
-
-def test_a_step_whose_checkpoint_cannot_be_saved_is_not_the_best(
-    tmp_path: Path, finetune: Finetune, scripted: Scores, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scripted([0.6, 0.9, 0.5])
-    save = Saver.save
-
-    def fail_at_six(saver: Saver, metadata: CheckpointMetadata, *args: Any) -> Saved:
-        if metadata.step == 6:
-            raise CheckpointError("the disk is full")
-        return save(saver, metadata, *args)
-
-    monkeypatch.setattr(Saver, "save", fail_at_six)
-    options = ("checkpoint.on_failure=continue", "checkpoint.asynchronous=false")
-    assert finetune(tmp_path, *STEPS, *options) == EXIT_DONE
-    assert best_of(tmp_path) == {"step": 3, "score": 0.6}
-    assert committed_steps(tmp_path) == [3, 8]
-    finished = finished_validation(tmp_path, "accuracy")
-    assert finished is not None
-    assert (finished.step, finished.score) == (3, 0.6)
-
-
-def test_the_best_checkpoint_outlives_damaged_metrics(
-    tmp_path: Path, finetune: Finetune, scripted: Scores
-) -> None:
-    scripted([0.9, 0.5])
-    assert finetune(tmp_path, *STEPS, "train.exit_step=6") == EXIT_DONE
-    # What the message about a damaged line says.
-    (tmp_path / "metrics.jsonl").rename(tmp_path / "metrics.damaged")
-    scripted([0.5, 0.7])
-    assert finetune(tmp_path, *STEPS) == EXIT_DONE
-    assert best_of(tmp_path) == {"step": 3, "score": 0.9}
-    assert committed_steps(tmp_path) == [3, 8]
-
-
-def test_a_validation_of_exit_step_does_not_compete(
-    tmp_path: Path, finetune: Finetune, scripted: Scores
-) -> None:
-    scripted([0.6, 0.95])
-    assert finetune(tmp_path, *STEPS, "train.exit_step=4") == EXIT_DONE
-    assert best_of(tmp_path) == {"step": 3, "score": 0.6}
-    scripted([0.7, 0.5])
-    assert finetune(tmp_path, *STEPS, "finetune.patience=2") == EXIT_DONE
-    assert best_of(tmp_path) == {"step": 6, "score": 0.7}
-    assert committed_steps(tmp_path) == [6, 8]
-
-
-def test_a_run_stopped_during_its_last_validation_has_not_finished(
-    tmp_path: Path, finetune: Finetune, scripted: Scores, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scripted([0.5, 0.6])
-    run_split, calls = splits.run_split, itertools.count(1)
-
-    def stop_at_third(*args: Any) -> Any:
-        if next(calls) == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-            return None
-        return run_split(*args)
-
-    monkeypatch.setattr(splits, "run_split", stop_at_third)
-    # A save of step 6 that is still running would be waited for in place of saving step 8.
-    assert finetune(tmp_path, *STEPS, "checkpoint.asynchronous=false") == EXIT_REQUEUE
-    assert committed_steps(tmp_path)[-1] == 8
-    assert finished_validation(tmp_path, "accuracy") is None
-    scripted([0.9])
-    assert finetune(tmp_path, *STEPS) == EXIT_DONE
-    finished = finished_validation(tmp_path, "accuracy")
-    assert finished is not None
-    assert (finished.step, finished.score, finished.steps) == (8, 0.9, 8)
-    assert best_of(tmp_path) == {"step": 8, "score": 0.9}

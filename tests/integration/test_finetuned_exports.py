@@ -12,6 +12,7 @@ from megatron_deberta.cli.main import main
 from megatron_deberta.errors import EXIT_DONE
 from megatron_deberta.hf.heads import HEADS
 from megatron_deberta.hf.loading import temporary_module_cache
+from tests.support.tiny_runs import export_run
 from tests.support.tiny_task import MODEL, WORDS
 
 pytest.importorskip("sklearn")
@@ -91,8 +92,7 @@ def test_the_printed_pipeline_predicts_as_we_do(
     predict = ["predict", *common, "--model", str(run_dir), "--split", "dev"]
     assert main([*predict, "--output", str(written)]) == EXIT_DONE
     capsys.readouterr()
-    convert = ["convert", "--checkpoint", str(run_dir), "--to", "hf", "--output", str(exported)]
-    assert main(convert) == EXIT_DONE
+    export_run(run_dir, exported)
     printed = capsys.readouterr().out
 
     (line,) = (line for line in printed.splitlines() if " pipeline(" in line)

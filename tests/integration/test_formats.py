@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_deberta.cli.main import main
 from tests.faults.formats import run_format
 from tests.support.jobs import prepare
+from tests.support.tiny_runs import export_run
 
 
 @pytest.mark.nightly
@@ -23,8 +23,5 @@ def test_segment_pairs_learn_and_resume(tmp_path: Path) -> None:
     assert after["loss"] < before["loss"]
     assert 0 < after["next_sentence_loss"] < 1
     assert 0 <= after["next_sentence_accuracy"] <= 1
-    output = tmp_path / "export"
-    checkpoint = tmp_path / "segment_pair-whole"
-    arguments = ["convert", "--checkpoint", str(checkpoint), "--to", "hf", "--output", str(output)]
-    assert main(arguments) == 0
+    output = export_run(tmp_path / "segment_pair-whole", tmp_path / "export")
     assert '"next_sentence_head": true' in (output / "config.json").read_text()

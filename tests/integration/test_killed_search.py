@@ -15,8 +15,7 @@ import pytest
 
 from megatron_deberta.cli.main import main
 from megatron_deberta.errors import EXIT_DONE
-from megatron_deberta.observe.metrics import read_metrics
-from tests.support.jobs import ROOT
+from tests.support.jobs import ROOT, recorded_steps
 from tests.support.tiny_task import MODEL, write_task
 
 SECONDS = 240.0
@@ -41,12 +40,6 @@ def search_file(tmp_path: Path) -> Path:
     return path
 
 
-def steps(folder: Path) -> list[int]:
-    path = folder / "metrics.jsonl"
-    records = read_metrics(path) if path.exists() else []
-    return [record["step"] for record in records if record["kind"] == "train"]
-
-
 def processes(text: str) -> list[psutil.Process]:
     return [
         p for p in psutil.process_iter(["cmdline"]) if text in " ".join(p.info["cmdline"] or ())
@@ -62,7 +55,7 @@ def test_a_killed_search_resumes_and_its_runs_are_compared(
     command = [sys.executable, "-m", "megatron_deberta", "search", str(search_file), "--jobs", "1"]
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)})
     deadline = time.monotonic() + SECONDS
-    while not steps(folders[0]) or max(steps(folders[0])) < 6:
+    while max(recorded_steps(folders[0]), default=0) < 6:
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -72,13 +65,13 @@ def test_a_killed_search_resumes_and_its_runs_are_compared(
     while processes(str(folders[0])):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert max(steps(folders[0])) < STEPS
+    assert max(recorded_steps(folders[0])) < STEPS
     assert not folders[1].exists()
 
     assert main(["search", str(search_file), "--jobs", "2"]) == EXIT_DONE
     assert "2 of 2 runs finished" in capsys.readouterr().out
     for folder in folders:
-        assert steps(folder) == list(range(1, STEPS + 1))
+        assert recorded_steps(folder) == list(range(1, STEPS + 1))
     logs = [(folder / "search.log").stat().st_mtime for folder in folders]
     assert "resum" in (folders[0] / "search.log").read_text()
     assert main(["search", str(search_file)]) == EXIT_DONE

@@ -16,8 +16,7 @@ from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.cli.main import main
 from megatron_deberta.cluster.slurm.history import JobHistory
 from megatron_deberta.errors import EXIT_REQUEUE, EXIT_USAGE
-from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
-from tests.support.jobs import ROOT, TIMEOUT, losses, without_launcher
+from tests.support.jobs import ROOT, TIMEOUT, losses, recorded_steps, without_launcher
 
 
 def wait_until(condition: Callable[[], bool], launcher: subprocess.Popen[str]) -> None:
@@ -36,7 +35,7 @@ def test_killed_rank_is_named_and_all_ranks_restart(
     run_yaml: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    chain, metrics = JobHistory(run_dir), run_dir / FILE_NAME
+    chain = JobHistory(run_dir)
     program = [sys.executable, "-m", "megatron_deberta", "launch", str(run_yaml), "--ranks", "2"]
     launcher = subprocess.Popen(
         # Starts faster than DeepSpeed, whose losses differ by rounding. Steps are slow, so that the
@@ -47,8 +46,7 @@ def test_killed_rank_is_named_and_all_ranks_restart(
     )  # fmt: skip
 
     def last_record() -> int:
-        steps = [record["step"] for record in read_metrics(metrics)] if metrics.exists() else []
-        return max(steps, default=0)
+        return max(recorded_steps(run_dir), default=0)
 
     try:
         wait_until(lambda: last_record() >= 9, launcher)

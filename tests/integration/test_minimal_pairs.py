@@ -11,6 +11,7 @@ from megatron_deberta.cli.main import main
 from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE
 from tests.support.jobs import Run, records
 from tests.support.minimal_pairs import PAIRS, write_pairs
+from tests.support.tiny_runs import export_run
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "c6955b0"
 
@@ -74,9 +75,8 @@ def test_generator_of_replaced_token_detection(
 ) -> None:
     rtd = ("objective.name=rtd", "model.head=rtd", "train.exit_step=1")
     assert pretrain(*rtd)[0] == EXIT_DONE
-    run, exported = tmp_path / "run", tmp_path / "hf"
-    convert = ["convert", "--checkpoint", str(run), "--to", "hf", "--output", str(exported)]
-    assert main(convert) == EXIT_DONE
+    run = tmp_path / "run"
+    exported = export_run(run, tmp_path / "hf")
     found = []
     for model in (run, exported / "generator"):
         output = tmp_path / f"{model.name}.json"
@@ -111,10 +111,3 @@ def test_pretraining_records_accuracies_and_resumes(
     assert found["accuracy"] == pytest.approx(whole[3]["accuracy"])
     recorded = {name: whole[3][f"accuracy_{name}"] for name in found["fields"]}
     assert found["fields"] == pytest.approx(recorded)
-
-
-def test_a_run_without_its_pairs_creates_no_folder(pretrain: Run, tmp_path: Path) -> None:
-    code, message = pretrain("train.blimp_every=2", f"train.blimp_data={tmp_path / 'absent'}")
-    assert code == EXIT_USAGE
-    assert "absent: no such folder" in message
-    assert not (tmp_path / "run").exists()

@@ -40,6 +40,7 @@ from megatron_deberta.objectives.rtd import ReplacedTokenModel
 from megatron_deberta.tasks.reading import split_to_predict
 from megatron_deberta.tasks.scoring import score
 from megatron_deberta.tokenizer import load_tokenizer
+from tests.support.tiny_runs import export_run
 from tests.support.tiny_task import MODEL, WORDS
 
 GOLDEN = MODEL.parent
@@ -99,10 +100,7 @@ def pretrained(runs: Path, kind: str) -> Path:
 
 def exported(run: Path, *options: str) -> Path:
     name = "-".join([run.name, *[option.strip("-") for option in options]])
-    folder = run.parent / f"{name}-hf"
-    arguments = ["convert", "--checkpoint", str(run), "--output", str(folder), *options]
-    assert main(arguments) == 0
-    return folder
+    return export_run(run, run.parent / f"{name}-hf", *options)
 
 
 def read_card(folder: Path) -> tuple[str, dict[str, Any], dict[str, tuple[str, ...]]]:
@@ -167,41 +165,46 @@ def check_origin(text: str, rows: dict[str, tuple[str, ...]]) -> None:
     assert "Not evaluated: " in text
 
 
-@pytest.mark.parametrize("kind", ["mlm", "autoregressive", "rtd"])
-def test_figures_of_a_language_model_are_those_of_the_export(kind: str, runs: Path) -> None:
-    """Of replaced-token detection: the generator."""
-    run = pretrained(runs, kind)
-    folder = exported(run) / "generator" if kind == "rtd" else exported(run)
+def check_figures(folder: Path, run: Path, form: str) -> tuple[str, dict[str, Any], Any, float]:
+    """Compare a card with the export's figures; return its text, metadata, rows, and targets."""
     text, metadata, rows = read_card(folder)
     check_origin(text, rows)
-    form = "autoregressive" if kind == "autoregressive" else "masked"
-    unit = "predicted" if kind == "autoregressive" else "masked"
     found = masked_figures(folder, run, form)
-    assert rows[f"{unit} tokens"][0] == f"{found['count']:,}"
-    key, shown = (
-        ("accuracy", "accuracy of next tokens") if form == "autoregressive"
-        else ("masked_accuracy", "masked accuracy")
+    unit, key, shown = (
+        ("predicted", "accuracy", "accuracy of next tokens") if form == "autoregressive"
+        else ("masked", "masked_accuracy", "masked accuracy")
     )  # fmt: skip
-    loss, baseline = rows[f"loss, nats per {unit} token"]
-    assert float(loss) == pytest.approx(found["loss"], abs=1e-3)
+    assert float(rows[f"loss, nats per {unit} token"][0]) == pytest.approx(found["loss"], abs=1e-3)
     assert float(rows["perplexity"][0]) == pytest.approx(math.exp(found["loss"]), rel=1e-3)
-    assert float(rows["perplexity"][1]) == pytest.approx(math.exp(float(baseline)), rel=1e-3)
     assert float(rows[shown][0]) == pytest.approx(found["accuracy"], abs=1e-4)
     assert metrics_of(metadata) == {
         "perplexity": pytest.approx(math.exp(found["loss"]), rel=1e-3),
         key: pytest.approx(found["accuracy"], abs=1e-4),
     }
+    return text, metadata, rows, found["count"]
+
+
+@pytest.mark.parametrize("kind", ["mlm", "autoregressive", "rtd"])
+def test_figures_of_a_language_model_are_those_of_the_export(kind: str, runs: Path) -> None:
+    """Of replaced-token detection: the generator."""
+    run = pretrained(runs, kind)
+    folder = exported(run) / "generator" if kind == "rtd" else exported(run)
+    form = "autoregressive" if kind == "autoregressive" else "masked"
+    text, metadata, rows, count = check_figures(folder, run, form)
+    unit = "predicted" if form == "autoregressive" else "masked"
+    assert rows[f"{unit} tokens"][0] == f"{count:,}"
+    baseline = float(rows[f"loss, nats per {unit} token"][1])
+    assert float(rows["perplexity"][1]) == pytest.approx(math.exp(baseline), rel=1e-3)
     recorded = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
-    assert float(baseline) == pytest.approx(recorded["unigram_loss"], abs=1e-4)
+    assert baseline == pytest.approx(recorded["unigram_loss"], abs=1e-4)
     assert "| figure | value | baseline: frequencies of the training tokens |" in text
+    data, held_out = (
+        (SHARD.name, f"documents held out of {SHARD.name} (0.3)") if form == "masked"
+        else ("other_text_document",) * 2
+    )  # fmt: skip
+    assert f"on {held_out}: rows of 24 tokens" in text
     result = metadata["model-index"][0]["results"][0]["dataset"]
-    if form == "masked":
-        assert f"on documents held out of {SHARD.name} (0.3): rows of 24 tokens" in text
-        assert result == {"name": SHARD.name, "type": SHARD.name, "split": "validation"}
-    else:
-        other = "other_text_document"
-        assert f"on {other}: rows of 24 tokens." in text
-        assert result == {"name": other, "type": other, "split": "validation"}
+    assert result == {"name": data, "type": data, "split": "validation"}
     assert rows["tokens"] == (f"{STEPS * 4 * 24:,}, padding included",)
     assert rows["data"] == (SHARD.name,)
     assert ("masking" in rows) == (form == "masked")
@@ -214,16 +217,7 @@ def test_figures_of_a_language_model_are_those_of_the_export(kind: str, runs: Pa
 @pytest.mark.parametrize("form", ["masked", "autoregressive"])
 def test_each_form_has_its_own_figures(form: str, runs: Path) -> None:
     run = pretrained(runs, "mlm+ar")
-    folder = exported(run, "--form", form)
-    text, metadata, rows = read_card(folder)
-    check_origin(text, rows)
-    found = masked_figures(folder, run, form)
-    unit, key = ("masked", "masked_accuracy") if form == "masked" else ("predicted", "accuracy")
-    assert float(rows[f"loss, nats per {unit} token"][0]) == pytest.approx(found["loss"], abs=1e-3)
-    assert metrics_of(metadata) == {
-        "perplexity": pytest.approx(math.exp(found["loss"]), rel=1e-3),
-        key: pytest.approx(found["accuracy"], abs=1e-4),
-    }
+    text, _, rows, _ = check_figures(exported(run, "--form", form), run, form)
     # The unigram baseline is that of the masked form.
     assert ("baseline" in text) == (form == "masked")
     assert f"0.5 of the steps; exported in the {form} form" in rows["objective"][0]
@@ -321,7 +315,7 @@ def test_a_step_without_validation_has_no_figures(runs: Path) -> None:
     run = pretrained(runs, "mlm")
     folder = runs / "step2-hf"
     step = run / "checkpoints" / "step_00000002"
-    assert main(["convert", "--checkpoint", str(step), "--output", str(folder)]) == 0
+    export_run(step, folder)
     text, metadata, rows = read_card(folder)
     assert rows["optimizer steps"] == ("2 of 4",)
     assert rows["tokens"] == (f"{2 * 4 * 24:,}, padding included",)
@@ -359,7 +353,7 @@ def test_a_validation_on_other_data_than_the_checkpoint_records_has_no_figures(
 def test_an_imported_model_has_no_figures(tmp_path: Path) -> None:
     new, folder = tmp_path / "new", tmp_path / "out"
     assert main(["convert", "--from", "hf", str(MODEL), "--output", str(new)]) == 0
-    assert main(["convert", "--checkpoint", str(new), "--output", str(folder)]) == 0
+    export_run(new, folder)
     text, metadata, rows = read_card(folder)
     assert rows["training"] == ("imported weights; their training is not recorded",)
     assert "pretrained by" not in text

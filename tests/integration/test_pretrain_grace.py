@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,9 @@ import pytest
 from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.cluster.slurm.history import JobHistory, measured_stop_time
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
-from megatron_deberta.train.preemption import STOP_SIGNALS
 from tests.support.jobs import Run, losses, records
 
 VALIDATED = ("train.eval_every=1", "train.exit_step=2")
-
-
-@pytest.fixture(autouse=True)
-def _own_signals() -> Iterator[None]:
-    """Restore the handlers that the command leaves when it was told to stop."""
-    handlers = {n: signal.getsignal(n) for n in (*STOP_SIGNALS, signal.SIGINT)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -92,15 +81,3 @@ def test_interrupted_validation_is_repeated_by_the_next_start(
     before = (run_dir / "metrics.jsonl").read_bytes()
     assert pretrain(*VALIDATED)[0] == EXIT_DONE
     assert (run_dir / "metrics.jsonl").read_bytes() == before
-
-
-def test_signal_during_start_up_ends_before_the_first_step(
-    pretrain: Run, tmp_path: Path, signal_in: Any
-) -> None:
-    signal_in("megatron_deberta.train.run.build_engine")
-    assert pretrain()[0] == EXIT_REQUEUE
-    run_dir = tmp_path / "run"
-    assert committed_steps(run_dir) == []
-    assert records(run_dir) == {}
-    assert pretrain()[0] == EXIT_DONE
-    assert len(losses(run_dir)) == 2

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -19,26 +17,17 @@ from megatron_deberta.cli.main import main
 from megatron_deberta.errors import EXIT_REQUEUE, EXIT_USAGE
 from megatron_deberta.observe.metrics import FILE_NAME
 from tests.support.jobs import (
-    ROOT,
     TIMEOUT,
-    ForkedRank,
-    Job,
     fork_server,
     free_port,
     losses,
     rank_variables,
+    run_mpi,
     run_to_end,
     start,
 )
 
-OF_LAUNCHERS = re.compile(r"(RANK|LOCAL_|WORLD_SIZE|MASTER_|SLURM_|OMPI_|PMI)")
 TWO_STEPS = ("train.exit_step=2", "train.eval_every=null", "precision.zero_stage=2")
-
-
-def bare_environment(**variables: str) -> dict[str, str]:
-    """Return the environment without any launcher's variables."""
-    kept = {key: value for key, value in os.environ.items() if not OF_LAUNCHERS.match(key)}
-    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
 
 
 def command(run_yaml: Path, run_dir: Path) -> list[str]:
@@ -56,41 +45,8 @@ def assert_two_ranks_trained(run_dir: Path, uninterrupted: Path) -> None:
 
 @pytest.mark.slow
 def test_started_by_mpirun(run_yaml: Path, uninterrupted: Path, tmp_path: Path) -> None:
-    beside = Path(sys.executable).parent / "mpirun"
-    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
-    assert mpirun is not None, "mpirun is missing; install requirements-dev.txt"
     run_dir = tmp_path / "run"
-    done = subprocess.run(
-        [mpirun, "--allow-run-as-root", "--oversubscribe", "-n", "2", *command(run_yaml, run_dir)],
-        env=bare_environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert_two_ranks_trained(run_dir, uninterrupted)
-
-
-@pytest.mark.slow
-def test_started_by_srun(run_yaml: Path, uninterrupted: Path, tmp_path: Path) -> None:
-    port = free_port()
-    run_dir = tmp_path / "run"
-    ranks = [
-        ForkedRank(
-            bare_environment(
-                SLURM_PROCID=str(rank), SLURM_NTASKS="2", SLURM_LOCALID=str(rank),
-                SLURM_NODEID="0", SLURM_STEP_ID="0", SLURM_JOB_ID="4",
-                SLURM_STEP_TASKS_PER_NODE="2", SLURM_STEP_NODELIST="localhost",
-                MASTER_PORT=str(port),
-            ),
-            command(run_yaml, run_dir)[3:],
-            tmp_path / f"run.{rank}.log",
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    job = Job(ranks, run_dir)
-    assert job.wait() == [0, 0], job.output()
+    run_mpi(*command(run_yaml, run_dir))
     assert_two_ranks_trained(run_dir, uninterrupted)
 
 

@@ -104,39 +104,6 @@ def test_tensor_parallel_run_resumes_data_parallel(
     check_sample_log(run_dir / "ledger", 8, STEPS)
 
 
-def test_validation_skipped_by_a_stop_runs_after_the_resume(pretrain: Run, tmp_path: Path) -> None:
-    often = ("train.eval_every=1", "train.exit_step=3")
-    assert pretrain(*often, run_dir="whole")[0] == EXIT_DONE
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    (run_dir / "stop").touch()
-    assert pretrain(*often)[0] == EXIT_DONE
-    assert list(records(run_dir)) == [1]
-    assert list(records(run_dir, "validation")) == [0]
-    for _ in range(2):  # The second start has nothing to do.
-        assert pretrain(*often)[0] == EXIT_DONE
-        whole = records(tmp_path / "whole", "validation")
-        assert list(whole) == [0, 1, 2, 3]
-        assert records(run_dir, "validation") == whole
-
-
-def test_damaged_newest_checkpoint_falls_back_to_the_previous(
-    run_yaml: Path, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    plain = ("precision.engine=plain", "train.exit_step=9")
-    run_to_end(run_yaml, run_dir, 1, *plain)
-    whole = losses(run_dir)
-    file = next(step_dir(run_dir, 9).glob("*.safetensors"))
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    job = run_to_end(run_yaml, run_dir, 1, *plain)
-    assert f"{file}: SHA-256 differs from the manifest's" in job.output()
-    assert f"resuming from {step_dir(run_dir, 7)}" in job.output()
-    assert losses(run_dir) == whole
-
-
 def test_auto_precision_is_recorded_and_kept(pretrain: Run, tmp_path: Path) -> None:
     """A resumed run keeps format and engine, whatever a new run would take here."""
     auto = ("precision.dtype=auto", "precision.engine=auto")

@@ -12,7 +12,9 @@ from megatron_deberta.cli.main import main
 from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE
 from megatron_deberta.hf import MegatronDebertaForMaskedLM
 from megatron_deberta.hf.loading import load_pretrained
+from tests.integration.test_documented_commands import write_scored
 from tests.support.jobs import Run, assert_same_checkpoints, records
+from tests.support.tiny_runs import export_run
 
 RETROMAE = (
     "objective.name=retromae", "objective.mask_probability=0.3", "data.packing=doc_sentences",
@@ -24,14 +26,6 @@ def newest(run_dir: Path) -> CheckpointReader:
     path = find_newest(run_dir)
     assert path is not None
     return CheckpointReader(path)
-
-
-def write_pairs(folder: Path) -> None:
-    folder.mkdir()
-    header = "index\tsentence1\tsentence2\tscore"
-    rows = [f"{n}\tThe old man walked.\tA man went {n} miles.\t{n % 6}" for n in range(12)]
-    for split in ("train", "dev"):
-        (folder / f"{split}.tsv").write_text("\n".join([header, *rows, ""]))
 
 
 def test_from_a_masked_run_to_embeddings(pretrain: Run, tmp_path: Path) -> None:
@@ -62,9 +56,7 @@ def test_from_a_masked_run_to_embeddings(pretrain: Run, tmp_path: Path) -> None:
     assert "Of RetroMAE: the loss of the encoder" in text
     assert "reconstruction loss" in text
 
-    exported = tmp_path / "exported"
-    command = ["convert", "--checkpoint", str(run), "--to", "hf", "--output", str(exported)]
-    assert main(command) == EXIT_DONE
+    exported = export_run(run, tmp_path / "exported")
     card = (exported / "README.md").read_text()
     assert "a decoder of one layer, which is left out here" in card
     assert f"{measured['loss']:.4f}" in card
@@ -75,7 +67,7 @@ def test_from_a_masked_run_to_embeddings(pretrain: Run, tmp_path: Path) -> None:
     words = ["evaluate", "perplexity", "--model", str(run), "--data", str(tmp_path / "text.txt")]
     assert main([*words, "--stride", "8", "data.sequence_length=32"]) == EXIT_DONE
 
-    write_pairs(tmp_path / "pairs")
+    write_scored(tmp_path / "pairs")
     folder = f"train.run_dir={tmp_path / 'embeddings'}"
     settings = (
         "--settings", "positives", "train.steps=1", "train.global_batch_size=4",

@@ -33,8 +33,3 @@ def test_samples_are_cut_on_resume_and_the_timeline_is_not(pretrain: Run, tmp_pa
         ("start", 0), ("steps", 1), ("steps", 2), ("end", 2),
         ("start", 1), ("steps", 2), ("steps", 3), ("end", 3),
     ]  # fmt: skip
-
-
-def test_no_samples_are_written_if_none_are_asked_for(pretrain: Run, tmp_path: Path) -> None:
-    assert pretrain("train.eval_every=1", "train.exit_step=1", "log.samples=0")[0] == 0
-    assert not (tmp_path / "run" / "samples.jsonl").exists()

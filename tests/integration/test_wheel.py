@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from megatron_deberta.cli.main import COMMANDS
 from tests.support.jobs import ROOT, TIMEOUT, without_launcher
 
 pytestmark = pytest.mark.slow
@@ -161,31 +160,6 @@ def test_installed_package_is_the_wheel(installed: Command) -> None:
     where = installed("python", "-c", "import megatron_deberta as m; print(m.__file__)")
     assert "/venv/lib/" in where
     assert str(ROOT) not in where
-
-
-def test_every_command_has_help(installed: Command) -> None:
-    names = [command.name for command in COMMANDS]
-    program = (
-        "from megatron_deberta.cli.main import main\n"
-        f"for name in {names!r}:\n"
-        "    try:\n"
-        "        main([name, '--help'])\n"
-        "    except SystemExit as end:\n"
-        "        assert end.code == 0, name\n"
-    )
-    printed = installed("python", "-c", program)
-    for name in names:
-        assert f"usage: megatron-deberta {name}" in printed
-    assert "pretrain" in installed("megatron-deberta", "--help")
-
-
-def test_plan_and_submit_find_configs_and_profiles(installed: Command) -> None:
-    config = "configs/runs/1.5b_dgx2.yaml"
-    assert "tokens" in installed("megatron-deberta", "plan", config, "--cluster", "dgx2")
-    options = ["--cluster", "dgx2", "--dry-run", "--no-check"]
-    submission = installed("megatron-deberta", "submit", config, *options)
-    assert "sbatch --parsable" in submission
-    assert "megatron_deberta.cluster.slurm.job" in submission
 
 
 def test_pretrain_convert_and_fill_mask(installed: Command, run_yaml: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from megatron_deberta.text.deduplicate.sign import Settings, make_sketches, reca
 from megatron_deberta.tokenizer import load_tokenizer
 from tests.support.corpus import corpus_path
 from tests.support.duplicates import distinct_texts, edited, read_jsonl, run, write_jsonl
-from tests.support.judges import package_folder, record, version
+from tests.support.judges import importable, record
 from tests.support.machine_text import documents
 from tests.support.tiny_models import tiny_tokenizer
 
@@ -41,10 +41,8 @@ WRITERS = {"ours": "ours", "theirs": "datatrove"}
 
 @pytest.fixture(scope="module", autouse=True)
 def release() -> Iterator[str]:
-    folder = package_folder(*REQUIREMENTS)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
-        yield version(folder, "datatrove")
+    with importable(*REQUIREMENTS) as release:
+        yield release
 
 
 def datatrove_documents(texts: Sequence[str]) -> list[Any]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megatron_deberta.config.schema import ModelConfig, with_task_head
 from megatron_deberta.hf import use_fast_attention
 from megatron_deberta.hf.export_model import export_model
-from tests.support.judges import package_folder, record
+from tests.support.judges import importable, record
 from tests.support.stock_models import OperatorCalls
 from tests.support.tiny_models import TEXT, V2, random_weights, reader, tiny_tokenizer
 
@@ -39,9 +39,7 @@ Run = Callable[[Wrap], tuple[list[float], Any, nn.Module]]
 
 @pytest.fixture(scope="module", autouse=True)
 def packages() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for requirement in ("gliner==0.2.29", "gliner2==2.1.0"):
-            patch.syspath_prepend(str(package_folder(requirement)))
+    with importable("gliner==0.2.29"), importable("gliner2==2.1.0"):
         yield
 
 

@@ -19,19 +19,16 @@ from megatron_deberta.evaluate.minimal_pairs import build_minimal_pairs, read_mi
 from megatron_deberta.evaluate.models import language_model_config, open_ranks, open_source_model
 from megatron_deberta.hf import MegatronDebertaForMaskedLM
 from megatron_deberta.hf.export_model import export_model
-from tests.support.judges import package_folder, record, version
+from tests.support.judges import importable, record
 from tests.support.minimal_pairs import PAIRS
-from tests.support.tiny_models import TEXT, V2, random_weights, reader, tiny_tokenizer
+from tests.support.tiny_models import TEXT, V1, V2, random_weights, reader, tiny_tokenizer
 
 pytestmark = pytest.mark.slow
 
 PLAIN = replace(V2, mask_decoder_passes=0, absolute_positions="none")
 CONFIGS = {
     "transformers' class": PLAIN,
-    "v1, transformers' class": replace(
-        PLAIN, position_buckets=0, share_position_projections=False, key_bias=False,
-        normalize_position_table=False, position_key_bias=False,
-    ),
+    "v1, transformers' class": replace(V1, mask_decoder_passes=0, absolute_positions="none"),
     "mask decoder": V2,
 }  # fmt: skip
 LIMIT = 1e-5
@@ -39,10 +36,8 @@ LIMIT = 1e-5
 
 @pytest.fixture(scope="module", autouse=True)
 def release() -> Iterator[str]:
-    folder = package_folder("minicons==0.3.39", "wonderwords==3.0.1")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
-        yield version(folder, "minicons")
+    with importable("minicons==0.3.39", "wonderwords==3.0.1") as release:
+        yield release
 
 
 def open_scorer(config: ModelConfig, folder: Path) -> Any:

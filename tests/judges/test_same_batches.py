@@ -20,8 +20,7 @@ from megatron_deberta.errors import EXIT_DONE
 from megatron_deberta.tokenizer import load_tokenizer
 from megatron_deberta.train import setup
 from tests.support import judges
-from tests.support.jobs import known_matmul_rate, losses, prepare
-from tests.support.shared import shared_folder
+from tests.support.jobs import known_matmul_rate, losses
 
 STEPS = 200
 SETTINGS = (
@@ -42,7 +41,7 @@ def test_training_losses_are_those_of_transformers(
     dtype: torch.dtype,
     limit: float,
     tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    run_yaml: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(setup, "measure_matmul_rate", known_matmul_rate)
@@ -50,7 +49,6 @@ def test_training_losses_are_those_of_transformers(
     # that losses differ by 1e-8: the factor 1 / targets of our losses, and transformers' divisor of
     # the attention's logits.
     monkeypatch.setitem(setup.DTYPES, "fp32", dtype)
-    run_yaml = shared_folder(tmp_path_factory, "corpus", prepare) / "run.yaml"
     settings = [*SETTINGS, f"train.run_dir={tmp_path / 'run'}"]
     assert main(["pretrain", str(run_yaml), *settings]) == EXIT_DONE
     ours = losses(tmp_path / "run")

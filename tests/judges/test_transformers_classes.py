@@ -7,6 +7,7 @@ of every head, dropout, copies and pickles are compared in ``tests/parity/test_f
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -42,6 +43,8 @@ pytestmark = pytest.mark.slow
 LAYERS, LIMIT = 2, 1e-5
 LEGACY_FALSE = "5.20.0"
 """First transformers whose masked language models with ``legacy: false`` can be made."""
+LEGACY = ("exported", "ForMaskedLM")
+"""Source and head of models with ``legacy: false``."""
 V2 = ModelConfig(
     num_layers=LAYERS, hidden_size=32, num_heads=4, ffn_hidden_size=48, vocab_size=VOCABULARY,
     max_position_embeddings=64, max_relative_positions=32, position_buckets=8, conv_kernel_size=3,
@@ -61,12 +64,11 @@ TASKS: dict[str, tuple[Head, tuple[str, ...]]] = {
     "ForMultipleChoice": ("choices", ()),
 }
 CLASSES = [
-    pytest.param(source, kind, head, id=f"{source}-{KINDS[kind][0]}{head}")
+    pytest.param((source, kind, head), id=f"{source}-{KINDS[kind][0]}{head}")
     for source in ("initialised", "exported")
     for kind in EXPORTS
     for head in heads_of(kind)
 ]
-every_class = pytest.mark.parametrize(("source", "kind", "head"), CLASSES)
 Load = Callable[..., Any]
 
 
@@ -95,6 +97,12 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
         return model.eval()
 
     return make
+
+
+@pytest.fixture(params=CLASSES)
+def loaded(request: pytest.FixtureRequest, load: Load) -> tuple[Any, str]:
+    """Return a model of every class, and its head."""
+    return load(*request.param), request.param[2]
 
 
 @pytest.fixture(scope="module")
@@ -146,11 +154,9 @@ def compare(worst: Any, name: str, ours: list[Tensor], stock: list[Tensor]) -> N
         assert error <= LIMIT
 
 
-@every_class
-def test_save_and_load(
-    source: str, kind: str, head: str, load: Load, worst: Any, tmp_path: Path
-) -> None:
-    model, batch = load(source, kind, head), batch_of(head)
+def test_save_and_load(loaded: tuple[Any, str], worst: Any, tmp_path: Path) -> None:
+    model, head = loaded
+    batch = batch_of(head)
     stock = predictions(model, batch)
     with use_fast_attention(model):
         ours = predictions(model, batch)
@@ -167,11 +173,9 @@ def test_save_and_load(
     compare(worst, "after saving and loading", predictions(again, batch), stock)
 
 
-@every_class
-def test_hidden_states_and_attentions(
-    source: str, kind: str, head: str, load: Load, worst: Any
-) -> None:
-    model, batch = load(source, kind, head), without_labels(batch_of(head))
+def test_hidden_states_and_attentions(loaded: tuple[Any, str], worst: Any) -> None:
+    model, head = loaded
+    batch = without_labels(batch_of(head))
     stock = model(**batch, output_hidden_states=True, output_attentions=True)
     rows = batch["input_ids"].flatten(0, -2).shape[0]
     assert [tuple(a.shape) for a in stock.attentions] == [(rows, 4, 11, 11)] * LAYERS
@@ -191,11 +195,9 @@ def test_hidden_states_and_attentions(
     assert all(map(torch.equal, as_tuple[:-1], tensors(ours)))
 
 
-@every_class
-def test_gradients_of_retained_states(
-    source: str, kind: str, head: str, load: Load, worst: Any
-) -> None:
-    model, batch = load(source, kind, head), batch_of(head)
+def test_gradients_of_retained_states(loaded: tuple[Any, str], worst: Any) -> None:
+    model, head = loaded
+    batch = batch_of(head)
     real = batch["attention_mask"].flatten(0, -2).bool()
 
     def gradients() -> list[Tensor]:
@@ -216,17 +218,16 @@ def test_gradients_of_retained_states(
     compare(worst, "gradients of retained states", ours, stock)
 
 
-# With ``legacy: false``, as in exports, transformers' class resizes a layer of its head by mistake.
+# With ``legacy: false`` transformers' class resizes a layer of its head by mistake.
 @pytest.mark.parametrize(
-    ("source", "kind", "head"),
-    [each for each in CLASSES if each.values[0] != "exported" or each.values[2] != "ForMaskedLM"],
+    "loaded",
+    [each for each in CLASSES if (each.values[0][0], each.values[0][2]) != LEGACY],
+    indirect=True,
 )
 @pytest.mark.parametrize("change", [10, -15])
-def test_resized_embeddings(
-    source: str, kind: str, head: str, change: int, load: Load, worst: Any
-) -> None:
-    model, size = load(source, kind, head), VOCABULARY + change
-    batch = batch_of(head)
+def test_resized_embeddings(loaded: tuple[Any, str], change: int, worst: Any) -> None:
+    model, head = loaded
+    batch, size = batch_of(head), VOCABULARY + change
     batch["input_ids"] = batch["input_ids"].clamp(max=size - 1)
     if head == "ForMaskedLM":
         batch["labels"] = batch["labels"].clamp(max=size - 1)
@@ -245,11 +246,9 @@ def test_resized_embeddings(
     compare(worst, "after resizing the embeddings", list(ours.values()), list(stock.values()))
 
 
-@every_class
-def test_a_batch_is_its_rows_one_by_one(
-    source: str, kind: str, head: str, load: Load, worst: Any
-) -> None:
-    model, batch = load(source, kind, head), without_labels(batch_of(head, 4, 13))
+def test_a_batch_is_its_rows_one_by_one(loaded: tuple[Any, str], worst: Any) -> None:
+    model, head = loaded
+    batch = without_labels(batch_of(head, 4, 13))
     use_fast_attention(model)
     together = predictions(model, batch)
     again = predictions(model, batch)
@@ -272,14 +271,14 @@ def test_a_batch_is_its_rows_one_by_one(
             assert error <= LIMIT
 
 
-@every_class
 def test_training_with_gradient_checkpointing(
-    source: str, kind: str, head: str, load: Load, worst: Any, monkeypatch: pytest.MonkeyPatch
+    loaded: tuple[Any, str], worst: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    original, head = loaded
     batch, calls = batch_of(head), OperatorCalls(monkeypatch)
 
     def train(accelerated: bool) -> tuple[dict[str, Tensor], list[float]]:
-        model = load(source, kind, head).train()
+        model = copy.deepcopy(original).train()
         if accelerated:
             use_fast_attention(model)
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -303,11 +302,9 @@ def test_training_with_gradient_checkpointing(
     assert losses[-1] < losses[0] or head == "Model"
 
 
-@every_class
-def test_embeddings_in_the_place_of_ids(
-    source: str, kind: str, head: str, load: Load, worst: Any
-) -> None:
-    model, batch = load(source, kind, head), without_labels(batch_of(head))
+def test_embeddings_in_the_place_of_ids(loaded: tuple[Any, str], worst: Any) -> None:
+    model, head = loaded
+    batch = without_labels(batch_of(head))
     stock = predictions(model, batch)
     embeds = model.get_input_embeddings()(batch["input_ids"])
     with use_fast_attention(model), torch.no_grad():

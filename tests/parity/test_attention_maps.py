@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,27 +11,11 @@ import torch
 from transformers import AutoModel
 
 from megatron_deberta.attention_maps.compute import MEAN, compute_maps
-from megatron_deberta.checkpoint.layout import KINDS, CheckpointMetadata
-from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.store import find_newest
-from megatron_deberta.cli.main import main
-from megatron_deberta.config.schema import ModelConfig
-from megatron_deberta.distributed.parallelize.plan import shard_spec
-from megatron_deberta.distributed.topology import ProcessGroups
-from megatron_deberta.model import parameter_shapes
-from tests.support.checkpoints import FakeEngine, on_threads, save_state
-from tests.support.tiny_models import V2, random_weights, tiny_tokenizer
-from tests.support.tiny_runs import save_run
+from tests.support.tiny_models import V1, V2, tiny_tokenizer
+from tests.support.tiny_runs import export_run, save_run
 
 TEXT = "The quick [MASK] jumps over the lazy dog near the river."
-V1 = replace(
-    V2,
-    position_buckets=0,
-    share_position_projections=False,
-    normalize_position_table=False,
-    key_bias=False,
-    position_key_bias=False,
-)
 CONFIGS = {
     "v2": replace(V2, conv_kernel_size=3),
     "v1": V1,
@@ -48,9 +31,7 @@ def test_maps_are_those_of_transformers(
 ) -> None:
     config, run_dir, export = CONFIGS[name], tmp_path / "run", tmp_path / "export"
     save_run(config, run_dir, tmp_path / "tokenizer")
-    assert (
-        main(["convert", "--checkpoint", str(run_dir), "--to", "hf", "--output", str(export)]) == 0
-    )
+    export_run(run_dir, export)
     maps = compute_maps(run_dir, TEXT, "all", "all")
     terms = {"v2": "c2p+p2c", "v1": "c2p+p2c", "none": ""}.get(name, name)
     assert maps.parts == ("probabilities", "c2c", *filter(None, terms.split("+")))
@@ -74,37 +55,3 @@ def test_maps_are_those_of_transformers(
         again = compute_maps(other, TEXT, "all", "all")
         assert again.pieces == maps.pieces
         np.testing.assert_array_equal(again.values, maps.values)
-
-
-def save_with_two_ranks(
-    config: ModelConfig, run_dir: Path, metadata: CheckpointMetadata, monkeypatch: Any
-) -> None:
-    """Write the weights of ``random_weights`` from two tensor-parallel ranks."""
-    shapes = parameter_shapes(config)
-    weights = random_weights(config, seed=3)
-    logical = {name: dict.fromkeys(KINDS, weights[name]) for name in shapes}
-
-    def save(groups: ProcessGroups) -> Path:
-        specs = {
-            name: shard_spec(name, shape, groups.tp_rank, groups.tp_size)
-            for name, shape in shapes.items()
-        }
-        engine: Any = FakeEngine(specs, logical)
-        return save_state(run_dir, engine, specs, groups, metadata)
-
-    for result in on_threads(monkeypatch, 2, 1, save):
-        assert isinstance(result, Path), result
-
-
-def test_tensor_parallel_checkpoints_give_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_run(V2, tmp_path / "run", tmp_path / "tokenizer")
-    newest = find_newest(tmp_path / "run")
-    assert newest is not None
-    reader = CheckpointReader(newest)
-    save_with_two_ranks(V2, tmp_path / "parallel", reader.metadata, monkeypatch)
-    alone, parallel = (
-        compute_maps(tmp_path / name, TEXT, "all", "all") for name in ("run", "parallel")
-    )
-    np.testing.assert_array_equal(alone.values, parallel.values)

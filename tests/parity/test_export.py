@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import re
 import shutil
 import sys
@@ -21,7 +20,7 @@ from torch import Tensor
 from transformers import DebertaV2ForMaskedLM
 
 from megatron_deberta.config.schema import ModelConfig, with_task_head
-from megatron_deberta.errors import CheckpointError, ConfigError
+from megatron_deberta.errors import CheckpointError
 from megatron_deberta.hf import MegatronDebertaForMaskedLM
 from megatron_deberta.hf import export_model as export_model_module
 from megatron_deberta.hf.export_model import ExportResult, export_model, write_hf_model
@@ -29,19 +28,10 @@ from megatron_deberta.hf.loading import build_model, temporary_module_cache
 from megatron_deberta.hf.model_card import loading_lines
 from megatron_deberta.hf.published import open_release
 from megatron_deberta.model.inputs import ModelInputs
-from tests.support.stock_weights import stock_name
-from tests.support.tiny_models import V2, random_weights, reader, tiny_tokenizer
+from tests.support.tiny_models import V1, V2, random_weights, reader, tiny_tokenizer
 from tests.support.tolerances import FP32_MODEL
 
 Exported: TypeAlias = Callable[[str], tuple[Path, ExportResult]]
-V1 = replace(
-    V2,
-    position_buckets=0,
-    share_position_projections=False,
-    normalize_position_table=False,
-    key_bias=False,
-    position_key_bias=False,
-)
 SEPARATE = replace(V2, share_position_projections=False)
 STOCK = {
     "v3-like": V2,
@@ -144,38 +134,6 @@ def test_stock_encoder_and_exported_fill_mask_load(name: str, exported: Exported
         torch.testing.assert_close(states[mask], expected[mask], **FP32_MODEL)
 
 
-def released_decoder(config: ModelConfig, weights: dict[str, Tensor]) -> DebertaV2ForMaskedLM:
-    """Build a stock v2 model; v1 is v2 with linear distances and zero key biases."""
-    stock = DebertaV2ForMaskedLM(
-        transformers.DebertaV2Config(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            intermediate_size=config.ffn_hidden_size,
-            max_position_embeddings=config.max_position_embeddings,
-            relative_attention=True,
-            max_relative_positions=config.max_relative_positions,
-            position_buckets=config.position_buckets or -1,
-            norm_rel_ebd="layer_norm" if config.normalize_position_table else "none",
-            share_att_key=config.share_position_projections,
-            pos_att_type=["c2p", "p2c"],
-            position_biased_input=False,
-            conv_kernel_size=config.conv_kernel_size or 0,
-            conv_act=config.conv_activation,
-        )
-    ).eval()
-    with torch.no_grad():
-        for name, parameter in stock.named_parameters():
-            if name.endswith(("key_proj.bias", "decoder.bias")):
-                parameter.zero_()
-        parameters = dict(stock.named_parameters())
-        for name, value in weights.items():
-            if stock_name(name) is not None:
-                parameters[stock_name(name)].copy_(value)
-    return stock
-
-
 @pytest.mark.parametrize("base", [V2, V1, ROBERTA, OWN["paper-index"]])
 def test_segment_pairs_keep_token_types_and_the_next_sentence_head(
     base: ModelConfig, tmp_path: Path
@@ -255,33 +213,6 @@ def test_pieces_of_a_token_classifier_have_no_spaces(tmp_path: Path) -> None:
     # A span has whole words, but for pieces that hold nothing but the space before a word.
     borders = {m.span()[side] for m in re.finditer(r"\S+", text) for side in (0, 1)}
     assert all(a in borders and (b in borders or b == a + 1) for a, b in spans)
-
-
-@pytest.mark.parametrize("name", ["v3-like", "1.5b-like", "separate", "v1"])
-def test_mask_decoder_equals_stock_layers(name: str, exported: Exported) -> None:
-    """The released decoder: the input of the last layer plus positions, two passes."""
-    config, weights = STOCK[name], random_weights(STOCK[name])
-    stock = released_decoder(config, weights)
-    ids, mask = make_batch()
-    encoder = stock.deberta.encoder
-    with torch.no_grad():
-        states = stock.deberta(ids, mask.long(), output_hidden_states=True).hidden_states
-        hidden = states[-2]
-        query = hidden + weights["mask_decoder.position.weight"][: hidden.size(1)]
-        for _ in range(2):
-            query = encoder.layer[-1](
-                hidden,
-                encoder.get_attention_mask(mask.long()),
-                query_states=query,
-                relative_pos=encoder.get_rel_pos(hidden),
-                rel_embeddings=encoder.get_rel_embedding(),
-            )[0]
-        expected = stock.cls.predictions.transform(query)
-        expected = expected @ weights["embeddings.token.weight"].T + weights["head.bias"]
-    model = MegatronDebertaForMaskedLM.from_pretrained(exported(name)[0]).eval()
-    with torch.no_grad():
-        logits = model(ids, attention_mask=mask.long()).logits
-    torch.testing.assert_close(logits[mask], expected[mask], **FP32_MODEL)
 
 
 @pytest.mark.parametrize(
@@ -405,25 +336,6 @@ def test_pipeline_uses_the_mask_decoder(
     assert not [record for record in caplog.records if "not supported" in record.message]
 
 
-@pytest.mark.parametrize("name", ["v3-like", "v1"])
-def test_stock_masked_lm_warns_of_its_new_head(
-    name: str, exported: Exported, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder, _ = exported(name)
-    logger = logging.getLogger("transformers")
-    logger.addHandler(caplog.handler)
-    try:
-        with caplog.at_level(logging.WARNING):
-            model, report = transformers.AutoModelForMaskedLM.from_pretrained(
-                folder, output_loading_info=True
-            )
-    finally:
-        logger.removeHandler(caplog.handler)
-    assert type(model).__module__.startswith("transformers.models.")
-    assert "cls.predictions.transform.dense.weight" in report["missing_keys"]
-    assert "newly initialized" in caplog.text
-
-
 def test_stock_masked_lm_is_correct_without_mask_decoder(exported: Exported) -> None:
     config = STOCK["no-decoder"]
     folder, _ = exported("no-decoder")
@@ -500,13 +412,6 @@ def test_exported_code_is_the_code_that_is_checked(
     assert sys.path == path
     assert not [name for name in set(sys.modules) - modules if "transformers_modules" in name]
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
-
-
-def test_output_in_use_raises(tmp_path: Path) -> None:
-    (tmp_path / "kept.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="not empty"):
-        export(V2, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
 
 
 def test_weights_are_split_into_files_of_bounded_size(

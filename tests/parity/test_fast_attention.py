@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from megatron_deberta import hf
 from megatron_deberta.hf import FastAttentionHandle, fast_attention, use_fast_attention
 from tests.support.compiler import needs_compiler
-from tests.support.corpus import corpus_path
 from tests.support.stock_models import (
     HEADS,
     KINDS,
@@ -32,7 +31,6 @@ from tests.support.stock_models import (
     labelled,
     results,
 )
-from tests.support.tiny_models import tiny_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -65,22 +63,6 @@ def test_empty_rows_and_no_mask(kind: str) -> None:
     compare(model, batch, remove_padding=False)
     compare(model, {"input_ids": batch["input_ids"]})
     compare(model, {"inputs_embeds": torch.randn(2, 5, 32), "attention_mask": torch.ones(2, 5)})
-
-
-def test_states_of_every_layer() -> None:
-    model, batch = build("v2").eval(), inputs(3, 10, "left")
-    for flags in ({"output_hidden_states": True}, {"return_dict": False}, {}):
-        stock = model(**batch, **flags)
-        with use_fast_attention(model):
-            ours = model(**batch, **flags)
-        assert type(ours) is type(stock)
-        stock, ours = (out if isinstance(out, tuple) else out.to_tuple() for out in (stock, ours))
-        assert len(ours) == len(stock)
-        torch.testing.assert_close(ours, stock, atol=1e-5, rtol=1e-5)
-    with use_fast_attention(model):
-        model(**batch)
-        embedded = model.embeddings(batch["input_ids"], mask=batch["attention_mask"])
-        assert len(model.encoder(embedded, batch["attention_mask"]).hidden_states) == 3
 
 
 def test_calls_of_several_threads_do_not_mix() -> None:
@@ -196,27 +178,6 @@ def test_dropout_follows_the_generator_and_gradient_checkpointing(
             assert_same(run(), plain, 1e-6)
 
 
-class Adapted(nn.Module):
-    """Low-rank update of a linear layer, as PEFT wraps it."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self.update = nn.Linear(base.in_features, base.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.update(x)
-
-
-def test_wrapped_projections_take_part() -> None:
-    model = build("v2")
-    for layer in model.encoder.layer:
-        for name in ("query_proj", "key_proj", "value_proj"):
-            attention = layer.attention.self
-            setattr(attention, name, Adapted(getattr(attention, name)))
-    compare(model, inputs(3, 9))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["v1", "v2"])
 def test_compiled_model_trains(kind: str) -> None:
@@ -281,77 +242,6 @@ def test_copies_pickles_and_files(tmp_path: Path) -> None:
             assert len(own.deberta._forward_pre_hooks) == 1
             torch.testing.assert_close(own(**batch).logits, stock, atol=1e-5, rtol=1e-5)
         assert not own.deberta._forward_pre_hooks
-
-
-def test_distributed_data_parallel(tmp_path: Path) -> None:
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        model = build("v2", "ForMaskedLM")
-        batch = labelled("ForMaskedLM", inputs(3, 9))
-        compare(nn.parallel.DistributedDataParallel(model, find_unused_parameters=True), batch)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_ten_steps_have_the_losses_of_transformers() -> None:
-    batches = [labelled("ForSequenceClassification", inputs(4, 16, seed=n)) for n in range(10)]
-
-    def losses(wrap: Callable[[Any], object]) -> list[float]:
-        model = build("v2", "ForSequenceClassification")
-        wrap(model)
-        adam, found = torch.optim.AdamW(model.parameters(), lr=1e-3), []
-        for batch in batches:
-            loss = model(**batch).loss
-            loss.backward()
-            adam.step()
-            adam.zero_grad()
-            found.append(loss.item())
-        return found
-
-    assert losses(use_fast_attention) == pytest.approx(losses(lambda _: None), abs=1e-5)
-
-
-def test_ten_steps_of_the_trainer_on_a_real_task(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    lines = (corpus_path("glue/SST-2") / "train.tsv").read_text().splitlines()[1:81]
-    tokenizer = tiny_tokenizer()
-    rows = []
-    for line in lines:
-        sentence, label = line.rsplit("\t", 1)
-        ids = [tokenizer.cls_id, *tokenizer.encode(sentence)[:62], tokenizer.sep_id]
-        rows.append({"input_ids": torch.tensor(ids), "labels": torch.tensor(int(label))})
-
-    def collate(batch: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        pad = nn.utils.rnn.pad_sequence
-        ids = [row["input_ids"] for row in batch]
-        return {
-            "input_ids": pad(ids, True),
-            "attention_mask": pad([torch.ones_like(row) for row in ids], True),
-            "labels": torch.stack([row["labels"] for row in batch]),
-        }
-
-    def losses(wrap: Callable[[Any], object]) -> list[float]:
-        model, found = build("v3", "ForSequenceClassification", vocab_size=208), []
-        wrap(model)
-
-        class Recorder(transformers.Trainer):
-            def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-                loss = super().training_step(*args, **kwargs)
-                found.append(loss.item())
-                return loss
-
-        arguments = transformers.TrainingArguments(
-            str(tmp_path), max_steps=10, per_device_train_batch_size=8, learning_rate=1e-3,
-            report_to="none", use_cpu=True, save_strategy="no", disable_tqdm=True,
-        )  # fmt: skip
-        Recorder(model, arguments, collate, rows).train()
-        return found
-
-    ours, stock = losses(use_fast_attention), losses(lambda _: None)
-    assert len(stock) == 10
-    assert len({len(row["input_ids"]) for row in rows}) > 10
-    assert ours == pytest.approx(stock, abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["v1", "v2", "v3"])

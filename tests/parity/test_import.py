@@ -14,10 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     DebertaConfig,
-    DebertaForMaskedLM,
     DebertaModel,
     DebertaV2Config,
-    DebertaV2ForMaskedLM,
     DebertaV2Model,
     RobertaConfig,
     RobertaForMaskedLM,
@@ -97,26 +95,6 @@ def test_stock_encoder(
     torch.testing.assert_close(states[mask], expected[mask], **FP32_MODEL)
     fresh = weights_of(release)["head.transform.weight"]
     assert fresh.std().item() == pytest.approx(0.02, rel=0.2)
-
-
-@pytest.mark.parametrize(("kind", "config"), [(DebertaForMaskedLM, V1), (DebertaV2ForMaskedLM, V2)])
-@pytest.mark.parametrize("legacy", [True, False])
-def test_stock_masked_lm(
-    kind: Callable[..., torch.nn.Module], config: object, legacy: bool, tmp_path: Path
-) -> None:
-    config = type(config)(**{**config.to_dict(), "legacy": legacy})
-    stock = kind(config).eval()
-    randomize(stock)
-    stock.save_pretrained(tmp_path / "in")
-    release = read(tmp_path / "in")
-    # No head of transformers was trained with a mask decoder, so none is added.
-    assert release.config.mask_decoder_passes == 0
-    assert release.notes == ()
-    ids, mask = make_batch()
-    with torch.no_grad():
-        expected = stock(ids, attention_mask=mask.long()).logits
-        logits = filled(release).logits(ModelInputs(ids, mask))
-    torch.testing.assert_close(logits[mask], expected[mask], **FP32_MODEL)
 
 
 def test_roberta(tmp_path: Path) -> None:

@@ -25,19 +25,11 @@ from megatron_deberta.hf.onnx.export import add_onnx
 from megatron_deberta.hf.onnx.graph import OnnxDtype, graph_kind, write_graph
 from megatron_deberta.hf.onnx.libraries import require_libraries
 from megatron_deberta.model.inputs import ModelInputs
-from tests.support.tiny_models import V2, random_weights, reader, tiny_tokenizer
+from tests.support.tiny_models import V1, V2, random_weights, reader, tiny_tokenizer
 
 pytest.importorskip("onnx", reason="extra [onnx] is not installed")
 pytest.importorskip("onnxruntime", reason="extra [onnx] is not installed")
 
-V1 = replace(
-    V2,
-    position_buckets=0,
-    share_position_projections=False,
-    normalize_position_table=False,
-    key_bias=False,
-    position_key_bias=False,
-)
 ARCHITECTURES = {
     "v2": V2,
     "v1": V1,
@@ -102,14 +94,6 @@ def test_no_masks_give_an_empty_result(
     inputs = {"input_ids": ids, "attention_mask": ids, "masked_positions": at}
     (logits,) = session.run(["logits"], inputs)
     assert logits.shape == (rows, masks, V2.vocab_size)
-
-
-@pytest.mark.parametrize("encoder", [False, True], ids=["fill-mask", "encoder"])
-def test_rows_of_512_tokens(encoder: bool, tmp_path: Path) -> None:
-    config = replace(V2, max_position_embeddings=512)
-    _, _, parity = write(config, tmp_path / "long.onnx", encoder=encoder)
-    assert (8, 512) in parity.cases
-    assert parity.max_error < 1e-5
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("fp16", 5e-3), ("int8", 5e-2)])
@@ -200,20 +184,22 @@ def test_contradicting_options_are_refused(
     assert message in capsys.readouterr().err
 
 
+def export_with_graph(config: ModelConfig, output: Path, **options: Any) -> Callable[[str], Tensor]:
+    """Export a model and its graph; return the function that reads its weights."""
+    read, tokenizer = reader(random_weights(config)), tiny_tokenizer()
+
+    def extend(folder: Path) -> None:
+        add_onnx(folder, config, read, tokenizer, **options)
+
+    export_model(config, read, tokenizer, output, extend=extend)
+    return read
+
+
 def test_export_has_a_report_and_lines_in_the_card(tmp_path: Path) -> None:
     config, output = with_head(V2, "classification"), tmp_path / "out"
-    read, tokenizer = reader(random_weights(config)), tiny_tokenizer()
     score = {"task": "t", "split": "dev", "examples": 3, "metric": "accuracy"}
     scores = {**score, "torch": 1.0, "onnx": 0.75}
-    export_model(
-        config,
-        read,
-        tokenizer,
-        output,
-        extend=lambda folder: add_onnx(
-            folder, config, read, tokenizer, timing=False, accuracy=lambda path, kind: scores
-        ),
-    )
+    read = export_with_graph(config, output, timing=False, accuracy=lambda path, kind: scores)
     report = json.loads((output / "onnx" / "report.json").read_text())
     assert (report["graph"], report["dtype"], report["opset"]) == ("rows", "fp32", 20)
     assert report["parity"]["max_error"] < 1e-5
@@ -231,16 +217,9 @@ def test_export_has_a_report_and_lines_in_the_card(tmp_path: Path) -> None:
 def test_nothing_is_published_if_the_graph_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, tokenizer = reader(random_weights(V2)), tiny_tokenizer()
     monkeypatch.setattr("megatron_deberta.hf.onnx.graph._MASKED", 0.0)
     with pytest.raises(CheckpointError, match="nothing was exported"):
-        export_model(
-            V2,
-            read,
-            tokenizer,
-            tmp_path / "out",
-            extend=lambda folder: add_onnx(folder, V2, read, tokenizer, timing=False),
-        )
+        export_with_graph(V2, tmp_path / "out", timing=False)
     assert not list(tmp_path.iterdir())
 
 
@@ -249,14 +228,7 @@ def test_timing_against_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("megatron_deberta.hf.onnx.check._BUDGET_SECONDS", 0.0)
     pytest.importorskip("onnxscript", reason="extra [onnx] is not installed")
     config, output = with_head(V2, "classification"), tmp_path / "out"
-    read, tokenizer = reader(random_weights(config)), tiny_tokenizer()
-    export_model(
-        config,
-        read,
-        tokenizer,
-        output,
-        extend=lambda folder: add_onnx(folder, config, read, tokenizer),
-    )
+    export_with_graph(config, output)
     speed = json.loads((output / "onnx" / "report.json").read_text())["speed"]
     assert "skipped" not in speed
     for case in speed["cases"]:

@@ -212,33 +212,6 @@ def test_the_card_is_one_of_the_hub(encoder: Path) -> None:
     assert card.text.lstrip().startswith("# ")
 
 
-def test_peft_trains_and_restores_an_adapter(classifier: Path, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-
-    def load() -> torch.nn.Module:
-        return transformers.AutoModelForSequenceClassification.from_pretrained(classifier)
-
-    torch.manual_seed(0)
-    config = peft.LoraConfig(
-        task_type="SEQ_CLS", r=2, target_modules=["query_proj", "value_proj"], lora_dropout=0.0
-    )
-    model = peft.get_peft_model(load(), config)
-    batch = {"input_ids": torch.tensor([[1, 20, 21, 22, 2]]), "labels": torch.tensor([1])}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(5):
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    model.save_pretrained(tmp_path)
-    restored = peft.PeftModel.from_pretrained(load(), tmp_path).eval()
-    with torch.no_grad():
-        torch.testing.assert_close(restored(**batch).logits, model.eval()(**batch).logits)
-
-
 def test_export_has_what_text_embeddings_inference_reads(encoder: Path, classifier: Path) -> None:
     """Fields without a default in its DebertaV2Config, and the tensors of its classifier."""
     for folder in (encoder, classifier):

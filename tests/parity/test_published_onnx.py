@@ -13,7 +13,6 @@ import transformers
 from torch import Tensor
 
 from megatron_deberta.cli.main import main
-from megatron_deberta.files import sha256_file
 from megatron_deberta.hf.onnx import published
 from megatron_deberta.hf.onnx.graph import write_graph
 from tests.support.stock_weights import randomize
@@ -148,20 +147,6 @@ def test_layers_that_change_decisions_stay_in_fp32(
     assert len(agreement["fp32_layers"]) < SIZES["num_hidden_layers"]
     card = (output / "README.md").read_text()
     assert "stay in fp32" in card
-
-
-def test_a_pickle_needs_its_sha256(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, output = tmp_path / "published", tmp_path / "onnx"
-    stock = write_published(folder, "Deberta", "single label", pickle=True)
-    arguments = ["convert", "--from", "hf", str(folder), "--to", "onnx", "--output", str(output)]
-    assert main(arguments) == 2
-    assert "--allow-pickle-weights-only" in capsys.readouterr().err
-    assert not output.exists()
-    digest = sha256_file(folder / "pytorch_model.bin")
-    convert(folder, output, "--allow-pickle-weights-only", "--sha256", digest)
-    rows = transformers.AutoTokenizer.from_pretrained(output)(SENTENCES[:1], return_tensors="pt")
-    (found,) = run_graph(output / "onnx/model.onnx", rows)
-    torch.testing.assert_close(found, stock_outputs(stock, rows)[0], atol=1e-4, rtol=1e-4)
 
 
 def test_a_head_that_the_file_lacks_is_refused(

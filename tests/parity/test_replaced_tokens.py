@@ -296,21 +296,6 @@ def test_alternating_updates(sharing: Sharing) -> None:
         torch.testing.assert_close(delta, restated.delta, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("sharing", ["gdes", "es", "none"])
-def test_gradient_of_the_detection_on_the_generator(sharing: Sharing) -> None:
-    model = build(sharing)
-    detection = model(make_batch(MODEL, 21, padded=True)).losses["discriminator"].loss
-    detection.backward()
-    table = model.generator.embeddings.token
-    others = [p for p in model.generator.parameters() if p is not table.weight]
-    assert all(p.grad is None for p in others)
-    if sharing == "es":
-        assert isinstance(table.weight.grad, Tensor)
-        assert table.weight.grad.abs().sum() > 0
-    else:
-        assert table.weight.grad is None
-
-
 def test_delta_starts_at_zero() -> None:
     names = {
         sharing: dict(build(sharing, random=False).named_parameters())

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.virtual_cluster import VirtualCluster, missing_programs
-from tests.support.jobs import prepare
-from tests.support.shared import shared_folder
 
 REQUIRED = "MEGATRON_DEBERTA_REQUIRE_SLURM"
 """Environment variable that makes a missing SLURM a failure (set by .ci/run)."""
@@ -44,9 +42,3 @@ def cluster(slurm: None) -> Iterator[VirtualCluster]:
     finally:
         signal.signal(signal.SIGTERM, before)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture(scope="session")
-def run_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prepare a run of 60 steps on real text; return its config."""
-    return shared_folder(tmp_path_factory, "corpus", prepare) / "run.yaml"

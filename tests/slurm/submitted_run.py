@@ -12,9 +12,8 @@ from typing import Any
 
 from megatron_deberta.cluster.run_lock import newest_lock, read_lock
 from megatron_deberta.cluster.slurm.history import JobHistory
-from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
 from tests.slurm.virtual_cluster import VirtualCluster, wait_until
-from tests.support.jobs import ROOT
+from tests.support.jobs import ROOT, recorded_steps
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 TIMEOUT = 240.0
@@ -59,8 +58,7 @@ class SubmittedRun:
 
     def steps(self) -> int:
         """Return the last step in the metrics."""
-        path = self.run_dir / FILE_NAME
-        return max((r["step"] for r in read_metrics(path)), default=0) if path.exists() else 0
+        return max(recorded_steps(self.run_dir), default=0)
 
     def holder_restarts(self) -> int:
         """Return the restart count of the attempt that holds the run's lock; -1: none."""

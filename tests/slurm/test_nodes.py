@@ -13,6 +13,7 @@ import pytest
 
 from megatron_deberta.checkpoint.layout import committed_steps
 from megatron_deberta.cluster.slurm.history import BadNodes
+from tests.slurm.processes import ranks_of
 from tests.slurm.submitted_run import ENDLESS, PLAIN, command, submit
 from tests.slurm.virtual_cluster import VirtualCluster, wait_until
 from tests.support.jobs import losses, run_to_end
@@ -27,12 +28,7 @@ def nodes_of(cluster: VirtualCluster, listed: str) -> list[str]:
 
 def rank_on(run_dir: Path, node: str) -> psutil.Process:
     """Return the process of a run's rank on a node."""
-    for process in psutil.process_iter(["cmdline"]):
-        line = process.info["cmdline"] or []
-        if "pretrain" in line and any(str(run_dir) in text for text in line):
-            if process.environ().get("SLURMD_NODENAME") == node:
-                return process
-    raise AssertionError(f"no rank on {node}")
+    return next(p for p in ranks_of(run_dir) if p.environ().get("SLURMD_NODENAME") == node)
 
 
 @pytest.mark.nightly

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.submitted_run import ENDED, ENDLESS, TIMEOUT
-from tests.slurm.virtual_cluster import VirtualCluster, wait_until
+from tests.slurm.submitted_run import ENDLESS, SubmittedRun
+from tests.slurm.virtual_cluster import VirtualCluster
 from tests.support.jobs import ROOT, losses
 
 STEPS = 20
@@ -21,34 +20,16 @@ LAUNCHERS = {
 }
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(SubmittedRun):
     """A job of ``pretrain.sbatch``."""
 
-    cluster: VirtualCluster
-    number: int
-    run_dir: Path
-
-    def field(self, name: str) -> str:
-        """Return a field of ``scontrol show job``."""
-        return self.cluster.job(self.number)[name]
+    def restarts(self) -> str:
+        """Return how often SLURM has requeued the job."""
+        return self.cluster.job(self.jobs[0])["Restarts"]
 
     def log(self) -> str:
         """Return the output of the script and its ranks."""
-        return (self.run_dir.parent / f"deberta_{self.number}.log").read_text()
-
-    def wait_for_step(self, step: int) -> None:
-        """Wait until a step is in the metrics."""
-        metrics = self.run_dir / "metrics.jsonl"
-        wait_until(
-            lambda: (
-                (metrics.exists() and len(losses(self.run_dir)) >= step)
-                or self.field("JobState") in ENDED
-            ),
-            TIMEOUT,
-            f"step {step}",
-        )
-        assert self.field("JobState") == "RUNNING", self.log()
+        return (self.run_dir.parent / f"deberta_{self.jobs[0]}.log").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +49,7 @@ def jobs(
             },
             cwd=folder, capture_output=True, text=True, check=True,
         )  # fmt: skip
-        jobs[launcher] = Job(cluster, int(done.stdout), folder / "run")
+        jobs[launcher] = Job(cluster, folder / "run", [int(done.stdout)])
     return jobs
 
 
@@ -77,13 +58,12 @@ def test_jobs_save_requeue_and_resume(jobs: dict[str, Job]) -> None:
     for job in jobs.values():
         job.wait_for_step(5)
         # The signal that SLURM sends before the time limit (#SBATCH --signal=B:USR1@600).
-        job.cluster.run("scancel", "--batch", "--signal=USR1", str(job.number))
+        job.cluster.run("scancel", "--batch", "--signal=USR1", str(job.jobs[0]))
     for job in jobs.values():
-        wait_until(lambda: job.field("Restarts") == "1", TIMEOUT, "the requeue")  # noqa: B023
+        job.wait(lambda: job.restarts() == "1", "the requeue")  # noqa: B023
     for job in jobs.values():
-        wait_until(lambda: job.field("JobState") in ENDED, TIMEOUT, "the end")  # noqa: B023
-        log = job.log()
-        assert job.field("JobState") == "COMPLETED", log
+        state, log = job.wait_for_end(), job.log()
+        assert state == "COMPLETED", log
         assert "pretrain.sbatch: USR1: telling the ranks to save" in log
         assert "pretrain.sbatch: saved; requeueing" in log
         assert ", start 2" in log
@@ -102,18 +82,17 @@ def test_failed_or_cancelled_job_is_not_requeued(
             env={**cluster.environment, "PYTHONPATH": str(ROOT)},
             cwd=tmp_path, capture_output=True, text=True, check=True,
         )  # fmt: skip
-        return Job(cluster, int(printed.stdout), tmp_path / "run")
+        return Job(cluster, tmp_path / "run", [int(printed.stdout)])
 
     failed = submit("train.stepz=3")
     cancelled = submit(*RUN, "train.exit_step=null", f"train.run_dir={tmp_path / 'run'}")
-    wait_until(lambda: failed.field("JobState") in ENDED, TIMEOUT, "the failure")
-    assert failed.field("ExitCode") == "2:0", failed.log()
+    failed.wait_for_end()
+    assert cluster.job(failed.jobs[0])["ExitCode"] == "2:0", failed.log()
     assert "train.stepz" in failed.log()
     cancelled.wait_for_step(2)
-    cluster.run("scancel", str(cancelled.number))
-    wait_until(lambda: cancelled.field("JobState") in ENDED, TIMEOUT, "the end")
-    assert cancelled.field("JobState") == "CANCELLED"
-    assert cancelled.field("Restarts") == failed.field("Restarts") == "0"
+    cluster.run("scancel", str(cancelled.jobs[0]))
+    assert cancelled.wait_for_end() == "CANCELLED"
+    assert cancelled.restarts() == failed.restarts() == "0"
 
 
 def test_script_prints_usage_without_slurm() -> None:

@@ -9,20 +9,14 @@ from pathlib import Path
 import pytest
 
 from megatron_deberta.cluster.slurm.history import JobHistory
-from megatron_deberta.observe.metrics import read_metrics
 from tests.slurm.processes import has_pending_signal, ranks_of
 from tests.slurm.submitted_run import PROFILE, command
 from tests.slurm.virtual_cluster import VirtualCluster, wait_until
+from tests.support.jobs import recorded_steps
 from tests.support.tiny_task import MODEL, write_task
 
 STEPS = 100
 SECONDS = 240.0
-
-
-def steps(folder: Path) -> list[int]:
-    path = folder / "metrics.jsonl"
-    records = read_metrics(path) if path.exists() else []
-    return [record["step"] for record in records if record["kind"] == "train"]
 
 
 @pytest.mark.nightly
@@ -50,11 +44,11 @@ def test_elements_of_an_array_requeue_alone(cluster: VirtualCluster, tmp_path: P
 
     folders = [output / "cells" / "cell" / f"seed_{seed}" for seed in (1, 2)]
     try:
-        wait_until(lambda: len(steps(folders[0])) > 4, SECONDS, "the first steps")
+        wait_until(lambda: len(recorded_steps(folders[0])) > 4, SECONDS, "the first steps")
         (rank,) = ranks_of(folders[0])
         # It cannot finish before the signal.
         rank.suspend()
-        assert len(steps(folders[0])) < STEPS
+        assert len(recorded_steps(folders[0])) < STEPS
         cluster.run("scancel", "--signal=USR1", f"{array}_0")
         wait_until(lambda: has_pending_signal(rank, signal.SIGUSR1), SECONDS, "the signal")
         rank.resume()
@@ -68,7 +62,7 @@ def test_elements_of_an_array_requeue_alone(cluster: VirtualCluster, tmp_path: P
         raise TimeoutError("\n".join([str(error), *logs])) from None
     for folder in folders:
         assert JobHistory(folder).end_reason() == "finished"
-        assert steps(folder) == list(range(1, STEPS + 1))
+        assert recorded_steps(folder) == list(range(1, STEPS + 1))
     starts = [
         [r["link"] for r in JobHistory(folder).records() if r["event"] == "start"]
         for folder in folders

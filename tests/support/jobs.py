@@ -14,6 +14,8 @@ import json
 import multiprocessing
 import os
 import pydoc_data.topics
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -53,9 +55,11 @@ TIMEOUT = 240.0
 WITHOUT_FLOCK = "MEGATRON_DEBERTA_TEST_WITHOUT_FLOCK"
 """Environment variable that makes ``flock`` fail in forked ranks."""
 LOCAL_DISK = "MEGATRON_DEBERTA_TEST_LOCAL_DISK"
-"""Environment variable with a forked rank and how its writes of local checkpoints fail: ``1 hung``,
-``1 slow`` or ``1 full``.
+"""Environment variable with a forked rank and how its writes of local checkpoints fail:
+``1 hung`` or ``1 full``.
 """
+OF_LAUNCHERS = re.compile(r"(RANK|LOCAL_|WORLD_SIZE|MASTER_|SLURM_|OMPI_|PMI)")
+"""Environment variables that launchers set."""
 STACK_SECONDS = 1.0
 """Time to dump the stacks of ranks that hang."""
 
@@ -120,7 +124,7 @@ class ForkedRank:
 
     def poll(self) -> int | None:
         """Return the exit code, or None while the rank runs."""
-        return self._process.exitcode
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit code at the end of the rank.
@@ -192,15 +196,11 @@ def _failing_write(failure: str, original: Callable[..., None]) -> Callable[...,
         reader, _writer = os.pipe()
         os.read(reader, 1)
 
-    def slow(*arguments: Any) -> None:
-        time.sleep(0.3)
-        original(*arguments)
-
     def full(path: Path, content: bytes) -> None:
         original(path, content[: len(content) // 2])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    return {"hung": hang, "slow": slow, "full": full}[failure]
+    return {"hung": hang, "full": full}[failure]
 
 
 def _unsupported(*_: Any) -> None:
@@ -237,9 +237,8 @@ class Job:
     def wait_for_step(self, step: int) -> None:
         """Return once a step is in the metrics."""
         deadline = time.monotonic() + TIMEOUT
-        path = self.run_dir / FILE_NAME
         while time.monotonic() < deadline:
-            if path.exists() and any(record["step"] >= step for record in read_metrics(path)):
+            if max(recorded_steps(self.run_dir), default=0) >= step:
                 return
             assert all(rank.poll() is None for rank in self.ranks), f"{self.run_dir} died"
             time.sleep(0.02)
@@ -327,6 +326,13 @@ def records(run_dir: Path, kind: str = "train") -> dict[int, dict[str, Any]]:
     return {record["step"]: record for record in metrics if record["kind"] == kind}
 
 
+def recorded_steps(run_dir: Path) -> list[int]:
+    """Return the training steps in the metrics; none before the first is recorded."""
+    path = run_dir / FILE_NAME
+    metrics = read_metrics(path) if path.exists() else []
+    return [record["step"] for record in metrics if record["kind"] == "train"]
+
+
 def losses(run_dir: Path) -> list[float]:
     """Return training losses in step order, bit-exact."""
     steps = records(run_dir)
@@ -342,6 +348,25 @@ def assert_same_checkpoints(actual_run: Path, expected_run: Path, step: int) -> 
         for kind in actual.kinds:
             assert actual.tensor(name, kind).equal(expected.tensor(name, kind)), (name, kind)
     assert actual.metadata.scalars == expected.metadata.scalars
+
+
+def bare_environment(**variables: str) -> dict[str, str]:
+    """Return the environment of ranks without any launcher's variables."""
+    kept = {key: value for key, value in os.environ.items() if not OF_LAUNCHERS.match(key)}
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+
+
+def run_mpi(*command: str) -> str:
+    """Run two ranks of a command under mpirun to their end; return their output."""
+    beside = Path(sys.executable).parent / "mpirun"
+    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
+    assert mpirun is not None, "mpirun is missing; install requirements-dev.txt"
+    done = subprocess.run(
+        [mpirun, "--allow-run-as-root", "--oversubscribe", "-n", "2", *command],
+        env=bare_environment(), capture_output=True, text=True, timeout=TIMEOUT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def without_launcher(names: Sequence[str] = ("RANK", "LOCAL_RANK", "WORLD_SIZE")) -> dict[str, str]:

@@ -12,9 +12,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from benchmarks.judges.rows import write_row
 from tests.support.jobs import ROOT, TIMEOUT
@@ -45,6 +49,15 @@ def package_folder(*requirements: str) -> Path:
             assert finished.returncode == 0, f"{command}\n{finished.stdout}{finished.stderr}"
             stamp.write_text("\n".join(requirements) + "\n")
     return folder
+
+
+@contextmanager
+def importable(*requirements: str) -> Iterator[str]:
+    """Make packages importable, before those of this environment; yield the first's version."""
+    folder = package_folder(*requirements)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield version(folder, requirements[0].partition("==")[0])
 
 
 def run_program(packages: Path, program: str, *arguments: str) -> Any:

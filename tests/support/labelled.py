@@ -19,7 +19,6 @@ from megatron_deberta.config.schema import (
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
-    RankingLoss,
     RunConfig,
     TrainConfig,
     with_task_head,
@@ -105,14 +104,10 @@ def labelled_run(
     precision: PrecisionConfig | None = None,
     micro_batch_size: int = 4,
     learning_rate: float = 1e-3,
-    pack_rows: bool = False,
-    ranking_loss: RankingLoss = "ranknet",
-    class_weights: tuple[str, ...] = (),
-    focal_gamma: float = 0.0,
-    lora_rank: int | None = None,
-    lora_targets: tuple[str, ...] = LORA_TARGETS,
+    **finetune: Any,
 ) -> RunConfig:
-    """Return a run of 20 steps of 8 samples."""
+    """Return a run of 20 steps of 8 samples; ``finetune``: values of this section."""
+    finetune = {"ranking_loss": "ranknet", "lora_targets": LORA_TARGETS, **finetune}
     labels = LABELS if head in CLASS_HEADS else ()
     model = replace(model, hidden_dropout=dropout, attention_dropout=dropout)
     return RunConfig(
@@ -122,16 +117,7 @@ def labelled_run(
         precision=precision or PrecisionConfig(engine="plain"),
         parallel=parallel or ParallelConfig(),
         train=TrainConfig(steps=20, global_batch_size=8, micro_batch_size=micro_batch_size),
-        finetune=FinetuneConfig(
-            task="tiny",
-            data="nowhere",
-            pack_rows=pack_rows,
-            ranking_loss=ranking_loss,
-            class_weights=class_weights,
-            focal_gamma=focal_gamma,
-            lora_rank=lora_rank,
-            lora_targets=lora_targets,
-        ),
+        finetune=FinetuneConfig(task="tiny", data="nowhere", **finetune),
     )
 
 

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.store import load
 from megatron_deberta.config.schema import Head, ParallelConfig, PrecisionConfig
-from megatron_deberta.distributed.topology import single_process_groups
-from megatron_deberta.engine import deepspeed_engine
-from megatron_deberta.engine.factory import build_engine
-from megatron_deberta.train.setup import build_rank_model
 from megatron_deberta.train.step import TrainStep
 from tests.support.checkpoints import metadata, save_state
 from tests.support.labelled import labelled_run, labelled_steps
-from tests.support.layout_matrix import MODEL, Layout
-from tests.support.ranks import grid
+from tests.support.layout_matrix import MODEL, Layout, build, groups_of
 
 
 def run_labelled(
@@ -25,30 +18,26 @@ def run_labelled(
     head: Head,
     layout: Layout | None,
     steps: int,
-    sift: float,
-    micro_batch: int = 2,
+    *,
+    micro_batch: int = 8,
     dtype: str = "fp32",
     pack_rows: bool = False,
-    class_weights: tuple[str, ...] = (),
-    focal_gamma: float = 0.0,
-    lora_rank: int | None = None,
     save_to: str = "",
     load_from: str = "",
+    **options: Any,
 ) -> list[float]:
     """Return the losses of a run on this rank; ``layout`` None: one process.
 
     With dropout, unless rows are packed, where its bits depend on the rows side by side. It begins
     with the state of the checkpoint ``load_from`` and ends with a checkpoint in the run folder
-    ``save_to``, unless these are empty.
+    ``save_to``, unless these are empty. Further options are those of ``labelled_run``.
     """
-    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
     chosen = layout or Layout(1, 0, False, "none")
-    groups = grid(layout.tp_size) if layout else single_process_groups(torch.device("cpu"))
+    groups = groups_of(layout)
     config = labelled_run(
         head,
         dropout=0.0 if pack_rows else 0.1,
         pack_rows=pack_rows,
-        sift=sift,
         model=MODEL,
         parallel=ParallelConfig(
             tensor_parallel_size=chosen.tp_size,
@@ -62,13 +51,9 @@ def run_labelled(
             initial_loss_scale_power=10,
         ),
         micro_batch_size=micro_batch,
-        class_weights=class_weights,
-        focal_gamma=focal_gamma,
-        lora_rank=lora_rank,
+        **options,
     )
-    model = build_rank_model(config, groups)
-    model.module.train()
-    engine = build_engine(config, model.module, model.specs, groups)
+    model, engine = build(config, groups)
     if load_from:
         load(CheckpointReader(load_from), engine, model.specs)
     take_step = TrainStep(engine, config, groups)

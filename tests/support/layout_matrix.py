@@ -31,7 +31,7 @@ from megatron_deberta.config.schema import (
     TrainConfig,
 )
 from megatron_deberta.data.batch import Batch
-from megatron_deberta.distributed.parallelize import ParameterSpec
+from megatron_deberta.distributed.parallelize import ParameterSpec, ShardedModel
 from megatron_deberta.distributed.topology import ProcessGroups, single_process_groups
 from megatron_deberta.engine import deepspeed_engine
 from megatron_deberta.engine.base import Engine
@@ -161,6 +161,25 @@ def moments(engine: Engine, specs: dict[str, ParameterSpec]) -> dict[str, Any]:
     }
 
 
+def groups_of(layout: Layout | None) -> ProcessGroups:
+    """Return this rank's groups; without a layout, those of one process."""
+    return grid(layout.tp_size) if layout else single_process_groups(torch.device("cpu"))
+
+
+def build(
+    config: RunConfig,
+    groups: ProcessGroups,
+    watch: Callable[[nn.Module], object] = lambda _: None,
+) -> tuple[ShardedModel, Engine]:
+    """Return this rank's model and its engine; ``watch`` is called with the model before."""
+    # Tensors of this size would not be partitioned otherwise.
+    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
+    model = build_rank_model(config, groups)
+    model.module.train()
+    watch(model.module)
+    return model, build_engine(config, model.module, model.specs, groups)
+
+
 def run_layout(
     rank: int, layout: Layout | None, steps: int, segments: bool = False
 ) -> dict[str, Any]:
@@ -196,15 +215,10 @@ def run_steps(
     Returns:
         Losses, gradient norms, and the moments after the first and the last step.
     """
-    # Tensors of this size would not be partitioned otherwise.
-    deepspeed_engine.PERSISTENCE_THRESHOLD = 0
-    groups = grid(layout.tp_size) if layout else single_process_groups(torch.device("cpu"))
+    groups = groups_of(layout)
     micro_batch = GLOBAL_BATCH // groups.dp_size // 2
     config = configure(run_config(layout, segments, micro_batch))
-    model = build_rank_model(config, groups)
-    model.module.train()
-    watch(model.module)
-    engine = build_engine(config, model.module, model.specs, groups)
+    model, engine = build(config, groups, watch)
     take_step = TrainStep(engine, config, groups)
     found: dict[str, Any] = {"losses": [], "norms": []}
     for step in range(steps):

@@ -124,25 +124,17 @@ class RankPool:
     def _start(self) -> None:
         context = fork_server()
         self._folder = tempfile.mkdtemp(prefix="ranks-")
-        previous = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"  # Read when the child process imports torch.
-        try:
-            for rank in range(self.world_size):
-                pipe, child_pipe = context.Pipe()
-                store = os.path.join(self._folder, "store") if self._start_distributed else ""
-                # Not daemonic, so that data loaders can start worker processes.
-                process = context.Process(
-                    target=_serve, args=(child_pipe, rank, self.world_size, store), daemon=False
-                )
-                process.start()
-                child_pipe.close()
-                self._processes.append(process)
-                self._pipes.append(pipe)
-        finally:
-            if previous is None:
-                del os.environ["OMP_NUM_THREADS"]
-            else:
-                os.environ["OMP_NUM_THREADS"] = previous
+        for rank in range(self.world_size):
+            pipe, child_pipe = context.Pipe()
+            store = os.path.join(self._folder, "store") if self._start_distributed else ""
+            # Not daemonic, so that data loaders can start worker processes.
+            process = context.Process(
+                target=_serve, args=(child_pipe, rank, self.world_size, store), daemon=False
+            )
+            process.start()
+            child_pipe.close()
+            self._processes.append(process)
+            self._pipes.append(pipe)
 
     def _receive(self, rank: int) -> tuple[bool, Any]:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -34,6 +35,15 @@ V2 = ModelConfig(
     position_buckets=8,
 )
 """Like v2 and v3: log buckets, shared projections, LayerNorm on the position table."""
+V1 = replace(
+    V2,
+    position_buckets=0,
+    share_position_projections=False,
+    normalize_position_table=False,
+    key_bias=False,
+    position_key_bias=False,
+)
+"""Like v1."""
 
 
 def sentencepiece_model(lines: Iterable[str], **options: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""Runs with random weights, for tests of export."""
+"""Runs with random weights, and their export."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron_deberta.checkpoint.layout import CheckpointMetadata
 from megatron_deberta.checkpoint.store import save_weights
+from megatron_deberta.cli.main import main
 from megatron_deberta.config import config_to_dict
 from megatron_deberta.config.schema import (
     DataConfig,
@@ -44,3 +45,9 @@ def save_run(
     )
     weights = random_weights(config, seed=step)
     save_weights(run_dir, weights.items(), parameter_shapes(config), metadata)
+
+
+def export_run(run: Path, output: Path, *options: str) -> Path:
+    """Export a run, or one of its checkpoints, for transformers; return the folder."""
+    assert main(["convert", "--checkpoint", str(run), "--output", str(output), *options]) == 0
+    return output

@@ -39,7 +39,6 @@ OWNERS = ("rank 0", "rank 1", "rank 2", "rank 3", "all")
 SMALL_FILE_BYTES = 1000
 """Splits a tiny state into several files."""
 _REFUSED = 3
-_CALL = re.compile(r"(?:\[pid +\d+\] )?(\w+)\(")
 
 
 class SaveCases:

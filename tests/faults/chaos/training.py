@@ -78,7 +78,9 @@ class TrainingCases:
         self._steps = steps
         self._expected: dict[str, Any] | None = None
 
-    def _start(self, run_dir: Path, *overrides: str, pause: Pause | None = None) -> Job:
+    def _start(
+        self, run_dir: Path, *overrides: str, pause: Pause | None = None, ranks_per_node: int = 0
+    ) -> Job:
         for log in run_dir.parent.glob(f"{run_dir.name}.*.log"):
             log.unlink()
         beats = self._folder / "beats"
@@ -86,7 +88,10 @@ class TrainingCases:
         beats.mkdir()
         variables = {FOLDER_VARIABLE: str(beats), **(pause.variables() if pause else {})}
         overrides = (*OVERRIDES, f"train.steps={self._steps}", *overrides)
-        return start(self._run_yaml, run_dir, WORLD_SIZE, *overrides, variables=variables)
+        return start(
+            self._run_yaml, run_dir, WORLD_SIZE, *overrides, ranks_per_node=ranks_per_node,
+            variables=variables,
+        )  # fmt: skip
 
     def expected(self) -> dict[str, Any]:
         """Return the result of the uninterrupted run."""

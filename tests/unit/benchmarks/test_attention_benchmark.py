@@ -5,14 +5,7 @@ import torch
 
 from benchmarks.attention import operator as attention
 from benchmarks.attention import variants as attention_variants
-from benchmarks.attention.operator import (
-    Comparison,
-    errors,
-    expected_tensors,
-    flops,
-    speedup,
-    table,
-)
+from benchmarks.attention.operator import Comparison, errors, expected_tensors, flops, table
 from benchmarks.attention.variants import CPU_VARIANTS, EAGER, FLOOR, GPU_VARIANTS, Case, Variant
 
 CASE = Case(2, 2, 40)
@@ -29,12 +22,6 @@ def test_flops_follow_the_published_formula():
     long = Case(1, 1, 4096)
     # Log buckets: all 512 slots except the one that no distance below 512 x log base uses.
     assert flops(long)[0] == pytest.approx(4 * 4096 * 64 * (4096 + 512), rel=1e-3)
-
-
-def test_padding_leaves_rows_between_half_and_whole():
-    assert PADDED.row_lengths() == [30, 20]
-    assert Case(1, 1, 24528, padding=True).row_lengths() == [12264]
-    assert PADDED.real_keys().sum(1).tolist() == [30, 20]
 
 
 @pytest.mark.parametrize("case", [CASE, Case(2, 2, 40, padding=True)], ids=lambda c: c.name)
@@ -120,28 +107,12 @@ def test_failing_peer_is_reported_and_skipped():
     assert any("no kernel for this size" in line for line in table(result))
 
 
-def test_speedup_is_of_forward_and_backward():
-    times = {"chunked": {"milliseconds": {"both": 2.0}}, EAGER: {"milliseconds": {"both": 5.0}}}
-    assert speedup({"variants": times}, "chunked", EAGER) == 2.5
-    assert speedup({"variants": times}, "triton", EAGER) is None
-
-
 def test_refusals_of_variants_on_a_cpu(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     for name, variant in GPU_VARIANTS.items():
         reason = variant.refusal(Case(2, 2, 40, 0.1))
         assert (reason is None) == (name in ("chunked", EAGER)), name
         assert reason is None or len(reason) > 10
-
-
-def test_gpu_cases():
-    cases = attention.gpu_cases()
-    assert len({case.name for case in cases}) == len(cases)
-    assert {case.length for case in cases} == {128, 512, 1024, 2048, 4096, 8192, 24528}
-    assert all(c.batch * c.length == 16384 or c.batch == 1 for c in cases if c.dtype == "bf16")
-    masks = {(c.length, c.heads, c.dropout > 0, c.padding) for c in cases if c.dtype == "bf16"}
-    assert len(masks) == 7 * 2 * 4
-    assert attention_variants.SLOTS == 512
 
 
 def test_flashdeberta_operators_import_without_its_models(tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ import importlib.util
 import io
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from transformers import trainer_pt_utils
 
 from benchmarks.step import finetune
 from benchmarks.step.finetune_sides import Rows, Work, collate, train_ours, train_stock, whole_pools
-from benchmarks.tables.step import finetune as table
 from megatron_deberta.config.schema import Head, with_task_head
 from tests.support.labelled import LABELS, SMALL, encoded
 
@@ -69,21 +67,3 @@ def test_length_groups_are_those_of_a_large_data_set() -> None:
     # All three batches are sorted together; at most a quarter of the data set otherwise.
     assert order == sorted(lengths, reverse=True)
     assert trainer_pt_utils.get_length_grouped_indices(lengths, 8) != order
-
-
-def test_results_are_merged_and_shown(tmp_path: Path) -> None:
-    turn = {"seconds": 4.0, "cpu_seconds": 2.0, "tokens": 100.0, "places": 120.0}
-    side = finetune.describe([{**turn, "peak_bytes": 2**30}] * 3, steps=2)
-    assert (side["seconds_per_step"], side["padding_per_batch"]) == (2.0, 10.0)
-    case = finetune.CASES["sst2"]
-    row = {
-        "name": case.name, "layers": 4, "threads": 1, "row_length": {"mean": 14.0},
-        "sides": dict.fromkeys(finetune.SIDES, side), "speedup": {"random": 1.5},
-        "cpu_speedup": {"random": 1.25}, "required": case.required, "goal": case.goal,
-    }  # fmt: skip
-    output = tmp_path / "speed.json"
-    for _ in range(2):
-        finetune.merge(output, row)
-    record = json.loads(output.read_text())
-    assert len(record["results"]) == 1
-    assert "| 2 | 1.50 | 1.25 | 1.20 | 1.60 | 50 | 10.0 | 1.0 |" in table(record)

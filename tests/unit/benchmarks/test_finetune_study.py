@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks.learn import finetune_study as study
 from benchmarks.lib.provenance import ROOT
-from benchmarks.tables.learn import finetune_study
 from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE
 from megatron_deberta.evaluate.models import open_source_model
 from megatron_deberta.finetune.settings import finetune_config
@@ -102,25 +101,3 @@ def test_starts_are_compared_over_seeds() -> None:
     # t = 0.1 / sqrt(0.0004 / 3 + 0.0007 / 3) with 3.72 degrees of freedom
     assert first["p"] == pytest.approx(0.0078, rel=0.01)
     assert (second["task"], second["p"]) == ("mrpc", None)
-    record = {
-        "comparison": [first, second], "blimp": {"9": {"accuracy": 0.625}}, "layers": 4, "width": 8,
-        "pretraining_tokens": 2_000_000, "hardware": "abacus", "revision": "abc",
-    }  # fmt: skip
-    page = finetune_study(record)
-    assert "| sst2 | accuracy | 3 | 0.820 ± 0.020 | 0.720 ± 0.026 | +0.100 | 0.008 |" in page
-    assert "62.5% at step 9" in page
-    text = study.table({"comparison": [first, second], "blimp": {"9": {"accuracy": 0.625}}})
-    assert "0.820 ± 0.020" in text
-    assert "BLiMP at step 9: 62.5%" in text
-
-
-def test_checkpoints_for_minimal_pairs_include_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(study, "committed_steps", lambda _: list(range(250, 5001, 250)))
-    steps = of(tmp_path, blimp_checkpoints=8).blimp_steps()
-    assert steps[0] == 250
-    assert steps[-1] == 5000
-    assert len(steps) == len(set(steps)) <= 9
-    monkeypatch.setattr(study, "committed_steps", lambda _: [10, 20])
-    assert of(tmp_path).blimp_steps() == [10, 20]

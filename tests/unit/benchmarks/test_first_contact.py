@@ -11,9 +11,7 @@ import pytest
 
 from benchmarks.gpu import first_contact
 from benchmarks.gpu.first_contact import STAGES, TOTAL_SECONDS, FirstContact, goals, summary
-from benchmarks.gpu.publish import publish
 from benchmarks.gpu.record import Options, result_path
-from benchmarks.tables.gpu import first_contact_tables
 
 WRONG = {"kernel": {"wrong": ["error of result 0 is 1"]}}
 RIGHT = {"kernel": {"wrong": []}}
@@ -47,10 +45,9 @@ class Runs:
 
 
 def start(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, results: dict[str, Any], **changes: Any
+    folder: Path, monkeypatch: pytest.MonkeyPatch, runs: Runs, **changes: Any
 ) -> tuple[int, Runs, list[dict[str, Any]]]:
     """Run all stages with stand-ins; return the exit code, the processes and the lines."""
-    runs = Runs(results)
     monkeypatch.setattr(first_contact, "run_restarting", runs)
     monkeypatch.setattr(first_contact.FirstContact, "_prepare_shards", lambda _: Finished())
     arguments = {
@@ -71,7 +68,7 @@ def test_a_failed_stage_does_not_stop_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = {"attention": "the process ended with -9", "layers": "took too long"}
-    code, runs, lines = start(tmp_path, monkeypatch, results)
+    code, runs, lines = start(tmp_path, monkeypatch, Runs(results))
     assert code == 1
     assert [stage for stage, _ in runs.begun] == [stage.name for stage in STAGES]
     states = {line["stage"]: line["state"] for line in lines}
@@ -87,8 +84,8 @@ def test_a_failed_stage_does_not_stop_the_next(
 def test_a_second_start_runs_what_failed_or_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start(tmp_path, monkeypatch, {"attention": WRONG})
-    code, runs, lines = start(tmp_path, monkeypatch, {})
+    start(tmp_path, monkeypatch, Runs({"attention": WRONG}))
+    code, runs, lines = start(tmp_path, monkeypatch, Runs({}))
     assert code == 0
     assert [stage for stage, _ in runs.begun] == ["attention"]
     assert len(lines) == len(STAGES)
@@ -96,11 +93,13 @@ def test_a_second_start_runs_what_failed_or_changed(
     monkeypatch.setattr(
         first_contact, "digest", lambda c: "new" if c is STAGES[0].covers else digest(c)
     )
-    assert [stage for stage, _ in start(tmp_path, monkeypatch, {})[1].begun] == [STAGES[0].name]
-    _, runs, _ = start(tmp_path, monkeypatch, {}, only=["attention"])
+    assert [stage for stage, _ in start(tmp_path, monkeypatch, Runs({}))[1].begun] == [
+        STAGES[0].name
+    ]
+    _, runs, _ = start(tmp_path, monkeypatch, Runs({}), only=["attention"])
     assert [stage for stage, _ in runs.begun] == ["attention"]
     moved = tmp_path / "elsewhere"
-    _, runs, _ = start(moved, monkeypatch, {}, previous=tmp_path / "work" / "stages.jsonl")
+    _, runs, _ = start(moved, monkeypatch, Runs({}), previous=tmp_path / "work" / "stages.jsonl")
     assert not runs.begun
 
 
@@ -118,7 +117,7 @@ def test_wrong_kernels_are_compiled_differently_or_left_out(
     monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
     monkeypatch.setattr(FirstContact, "_other_ptxas", lambda self: self.work / "ptxas")
     results = {"numerics": lambda variables: RIGHT if right_with in variables else WRONG}
-    _, runs, lines = start(tmp_path, monkeypatch, results)
+    _, runs, lines = start(tmp_path, monkeypatch, Runs(results))
     tried = [line["stage"] for line in lines if line["stage"].startswith("numerics")]
     order = ["numerics", "numerics, another ptxas", "numerics, one pipeline stage"]
     assert tried == (order[:2] if right_with == "TRITON_PTXAS_PATH" else order)
@@ -131,23 +130,17 @@ def test_stages_end_within_the_time_of_all(tmp_path: Path, monkeypatch: pytest.M
     assert sum(stage.seconds for stage in STAGES[:-1]) <= TOTAL_SECONDS
     now = [0.0]
     monkeypatch.setattr(first_contact.time, "monotonic", lambda: now[0])
-    runs = Runs({})
 
-    def take_all(command: list[str], options: Options, *, seconds: float, **rest: Any) -> str:
-        now[0] += seconds
-        runs(command, options, **rest)
-        return "took too long"
+    class TakesAll(Runs):
+        def __call__(self, *args: Any, seconds: float, **options: Any) -> str:
+            now[0] += seconds
+            super().__call__(*args, **options)
+            return "took too long"
 
-    monkeypatch.setattr(first_contact, "run_restarting", take_all)
-    monkeypatch.setattr(FirstContact, "_prepare_shards", lambda _: Finished())
-    args = argparse.Namespace(
-        out=tmp_path / "out", work=tmp_path / "work", previous=tmp_path / "none", only=None,
-        device="cpu", small=False, total_seconds=TOTAL_SECONDS,
-    )  # fmt: skip
-    contact = FirstContact(args)
-    assert contact.run() == 1
+    code, _, lines = start(tmp_path, monkeypatch, TakesAll({}))
+    assert code == 1
     assert now[0] <= TOTAL_SECONDS - first_contact.PACK_SECONDS
-    assert contact.lines[-1]["state"] == "not started"
+    assert lines[-1]["state"] == "not started"
 
 
 STAGE = {
@@ -156,7 +149,7 @@ STAGE = {
 }  # fmt: skip
 
 
-def test_goals_are_computed_from_the_items(tmp_path: Path) -> None:
+def test_goals_are_computed_from_the_items() -> None:
     seconds = {"4 layers": 0.1, "12 layers": 0.18, "4 layers, plain attention": 0.09,
                "12 layers, plain attention": 0.165}  # fmt: skip
     sides = {"ours": {"seconds": 0.1, "tokens_per_second": 3e5}, "modernbert": {"seconds": 0.12}}
@@ -172,7 +165,3 @@ def test_goals_are_computed_from_the_items(tmp_path: Path) -> None:
     assert ("step, 16k: 43,210 tokens/s, 50.0%", "at least 52 %, then 60 %", "MISSED") in found
     assert ("base: 300,000 tokens/s, 1.20 times modernbert", "at least 1.0", "met") in found
     assert "43,210" in summary(lines)
-    (tmp_path / "stages.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (path,) = publish(tmp_path, tmp_path / "results")
-    table = first_contact_tables(json.loads(path.read_text()))
-    assert "| base: 300,000 tokens/s, 1.20 times modernbert | at least 1.0 | met |" in table

@@ -6,7 +6,7 @@ import pytest
 from benchmarks.gpu import suite as gpu_suite
 from benchmarks.gpu.one_step import part_of
 from benchmarks.gpu.record import result_path
-from benchmarks.gpu.step import micro_batches, wrong_losses
+from benchmarks.gpu.step import wrong_losses
 from benchmarks.lib.provenance import ROOT
 
 
@@ -93,11 +93,6 @@ def test_losses_of_a_step_are_checked():
     assert "far from" in wrong_losses({**found, "losses": [12.0, 6.0]})[0]
     assert "not fall" in wrong_losses({**found, "losses": [6.9, 6.9, 7.0]})[0]
     assert "not finite" in wrong_losses({**found, "losses": [6.9, float("nan")]})[0]
-
-
-def test_micro_batches_in_descending_order():
-    assert micro_batches("cpu", 32) == [32, 16, 8, 4]
-    assert micro_batches("cpu", 1) == [1]
 
 
 @pytest.mark.parametrize(

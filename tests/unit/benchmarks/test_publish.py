@@ -1,7 +1,6 @@
 import json
 
 from benchmarks.gpu.publish import publish
-from benchmarks.tables import step as step_tables
 
 PLACE = {"hardware": "a chip", "cores": 4, "load": 1, "torch": "2", "revision": "r", "source": "s"}
 STEP = {
@@ -33,11 +32,8 @@ def test_valid_results_are_published(tmp_path):
     written = publish(found, results)
 
     assert [path.name for path in written] == ["large_step.json", "profile.json", "step.json"]
-    large, profile, step = (json.loads(path.read_text()) for path in written)
+    large, _, step = (json.loads(path.read_text()) for path in written)
     assert large["items"] == {"16k": STEP}
-    assert "| 16k | 45,000 | 364 | 52.0% | 32 | 61.0 / 60.0 |" in step_tables.large_step(large)
-    assert "| FFN | 0.20 | 67% | `aten::mm` 0.20 |" in step_tables.profile(profile)
-    assert "1.5b_h100, 16k." in step_tables.profile(profile)
     assert (results / "profile.png").stat().st_size > 0
     assert step["tokens"] == 256
     (row,) = step["results"]

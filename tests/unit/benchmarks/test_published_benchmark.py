@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks.step import published
 from benchmarks.step.published import V3, Budget, Variants, decisions
-from benchmarks.tables import published as tables
 from megatron_deberta.errors import ConfigError
 from tests.support.tiny_models import TEXT
 
@@ -19,7 +18,6 @@ TINY: dict[str, Any] = V3 | {
     "position_buckets": 8,
 }  # fmt: skip
 BUDGET = Budget(rounds=1, seconds=0.0, epochs=1)
-WHERE = {"provenance": {"hardware": "abacus", "cores": 1, "load": 0.5}}
 
 
 def test_forms_are_compared_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,14 +36,6 @@ def test_forms_are_compared_and_measured(tmp_path: Path, monkeypatch: pytest.Mon
     assert all(value > 0 for value in row["seconds"].values())
     assert 0 < row["difference"]["onnx_fp32"] < row["difference"]["onnx_int8"]
 
-    record = {"speed": [row | WHERE | {"size": "tiny", "layers": 2}]}
-    ratio = row["cpu_seconds"]["stock"] / row["cpu_seconds"]["onnx_int8"]
-    table = tables.speed(record)
-    assert f"{ratio:.2f}x" in table
-    assert "| `transformers`, `torch.compile` | not run |" in table
-    assert "Not run: torch's ONNX export: torch cannot export the model." in table
-    assert f"{ratio:.1f} to {ratio:.1f}x" in tables.uses(record)
-
     variants.fast.classifier.bias.data += 1e-2
     with pytest.raises(SystemExit, match="2 x 12: logits differ from stock's: {'fast': 0.0"):
         variants.measure(2, 12, BUDGET)
@@ -59,10 +49,3 @@ def test_decisions_of_a_trained_model(tmp_path: Path) -> None:
     found = decisions(tmp_path, TINY, BUDGET)
     assert found["same_as_fp32"]["onnx_fp32"] == found["sentences"] == len(lines[:64])
     assert found["accuracy"]["stock"] == found["accuracy"]["onnx_fp32"]
-    table = tables.decisions({"decisions": found | WHERE})
-    assert f"{found['same_as_fp32']['onnx_int8']} of {found['sentences']}" in table
-
-
-def test_missing_parts_are_not_measured() -> None:
-    assert tables.speed({}) == tables.decisions({}) == tables.NOTHING
-    assert "| not measured |" in tables.uses({})

@@ -11,12 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.lib.shards import Shards
 from benchmarks.step import compare as step
 from benchmarks.step.batch import StepBatch, make_batch
 from benchmarks.step.measure import Contender, compete
 from benchmarks.step.sides import Ours, Setting
-from benchmarks.tables import pages as tables
 from megatron_deberta.config.schema import ModelConfig
 
 CPU = torch.device("cpu")
@@ -171,34 +169,3 @@ def test_interrupted_comparison_continues(tmp_path: Path, monkeypatch: pytest.Mo
 
     assert measured == ["two", "one"]
     assert [row["name"] for row in json.loads(output.read_text())["results"]] == ["one", "two"]
-
-
-def test_profile_is_written_as_table_and_plot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output = tmp_path / "benchmarks" / "results" / "cpu" / "profile.json"
-    output.parent.mkdir(parents=True)
-    measured = {
-        "seconds_by_part": {"FFN": 3.0, "optimizer": 1.0},
-        "breakdown": {"FFN": 0.75, "optimizer": 0.25},
-        "operators_by_part": {"FFN": {"aten::mm": 2.9, "aten::t": 0.1}, "optimizer": {}},
-    }
-    commands: list[list[str]] = []
-
-    def one_step(command: list[str], **_: object) -> None:
-        commands.append(command)
-        Path(command[command.index("--result") + 1]).write_text(json.dumps(measured))
-
-    shards = Shards(tmp_path / "tokenizer", tmp_path / "text")
-    monkeypatch.setattr(step, "prepare_shards", lambda *_: shards)
-    monkeypatch.setattr(step.subprocess, "run", one_step)
-    monkeypatch.setattr(step, "provenance", lambda _: {"hardware": "h", "cores": 1, "load": 0.1})
-    monkeypatch.setattr(tables, "ROOT", tmp_path)
-
-    step.profile(CPU, output, ["model.num_layers=2"])
-
-    assert "model.num_layers=2" in commands[0]
-    table = tables.TABLES["profile"]("cpu")
-    assert "| FFN | 3.00 | 75% | `aten::mm` 2.90 |" in table
-    assert "base_h100, N=512, 2048 tokens, cpu.\n\n(h, 1 cores, load 0.1.)" in table
-    assert output.with_suffix(".png").stat().st_size > 0

@@ -14,30 +14,20 @@ def must_not_run():
     raise AssertionError("done already")
 
 
-def test_finished_items_are_skipped(options):
-    first = Record(options)
-    first.run("a", lambda: {"value": 1})
-    again = Record(options)
-    again.run("a", must_not_run)
-    assert again.items["a"]["value"] == 1
-
-
 @pytest.mark.parametrize(
-    "change", [{"force": True}, {"small": False}], ids=["forced", "another size"]
+    ("change", "source", "value"),
+    [({}, "", 1), ({"force": True}, "", 2), ({"small": False}, "", 2), ({}, "changed", 2)],
+    ids=["finished", "forced", "another size", "other source"],
 )
-def test_items_of_other_settings_are_repeated(options, change):
+def test_items_of_other_settings_or_source_are_repeated(
+    options, monkeypatch, change, source, value
+):
     Record(options).run("a", lambda: {"value": 1})
+    if source:
+        monkeypatch.setattr("benchmarks.lib.provenance.source_digest", lambda: source)
     record = Record(Options(**{**vars(options), **change}))
     record.run("a", lambda: {"value": 2})
-    assert record.items["a"]["value"] == 2
-
-
-def test_items_of_other_source_are_repeated(options, monkeypatch):
-    Record(options).run("a", lambda: {"value": 1})
-    monkeypatch.setattr("benchmarks.lib.provenance.source_digest", lambda: "changed")
-    record = Record(options)
-    record.run("a", lambda: {"value": 2})
-    assert record.items["a"]["value"] == 2
+    assert record.items["a"]["value"] == value
 
 
 def test_error_is_kept_and_the_item_repeated(options, capsys):
@@ -67,23 +57,20 @@ def test_crash_is_attributed_to_the_running_detail(options):
     assert again.crashed == {"a": {"peer": "ended with -11"}}
 
 
-def test_crashed_item_is_skipped(options):
+@pytest.mark.parametrize(
+    ("end", "lasting", "is_skipped"), [("ended with -9", True, True), ("too long", False, False)]
+)
+def test_crashed_item_is_skipped_and_one_that_took_too_long_repeated(
+    options, end, lasting, is_skipped
+):
     Record(options).starting("a")
-    assert note_crash(options, "ended with -9")
+    assert note_crash(options, end, lasting=lasting)
     again = Record(options)
-    again.run("a", must_not_run)
+    again.run("a", must_not_run if is_skipped else lambda: {"value": 1})
+    assert again.items["a"].get("error") == (end if is_skipped else None)
     again.run("b", lambda: {"value": 2})
-    assert again.items["a"]["error"] == "ended with -9"
     assert again.items["b"]["value"] == 2
     assert not note_crash(options, "again, with nothing running")
-
-
-def test_item_that_took_too_long_is_repeated(options):
-    Record(options).starting("a")
-    note_crash(options, "took too long", lasting=False)
-    again = Record(options)
-    again.run("a", lambda: {"value": 1})
-    assert again.items["a"]["value"] == 1
 
 
 def test_unusable_device_ends_the_process(options, monkeypatch, capsys):

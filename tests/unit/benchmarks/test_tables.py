@@ -37,11 +37,6 @@ def test_new_result_changes_the_picture(tmp_path: Path, monkeypatch: pytest.Monk
     assert list(tables.stale_figures()) == [picture]
 
 
-def test_readme_has_generated_tables() -> None:
-    readme = (tables.ROOT / "README.md").read_text(encoding="utf-8")
-    assert tables.BLOCK.search(readme)
-
-
 @pytest.mark.parametrize("name", tables.TABLES)
 def test_table_without_a_result(name: str) -> None:
     assert tables.TABLES[name]("nowhere") == tables.NOTHING

@@ -18,7 +18,7 @@ from megatron_deberta.config.schema import (
 )
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.objectives import build_objective
-from tests.support.autoregressive import as_causal
+from tests.support.objective_layouts import as_causal
 from tests.unit.train.test_step import CONFIG, SPLITS, part, rows, start, validated
 
 BOTH = replace(
