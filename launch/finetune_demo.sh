@@ -80,7 +80,7 @@ split="${split:-test}"
 
 say "1/3 Fine-tuning"
 megatron-deberta finetune "$task" --model "$model" --data "$data" "train.run_dir=$output/run" \
-  precision.engine=plain "${settings[@]}"
+  parallel.engine=plain "${settings[@]}"
 
 say "2/3 Scores on dev"
 megatron-deberta evaluate task "$task" --model "$output/run" --data "$data" --split dev

@@ -82,7 +82,7 @@ class Run:
     def take(self) -> tuple[float, float]:
         """Take one step; return its loss and its seconds."""
         start = time.perf_counter()
-        result = self.train_step(self.step, self.inputs.take().device, self.inputs.fetch)
+        result = self.train_step(self.step, self.inputs.take(), self.inputs.fetch)
         if self.groups.device.type == "cuda":
             torch.cuda.synchronize()
         self.step += 1

@@ -68,9 +68,9 @@ def run_config(model: ModelConfig, dtype: str, backend: str, engine: str) -> Run
     sections = {
         "model": config_to_dict(model),
         "data": {"sequence_length": LENGTH},
-        "parallel": {"attention_backend": backend},
+        "parallel": {"attention_backend": backend, "engine": engine, "zero_stage": 1},
         "optimizer": {"learning_rate": 1e-3, "warmup_steps": 0},
-        "precision": {"dtype": dtype, "engine": engine, "zero_stage": 1},
+        "precision": {"dtype": dtype},
         "train": {"steps": 100, "global_batch_size": ROWS, "micro_batch_size": ROWS},
     }
     return config_from_dict(sections, "parity")

@@ -57,7 +57,7 @@ def layers(record: Record) -> None:
             overrides = [
                 *whole_step.overrides(record, shards, tokens, length),
                 f"model.num_layers={depth}",
-                "precision.engine=plain",
+                "parallel.engine=plain",
                 f"train.micro_batch_size={tokens // length}",
                 *(one_step.PLAIN_ATTENTION if plain else ()),
             ]

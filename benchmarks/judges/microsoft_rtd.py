@@ -25,7 +25,7 @@ from benchmarks.judges.shims import load
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.config.schema import (
     OptimizerConfig,
-    PrecisionConfig,
+    ParallelConfig,
     RTDConfig,
     RunConfig,
     TrainConfig,
@@ -232,7 +232,7 @@ def _import(
             learning_rate=_RATES[0], warmup_steps=0, schedule="microsoft", eps=1e-6,
             weight_decay=0.01, clip_grad_norm=_CLIP, bias_correction=False,
         ),
-        precision=PrecisionConfig(engine="plain"),
+        parallel=ParallelConfig(engine="plain"),
         train=TrainConfig(
             steps=STEPS, seed=_SEED, global_batch_size=ROWS, micro_batch_size=ROWS
         ),

@@ -45,7 +45,7 @@ from megatron_deberta.observe.metrics import read_metrics
 RESULT = ROOT / "benchmarks" / "results" / "cpu" / "finetune_study.json"
 STARTS = ("pretrained", "random")
 COMMON = (
-    "precision.engine=plain", "precision.dtype=fp32", "precision.zero_stage=0",
+    "parallel.engine=plain", "precision.dtype=fp32", "parallel.zero_stage=0",
     "parallel.tensor_parallel_size=1", "parallel.sequence_parallel=false",
     "train.device=cpu", "train.eval_every=null", "finetune.validations_per_epoch=null",
     "finetune.keep_best=false", "checkpoint.save_every=null", "checkpoint.keep_every=null",

@@ -28,7 +28,7 @@ from megatron_deberta.observe.metrics import read_metrics
 CONFIG = "configs/runs/learn_cpu.yaml"
 COMMON = (
     "model.vocab_size=auto", "checkpoint.save_every=100", "log.level=warning",
-    "precision.engine=plain", "precision.zero_stage=0", "optimizer.warmup_fraction=0.1",
+    "parallel.engine=plain", "parallel.zero_stage=0", "optimizer.warmup_fraction=0.1",
     "model.conv_kernel_size=3", "objective.mask_probability=0.3",
 )  # fmt: skip
 MODELS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_deberta import load_config, pretrain
 from megatron_deberta.config.phases import segments
 from megatron_deberta.config.schema import OptimizerConfig
-from megatron_deberta.engine import base
+from megatron_deberta.engine import reference_engine
 from megatron_deberta.engine.optimizer import parameter_groups
 from megatron_deberta.errors import EXIT_DONE
 from megatron_deberta.files import write_atomically
@@ -119,8 +119,8 @@ def use_muon() -> None:
         betas = (config.beta1, config.beta2)
         return Muon(groups, matrices, lr=config.learning_rate, betas=betas, eps=config.eps)
 
-    base.parameter_groups = group  # type: ignore[assignment]
-    base.build_optimizer = build  # type: ignore[assignment]
+    reference_engine.parameter_groups = group  # type: ignore[assignment]
+    reference_engine.build_optimizer = build  # type: ignore[assignment]
 
 
 class ProcessorTime(Callback):

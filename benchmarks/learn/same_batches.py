@@ -62,8 +62,8 @@ SIZE = (
 VOCABULARY = 4096
 # No skipped updates either: transformers' side has none.
 COMMON = (
-    "model.hidden_dropout=0", "model.attention_dropout=0", "guard.spike_sigmas=null",
-    "precision.dtype=fp32", "precision.engine=plain", "train.device=cpu", "data.num_workers=0",
+    "model.hidden_dropout=0", "model.attention_dropout=0", "stability.spike_sigmas=null",
+    "precision.dtype=fp32", "parallel.engine=plain", "train.device=cpu", "data.num_workers=0",
     "train.eval_every=100", "train.eval_batches=25", "checkpoint.save_every=500",
     "checkpoint.keep_last=1", "log.every=1", "log.samples=0", "log.tensorboard=false",
 )  # fmt: skip

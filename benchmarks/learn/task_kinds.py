@@ -15,7 +15,7 @@ cell; started again, the program continues where it ended.
 
 The run of the committed results is ``configs/runs/finetune_study_cpu.yaml`` on the novels with
 8,192 pieces, in one process: ``train.steps=1500 parallel.tensor_parallel_size=1
-precision.engine=plain precision.zero_stage=0 data.num_workers=0``.
+parallel.engine=plain parallel.zero_stage=0 data.num_workers=0``.
 """
 
 from __future__ import annotations

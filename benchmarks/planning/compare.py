@@ -113,7 +113,7 @@ CASES: dict[str, dict[str, tuple[str, ...]]] = {
 # traffic between data-parallel ranks does not depend on their size.
 ENGINES = {
     f"ZeRO-{stage}, {dtype}, TP {tp_size}": (
-        f"precision.zero_stage={stage}", f"precision.dtype={dtype}",
+        f"parallel.zero_stage={stage}", f"precision.dtype={dtype}",
         f"parallel.tensor_parallel_size={tp_size}",
         f"train.global_batch_size={2 * WORLD_SIZE // tp_size}", "train.micro_batch_size=1",
         "data.sequence_length=16",

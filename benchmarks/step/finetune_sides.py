@@ -28,7 +28,7 @@ from megatron_deberta.config.schema import (
     ModelConfig,
     ObjectiveConfig,
     OptimizerConfig,
-    PrecisionConfig,
+    ParallelConfig,
     RunConfig,
     TrainConfig,
 )
@@ -77,7 +77,7 @@ class Work:
             model=self.model,
             objective=ObjectiveConfig(name=self.model.head),
             optimizer=OptimizerConfig(learning_rate=2e-5, warmup_steps=2),
-            precision=PrecisionConfig(engine=engine),  # type: ignore[arg-type]
+            parallel=ParallelConfig(engine=engine),  # type: ignore[arg-type]
             train=TrainConfig(
                 steps=self.epochs * self.steps_per_epoch,
                 global_batch_size=self.batch_size,
@@ -136,8 +136,8 @@ def train_ours(work: Work, engine_name: str) -> None:
             turns.wait()
             for number in range(work.steps_per_epoch):
                 batches = inputs.take()
-                step(epoch * work.steps_per_epoch + number, batches.device)
-                for batch in batches.host:
+                step(epoch * work.steps_per_epoch + number, batches)
+                for batch in inputs.host:
                     turns.count(batch.inputs.is_token[batch.row_index >= 0])
             turns.report()
     finally:

@@ -58,9 +58,9 @@ def config_of(hidden_size: int, layers: int) -> RunConfig:
             ffn_hidden_size=4 * hidden_size, max_position_embeddings=LENGTH,
             max_relative_positions=LENGTH, position_buckets=None, conv_kernel_size=3,
         ),
-        parallel=ParallelConfig(tensor_parallel_size=TP_SIZE),
+        parallel=ParallelConfig(engine="deepspeed", zero_stage=1, tensor_parallel_size=TP_SIZE),
         optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=4),
-        precision=PrecisionConfig(engine="deepspeed", zero_stage=1, dtype="fp32"),
+        precision=PrecisionConfig(dtype="fp32"),
         train=TrainConfig(
             steps=100_000, global_batch_size=ROWS * DP_SIZE, micro_batch_size=ROWS, device="cpu"
         ),

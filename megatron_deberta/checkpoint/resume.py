@@ -40,12 +40,12 @@ def _keys(**sections: str) -> frozenset[str]:
 # step 0 only.
 FREE = _keys(
     model="conv_init",
-    parallel="tensor_parallel_size sequence_parallel recompute fuse attention_backend",
+    parallel="engine zero_stage offload_optimizer tensor_parallel_size sequence_parallel recompute "
+    "fuse attention_backend",
     optimizer="implementation",
-    precision="engine zero_stage offload_optimizer",
     tokenizer="path",
     data="train validation index_cache num_workers sample_log verify_hashes",
-    guard="max_rollbacks replica_check_every rerun",
+    stability="max_rollbacks replica_check_every rerun",
     checkpoint="save_every keep_last keep_every asynchronous local_every local_dir on_failure "
     "resume load_from extend_positions continue_from verify",
     train="micro_batch_size device run_dir exit_step eval_every eval_batches "
@@ -59,7 +59,7 @@ WITH_FLAG = _keys(
     optimizer="learning_rate warmup_steps warmup_fraction warmup_tokens schedule decay_steps "
     "decay_fraction decay_tokens decay_shape weight_decay beta1 beta2 eps bias_correction "
     "layer_decay freeze clip_grad_norm ema_decay",
-    guard="non_finite spike_sigmas spike_window spike_warmup max_skips",
+    stability="non_finite spike_sigmas spike_window spike_warmup max_skips",
     precision="dtype initial_loss_scale_power loss_scale_window min_loss_scale",
     train="steps tokens",
     rtd="discriminator_weight discriminator_learning_rate draw_special_tokens excluded_ids",

@@ -300,7 +300,7 @@ def show(plan: RunPlan, console: Console, num_layouts: int) -> None:
         f"{plan.parameters / 1e6:,.0f} million parameters on {plan.world_size} x "
         f"{plan.machine.device.name}: TP {parallel.tensor_parallel_size}"
         f"{' with sequence parallelism' if parallel.sequence_parallel else ''} x DP "
-        f"{batch.dp_size}, ZeRO-{config.precision.zero_stage}, {config.precision.dtype}, recompute "
+        f"{batch.dp_size}, ZeRO-{config.parallel.zero_stage}, {config.precision.dtype}, recompute "
         f"{parallel.recompute}"
     )
     console.print(
@@ -447,7 +447,7 @@ def _show_search(search: Search, console: Console, num_layouts: int) -> None:
             [
                 str(choice.config.parallel.tensor_parallel_size),
                 "yes" if choice.config.parallel.sequence_parallel else "no",
-                str(choice.config.precision.zero_stage),
+                str(choice.config.parallel.zero_stage),
                 choice.config.parallel.recompute,
                 str(choice.config.train.micro_batch_size),
                 f"{choice.memory_bytes / 1e9:.1f}",

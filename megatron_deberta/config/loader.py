@@ -55,11 +55,16 @@ CONFIG_ROOTS = tuple(Path(__file__).resolve().parents[1:3])
 RENAMED_KEYS = {
     "cluster.timeout_minutes": "cluster.collective_timeout_minutes",
     "data.ledger": "data.sample_log",
-    "guard.drift_every": "guard.replica_check_every",
+    "guard.drift_every": "stability.replica_check_every",
+    "precision.engine": "parallel.engine",
+    "precision.offload_optimizer": "parallel.offload_optimizer",
+    "precision.zero_stage": "parallel.zero_stage",
     "train.eval_steps": "train.eval_batches",
     "train.stop_after": "train.exit_step",
 }
-"""Old to new name; both are keys of the same section."""
+"""Old to new name."""
+RENAMED_SECTIONS = {"guard": "stability"}
+"""Old to new name; the other keys of these sections keep their names."""
 _PHASES = "phases"
 _DURATIONS = ("steps", "tokens", "fraction")
 
@@ -272,15 +277,10 @@ def merge_layers(
     """
     merged: dict[str, dict[str, Any]] = {}
     for source, data in layers:
-        for section, values in _with_train_phases(data, source).items():
+        data = _with_new_names(_with_train_phases(data, source), source)
+        for section, values in data.items():
             types = key_types(section)
-            if not types:
-                raise ConfigError(f"{source}: no section {section}{_suggest_section(section)}")
-            if not isinstance(values, Mapping):
-                raise ConfigError(
-                    f"{source}: {section}={values!r} is not a section; set {section}.key"
-                )
-            for key, value in use_new_names(section, values, source).items():
+            for key, value in values.items():
                 if key not in types:
                     meant = _suggest_key(str(key), section)
                     raise ConfigError(f"{source}: no key {section}.{key}{meant}")
@@ -308,27 +308,38 @@ def _with_train_phases(data: Mapping[str, Any], source: str) -> Mapping[str, Any
     return {**{name: data[name] for name in data if name != _PHASES}, "train": moved}
 
 
-def use_new_names(section: str, values: Mapping[Any, Any], source: str) -> dict[Any, Any]:
-    """Replace old key names of one section by the new ones.
+def _with_new_names(data: Mapping[str, Any], source: str) -> dict[str, dict[Any, Any]]:
+    """Replace old names of sections and keys by the new ones.
 
     Args:
-        section: the section's name.
-        values: its keys and values.
+        data: sections of keys.
         source: where they come from, for messages.
 
     Raises:
-        ConfigError: a key is given under its old and its new name.
+        ConfigError: no such section, or a key under its old and its new name.
     """
-    renamed = {}
-    for key, value in values.items():
-        old = f"{section}.{key}"
-        new = RENAMED_KEYS.get(old, old)
-        new_key = new.partition(".")[2] if new != old else key
-        if new != old:
-            if new_key in values:
-                raise ConfigError(f"{source}: {old} is the old name of {new}; remove {old}")
-            logger.warning("%s: %s was renamed to %s; use the new name", source, old, new)
-        renamed[new_key] = value
+    given = {
+        f"{name}.{key}" for name in data if isinstance(data[name], Mapping) for key in data[name]
+    }
+    renamed: dict[str, dict[Any, Any]] = {}
+    changes: dict[str, str] = {}
+    for old_section, values in data.items():
+        section = RENAMED_SECTIONS.get(old_section, old_section)
+        if section not in SECTIONS:
+            raise ConfigError(f"{source}: no section {section}{_suggest_section(section)}")
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{source}: {section}={values!r} is not a section; set {section}.key")
+        for key, value in values.items():
+            old = f"{old_section}.{key}"
+            new = RENAMED_KEYS.get(old, f"{section}.{key}")
+            new_section, _, new_key = new.partition(".")
+            if new != old:
+                if new in given:
+                    raise ConfigError(f"{source}: {old} is the old name of {new}; remove {old}")
+                changes |= {old: new} if old in RENAMED_KEYS else {old_section: section}
+            renamed.setdefault(new_section, {})[key if new == old else new_key] = value
+    for old, new in changes.items():
+        logger.warning("%s: %s was renamed to %s; use the new name", source, old, new)
     return renamed
 
 

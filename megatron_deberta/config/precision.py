@@ -1,4 +1,4 @@
-"""What ``precision.dtype: auto`` and ``precision.engine: auto`` stand for on given devices."""
+"""What ``precision.dtype: auto`` and ``parallel.engine: auto`` stand for on given devices."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def resolve_precision(
     Raises:
         ConfigError: the devices lack the format of the checkpoint.
     """
-    precision = config.precision
-    engine, dtype = precision.engine, precision.dtype
+    parallel = config.parallel
+    engine, dtype = parallel.engine, config.precision.dtype
     if engine == "auto":
-        is_plain = is_cpu_process and not precision.offload_optimizer
+        is_plain = is_cpu_process and not parallel.offload_optimizer
         began_with_deepspeed = resumed is not None and resumed[1] == "deepspeed"
         engine = "plain" if is_plain and not began_with_deepspeed else "deepspeed"
     if dtype == "auto" and resumed is not None:
@@ -63,6 +63,10 @@ def resolve_precision(
             )
     elif dtype == "auto":
         # 16-bit formats need a stage above 0 in DeepSpeed; see ``rules.check_stage``.
-        is_unsharded = engine == "deepspeed" and precision.zero_stage == 0
+        is_unsharded = engine == "deepspeed" and parallel.zero_stage == 0
         dtype = "fp32" if is_unsharded else formats[0]
-    return replace(config, precision=replace(precision, dtype=dtype, engine=engine))
+    return replace(
+        config,
+        parallel=replace(parallel, engine=engine),
+        precision=replace(config.precision, dtype=dtype),
+    )

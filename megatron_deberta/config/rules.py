@@ -22,7 +22,6 @@ from megatron_deberta.config.schema import (
     DataConfig,
     ModelConfig,
     ObjectiveConfig,
-    PrecisionConfig,
     RTDConfig,
     RunConfig,
     check_ranges,
@@ -374,7 +373,7 @@ def _adapter_rules(config: RunConfig) -> Iterator[str]:
 
 
 def _objective_rules(config: RunConfig) -> Iterator[str]:
-    objective, guard, has_pairs = config.objective, config.guard, config.model.next_sentence_head
+    objective, has_pairs = config.objective, config.model.next_sentence_head
     if objective.mask_probability == 0:
         yield "$objective.mask_probability masks no tokens; the paper uses 0.15"
     replaced = objective.mask_token_probability + objective.random_token_probability
@@ -397,10 +396,12 @@ def _objective_rules(config: RunConfig) -> Iterator[str]:
             "objective.name=mlm or =autoregressive"
         )
     share = min(fraction, 1 - fraction)
-    if objective.name == "mlm+ar" and guard.spike_sigmas and share < 2 / guard.spike_warmup:
+    stability = config.stability
+    has_rare_form = objective.name == "mlm+ar" and share < 2 / stability.spike_warmup
+    if stability.spike_sigmas and has_rare_form:
         yield (
             "$objective.autoregressive_fraction leaves the spike guard too few batches of one "
-            "form among $guard.spike_warmup; set guard.spike_sigmas=null"
+            "form among $stability.spike_warmup; set stability.spike_sigmas=null"
         )
     if is_retromae and objective.retromae_mask_probability == 0:
         yield (
@@ -438,7 +439,7 @@ def _replaced_token_rules(model: ModelConfig, rtd: RTDConfig) -> Iterator[str]:
         yield "$rtd.discriminator_learning_rate needs rtd.update=alternating"
 
 
-def check_stage(precision: PrecisionConfig) -> None:
+def check_stage(config: RunConfig) -> None:
     """Check that DeepSpeed's stage 0 is not used with a 16-bit format.
 
     It executes an Adam step with zero gradients at start-up, so that bias correction is off by one,
@@ -447,23 +448,24 @@ def check_stage(precision: PrecisionConfig) -> None:
     Raises:
         ConfigError: stage 0 with a 16-bit format.
     """
+    parallel, precision = config.parallel, config.precision
     is_half = precision.dtype in ("bf16", "fp16")
-    if precision.engine != "plain" and precision.zero_stage == 0 and is_half:
+    if parallel.engine != "plain" and parallel.zero_stage == 0 and is_half:
         raise ConfigError(
-            f"precision.zero_stage=0 with precision.dtype={precision.dtype} computes wrong updates "
-            "in DeepSpeed; use precision.zero_stage=1, which has no overhead on one rank"
+            f"parallel.zero_stage=0 with precision.dtype={precision.dtype} computes wrong updates "
+            "in DeepSpeed; use parallel.zero_stage=1, which has no overhead on one rank"
         )
 
 
 def _parallel_rules(config: RunConfig) -> Iterator[str]:
     """Yield the rules of sizes that are divided among ranks, and of the engine."""
-    model, precision, ranks = config.model, config.precision, config.cluster.ranks_per_node
-    tp_size = config.parallel.tensor_parallel_size
+    model, parallel, ranks = config.model, config.parallel, config.cluster.ranks_per_node
+    tp_size = parallel.tensor_parallel_size
     split = {"model.num_heads": model.num_heads, "model.ffn_hidden_size": model.ffn_hidden_size}
     if model.conv_kernel_size is not None:
         split["model.hidden_size"] = model.hidden_size
     check_tensor_parallel_divides(tp_size, split)
-    if config.parallel.sequence_parallel:
+    if parallel.sequence_parallel:
         if tp_size == 1:
             yield (
                 "$parallel.sequence_parallel needs parallel.tensor_parallel_size above 1; set it "
@@ -475,13 +477,13 @@ def _parallel_rules(config: RunConfig) -> Iterator[str]:
             reason="under parallel.sequence_parallel=true",
         )
     check_tensor_parallel_divides(tp_size, {"cluster.ranks_per_node": ranks} if ranks else {})
-    check_stage(precision)
-    if precision.offload_optimizer and (precision.engine == "plain" or not precision.zero_stage):
+    check_stage(config)
+    if parallel.offload_optimizer and (parallel.engine == "plain" or not parallel.zero_stage):
         yield (
-            "$precision.offload_optimizer needs precision.engine=deepspeed and "
-            "precision.zero_stage of 1 or more"
+            "$parallel.offload_optimizer needs parallel.engine=deepspeed and "
+            "parallel.zero_stage of 1 or more"
         )
-    if precision.initial_loss_scale_power > 32:
+    if config.precision.initial_loss_scale_power > 32:
         yield "$precision.initial_loss_scale_power overflows immediately; use 16"
 
 
@@ -518,15 +520,15 @@ def _schedule_rules(config: RunConfig) -> Iterator[str]:
 
 def _record_rules(config: RunConfig) -> Iterator[str]:
     """Yield the rules of the guard, of checkpoints and of minimal pairs."""
-    guard, checkpoint, train = config.guard, config.checkpoint, config.train
+    stability, checkpoint, train = config.stability, config.checkpoint, config.train
     for key in ("spike_warmup", "max_skips"):
-        if getattr(guard, key) > guard.spike_window:
+        if getattr(stability, key) > stability.spike_window:
             yield (
-                f"$guard.{key} exceeds $guard.spike_window, so it is never reached; use "
-                f"{guard.spike_window} or less"
+                f"$stability.{key} exceeds $stability.spike_window, so it is never reached; use "
+                f"{stability.spike_window} or less"
             )
-    if guard.spike_sigmas is not None and guard.spike_sigmas < 3:
-        yield "$guard.spike_sigmas would skip ordinary steps; use 6, or null to disable it"
+    if stability.spike_sigmas is not None and stability.spike_sigmas < 3:
+        yield "$stability.spike_sigmas would skip ordinary steps; use 6, or null to disable it"
     every, kept = checkpoint.save_every, checkpoint.keep_every
     if every and kept and kept % every:
         yield (

@@ -357,8 +357,15 @@ class RTDConfig(Section):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig(Section):
-    """Parallelism, recomputation and kernels."""
+    """Engine, parallelism, recomputation and kernels."""
 
+    engine: Literal[EngineName, "auto"] = "auto"
+    """``plain`` is the reference engine, without sharding. ``auto``: ``plain`` for one process on a
+    CPU, where it is faster, else ``deepspeed``; a run that began with ``deepspeed`` keeps it."""
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """Sharded over data-parallel ranks: 1 optimizer, 2 gradients, 3 weights. 0 needs fp32."""
+    offload_optimizer: bool = False
+    """Keep optimizer state in host memory."""
     tensor_parallel_size: int = positive(1)
     """Ranks per layer, within a node. All ranks divided by it are the data-parallel size."""
     sequence_parallel: bool = False
@@ -423,18 +430,11 @@ class OptimizerConfig(Section):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionConfig(Section):
-    """Number formats, engine and ZeRO stage."""
+    """Number formats."""
 
     dtype: Literal[DType, "auto"] = "auto"
     """Dtype of weights and activations; 16-bit formats have fp32 master weights. ``auto``: bf16
     where all GPUs have it, else fp16 (V100), fp32 on a CPU; a resumed run keeps its own."""
-    engine: Literal[EngineName, "auto"] = "auto"
-    """``plain`` is the reference engine, without sharding. ``auto``: ``plain`` for one process on a
-    CPU, where it is faster, else ``deepspeed``; a run that began with ``deepspeed`` keeps it."""
-    zero_stage: Literal[0, 1, 2, 3] = 1
-    """Sharded over data-parallel ranks: 1 optimizer, 2 gradients, 3 weights. 0 needs fp32."""
-    offload_optimizer: bool = False
-    """Keep optimizer state in host memory."""
     initial_loss_scale_power: int = 16
     """fp16: initial loss scale, as a power of 2."""
     loss_scale_window: int = positive(1000)
@@ -444,7 +444,7 @@ class PrecisionConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GuardConfig(Section):
+class StabilityConfig(Section):
     """Skipping of harmful updates, rollbacks and replica checks."""
 
     non_finite: Literal["skip", "stop"] = "skip"
@@ -676,7 +676,7 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    guard: GuardConfig = field(default_factory=GuardConfig)
+    stability: StabilityConfig = field(default_factory=StabilityConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)

@@ -81,7 +81,7 @@ class DeepSpeedZeroEngine(Engine):
     ) -> None:
         super().__init__(config, module, groups)
         settings = deepspeed_config(config, groups.dp_size)
-        self._stage: int = config.precision.zero_stage
+        self._stage: int = config.parallel.zero_stage
         self._micro_batches: int = settings["gradient_accumulation_steps"]
         self._accumulated = 0
         for name, parameter in self._trainable.items():
@@ -96,8 +96,8 @@ class DeepSpeedZeroEngine(Engine):
             # apex counts steps per group, but stage 3 steps once per partition of a group.
             allow_apex=groups.device.type == "cuda"
             and self._stage < 3
-            and not config.precision.offload_optimizer,
-            offloads=config.precision.offload_optimizer,
+            and not config.parallel.offload_optimizer,
+            offloads=config.parallel.offload_optimizer,
         )
         with ExitStack() as shared, ExitStack() as stack:
             deepspeed = import_deepspeed(groups.device)
@@ -277,7 +277,7 @@ def zero3_partition(module: nn.Module, groups: ProcessGroups, config: RunConfig)
         module: its own parameters (not its children's) are filled, in ``precision.dtype``; each
             becomes an empty tensor with this rank's partition in ``ds_tensor``.
         groups: process groups.
-        config: the run, with ``precision.zero_stage=3``.
+        config: the run, with ``parallel.zero_stage=3``.
     """
     deepspeed = import_deepspeed(groups.device)
     start_single_process(groups)
@@ -305,17 +305,17 @@ def deepspeed_config(config: RunConfig, dp_size: int) -> dict[str, Any]:
     Raises:
         ConfigError: stage 0 with a 16-bit format, or ``train.global_batch_size`` is not divisible.
     """
-    precision = config.precision
-    check_stage(precision)
+    parallel, precision = config.parallel, config.precision
+    check_stage(config)
     zero: dict[str, Any] = {
-        "stage": precision.zero_stage,
+        "stage": parallel.zero_stage,
         "overlap_comm": True,
         "contiguous_gradients": True,
         "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
     }
-    if precision.offload_optimizer and precision.zero_stage:
+    if parallel.offload_optimizer and parallel.zero_stage:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    if precision.zero_stage == 3:
+    if parallel.zero_stage == 3:
         zero |= {
             "stage3_param_persistence_threshold": PERSISTENCE_THRESHOLD,
             "stage3_prefetch_bucket_size": REDUCE_BUCKET_ELEMENTS,
@@ -333,7 +333,7 @@ def deepspeed_config(config: RunConfig, dp_size: int) -> dict[str, Any]:
         "communication_data_type": "fp32",
         # Stage 0 would not report the norm; the engine clips there.
         "gradient_clipping": (config.optimizer.clip_grad_norm or 0.0)
-        if precision.zero_stage
+        if parallel.zero_stage
         else 0.0,
         # UncorrectedAdamW is elementwise, so it is correct on flat partitions.
         "zero_allow_untested_optimizer": True,

@@ -1,4 +1,4 @@
-"""Construction of the engine of a run: that of ``precision.engine``, or one for each submodel."""
+"""Construction of the engine of a run: that of ``parallel.engine``, or one for each submodel."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def build_engine(
 def _build(
     config: RunConfig, module: nn.Module, specs: Placements, groups: ProcessGroups
 ) -> Engine:
-    if config.precision.engine == "plain":
+    if config.parallel.engine == "plain":
         return ReferenceEngine(config, module, specs, groups)
     # Imported here because importing DeepSpeed takes seconds and reads environment variables.
     from megatron_deberta.engine.deepspeed_engine import DeepSpeedZeroEngine

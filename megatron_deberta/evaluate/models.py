@@ -354,8 +354,14 @@ def evaluation_config(run: RunConfig, source: SourceModel, overrides: Sequence[s
     """
     run = replace(
         run,
-        parallel=replace(run.parallel, tensor_parallel_size=1, sequence_parallel=False),
-        precision=PrecisionConfig(dtype="fp32", engine="plain"),
+        parallel=replace(
+            run.parallel,
+            engine="plain",
+            offload_optimizer=False,
+            tensor_parallel_size=1,
+            sequence_parallel=False,
+        ),
+        precision=PrecisionConfig(dtype="fp32"),
         tokenizer=replace(run.tokenizer, path=source.tokenizer_path),
     )
     return config_from_layers([(str(source.path), config_to_dict(run))], overrides)

@@ -312,7 +312,7 @@ class ConfiguredRun(SearchRun):
             for key, value in new[section].items():
                 name = f"{section}.{key}"
                 # A run keeps the format and the engine with which it began.
-                is_kept = section == "precision" and value == "auto"
+                is_kept = name in ("precision.dtype", "parallel.engine") and value == "auto"
                 if old[section][key] != value and name not in _MAY_CHANGE and not is_kept:
                     raise ConfigError(
                         f"{path}: {name} was {old[section][key]!r} and is now {value!r}; restore "

@@ -43,7 +43,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "finetune": {"epochs": 3.0, "validations_per_epoch": 1.0},
     "data": {"num_workers": 0},
     # Losses of small batches vary too much to be compared.
-    "guard": {"spike_sigmas": None},
+    "stability": {"spike_sigmas": None},
     "checkpoint": {"keep_last": 1, "save_every": 500},
 }
 

@@ -326,17 +326,17 @@ def local_parameters(config: RunConfig) -> int:
 
 def _states(config: RunConfig, dp_size: int) -> tuple[int, int, int, int]:
     """Return bytes of weights, gradients, optimizer state and buckets."""
-    precision = config.precision
+    parallel = config.parallel
     count = sum(trained_sizes(config).values())
     frozen = local_parameters(config) - count
-    element, stage = ELEMENT_BYTES[precision.dtype], precision.zero_stage
+    element, stage = ELEMENT_BYTES[config.precision.dtype], parallel.zero_stage
     share = -(-count // dp_size) if stage else count
     weights = element * (share if stage == 3 else count)
     weights += element * (-(-frozen // dp_size) if stage == 3 else frozen)
     gradients = 4 * (share if stage >= 2 else count)
     # At stage 0 in fp32 the weights are their own masters.
     per_parameter = (12 if stage else 8) + (4 if config.optimizer.ema_decay else 0)
-    optimizer = 0 if precision.offload_optimizer else per_parameter * share
+    optimizer = 0 if parallel.offload_optimizer else per_parameter * share
     buckets = 2 * 4 * min(REDUCE_BUCKET_ELEMENTS, count) if stage and dp_size > 1 else 0
     if stage == 3:
         # Gathered weights are kept for backward up to this number of elements.

@@ -69,7 +69,7 @@ _LAYOUT = {
     "tensor_parallel_size": "parallel",
     "sequence_parallel": "parallel",
     "recompute": "parallel",
-    "zero_stage": "precision",
+    "zero_stage": "parallel",
     "micro_batch_size": "train",
 }
 """Keys that vary, and their sections."""
@@ -225,7 +225,7 @@ class RunPlan(_Costs):
     @property
     def copy_bytes(self) -> int:
         """Host memory of a node for the copy of a save in the background."""
-        stage = self.config.precision.zero_stage
+        stage = self.config.parallel.zero_stage
         num_bytes = state_bytes(self.config.optimizer.ema_decay) * self.rank_parameters
         of_rank = copy_bytes(num_bytes, self.batch.dp_size, stage)
         return of_rank * min(self.world_size, self.machine.ranks_per_node)
@@ -278,7 +278,7 @@ class RunPlan(_Costs):
             f"{RESERVED_MEMORY:.0%} of device memory is reserved for the driver, the communication "
             "library and fragmentation",
         ]
-        if self.config.precision.offload_optimizer:
+        if self.config.parallel.offload_optimizer:
             lines.append("transfers of offloaded optimizer state over PCIe take no time")
         return lines
 
@@ -448,7 +448,7 @@ def plan_local_saves(
     part = of_parameter * count_parameters(config.model) / nodes
     copies = 2 if nodes > 1 else 1
     dp_size = world_size // tp_size
-    stage = config.precision.zero_stage
+    stage = config.parallel.zero_stage
     shard = of_parameter * local_parameters(config)
     sent = part * (copies - 1) * (2 if stage == 3 else 1)
     stall = shard / dp_size / COPY_BYTES_PER_SECOND
@@ -553,8 +553,8 @@ def search_layouts(
                 # Sequence parallelism would fail for the same reason.
                 break
             for stage, policy in itertools.product(_STAGES, POLICIES):
-                precision = replace(split.precision, zero_stage=stage)
-                variant = replace(_with_policy(split, policy), precision=precision)
+                staged = replace(split, parallel=replace(parallel, zero_stage=stage))
+                variant = _with_policy(staged, policy)
                 outcome = _fastest(variant, machine, world_size // tp_size, row_tokens)
                 if isinstance(outcome, Choice):
                     choices.append(outcome)
@@ -626,10 +626,10 @@ def _with_rows(config: RunConfig, rows: int) -> RunConfig:
 def _complexity(config: RunConfig) -> tuple[int, int, int]:
     parallel = config.parallel
     policy = POLICIES.index(parallel.recompute)
-    return (config.precision.zero_stage, parallel.tensor_parallel_size, policy)
+    return (config.parallel.zero_stage, parallel.tensor_parallel_size, policy)
 
 
 def _describe(config: RunConfig) -> str:
     parallel = config.parallel
     split = f"TP {parallel.tensor_parallel_size}{' + SP' if parallel.sequence_parallel else ''}"
-    return f"{split}, ZeRO-{config.precision.zero_stage}, recompute {parallel.recompute}"
+    return f"{split}, ZeRO-{config.parallel.zero_stage}, recompute {parallel.recompute}"

@@ -270,7 +270,7 @@ def data_parallel_traffic(config: RunConfig, dp_size: int, micro_batches: int) -
     """
     if dp_size == 1:
         return
-    stage, element = config.precision.zero_stage, ELEMENT_BYTES[config.precision.dtype]
+    stage, element = config.parallel.zero_stage, ELEMENT_BYTES[config.precision.dtype]
     sizes, trained = local_sizes(config), trained_sizes(config)
     # DeepSpeed pads each group of parameters to a multiple of twice the ranks.
     groups = [
@@ -389,7 +389,7 @@ def step_time(config: RunConfig, machine: Machine, dp_size: int) -> StepTime:
         ConfigError: the batch does not divide over ``dp_size`` data-parallel ranks.
     """
     micro_batches = batch_arithmetic(config, dp_size).accumulation_steps
-    device, stage = machine.device, config.precision.zero_stage
+    device, stage = machine.device, config.parallel.zero_stage
     flops = rank_flops(config)
     rate = device.achieved * device.flops_per_second(config.precision.dtype)
     one = (flops.training + flops.recomputed) / rate

@@ -320,11 +320,11 @@ class EvaluateMinimalPairs(PeriodicEvaluation):
 
 
 class CheckReplicas(Callback):
-    """Compares the replicas of all parameters every ``guard.replica_check_every`` steps."""
+    """Compares the replicas of all parameters every ``stability.replica_check_every`` steps."""
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         """Compare them, if due."""
-        every = trainer.segment.config.guard.replica_check_every
+        every = trainer.segment.config.stability.replica_check_every
         if every is not None and trainer.state.step % every == 0:
             trainer.check_replicas()
 

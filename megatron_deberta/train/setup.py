@@ -49,7 +49,7 @@ def choose_precision(config: RunConfig, groups: ProcessGroups) -> RunConfig:
     Raises:
         ConfigError: the run in the folder began in a format that a device lacks.
     """
-    if "auto" not in (config.precision.dtype, config.precision.engine):
+    if "auto" not in (config.precision.dtype, config.parallel.engine):
         return config
     device = groups.device
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
@@ -63,10 +63,12 @@ def choose_precision(config: RunConfig, groups: ProcessGroups) -> RunConfig:
         is_cpu_process=groups.world_size == 1 and device.type == "cpu",
         resumed=_began_with(config, groups),
     )  # fmt: skip
-    for key in ("dtype", "engine"):
-        if getattr(config.precision, key) == "auto":
-            value = getattr(resolved.precision, key)
-            logger.info("precision.%s: auto is %s on these devices", key, value)
+    for key, given, value in (
+        ("precision.dtype", config.precision.dtype, resolved.precision.dtype),
+        ("parallel.engine", config.parallel.engine, resolved.parallel.engine),
+    ):
+        if given == "auto":
+            logger.info("%s: auto is %s on these devices", key, value)
     return resolved
 
 
@@ -82,7 +84,7 @@ def _began_with(config: RunConfig, groups: ProcessGroups) -> tuple[DType, Engine
             newest = find_state(Path(given))
         if groups.rank == 0 and newest is not None:
             saved = config_from_dict(CheckpointReader(newest).metadata.config, str(newest))
-            text = f"{saved.precision.dtype} {saved.precision.engine}"
+            text = f"{saved.precision.dtype} {saved.parallel.engine}"
     text = broadcast_text(text, groups)
     if not text:
         return None
@@ -127,7 +129,7 @@ def build_rank_model(config: RunConfig, groups: ProcessGroups) -> ShardedModel:
     Parameters are partitioned over data-parallel ranks under ZeRO-3.
     """
     partition = None
-    if config.precision.engine != "plain" and config.precision.zero_stage == 3:
+    if config.parallel.engine != "plain" and config.parallel.zero_stage == 3:
         # Imported here because importing DeepSpeed is slow and reads the environment.
         from megatron_deberta.engine.deepspeed_engine import zero3_partition
 
@@ -157,7 +159,7 @@ def choose_background_saves(
     mode, local = config.checkpoint.asynchronous, config.checkpoint.local_every is not None
     size = sum(math.prod(spec.local_shape) for spec in specs.values())
     size *= state_bytes(config.optimizer.ema_decay)
-    copy = copy_bytes(size, groups.dp_size, config.precision.zero_stage)
+    copy = copy_bytes(size, groups.dp_size, config.parallel.zero_stage)
     copy *= read_environment().local_world_size
     free = psutil.virtual_memory().available
     fits = (1 + local) * copy <= FREE_SHARE * free

@@ -163,10 +163,10 @@ class TrainStep:
                 the host waits for them.
 
         Raises:
-            ReplicaError: with ``guard.rerun``: a device computes wrong, again and again.
+            ReplicaError: with ``stability.rerun``: a device computes wrong, again and again.
             NumericsError: on all ranks, before the update changes a weight: the loss or a gradient
-                is not finite and ``guard.non_finite=stop``; gradients overflow fp16 at the minimum
-                loss scale; or too many updates were skipped and no rollback is left.
+                is not finite and ``stability.non_finite=stop``; gradients overflow fp16 at the
+                minimum loss scale; or too many updates were skipped and no rollback is left.
         """
         batches = [batch.to(self._groups.device) for batch in batches]
         outputs: list[Tensor | None] = [None] * len(batches)
@@ -363,7 +363,7 @@ class TrainStep:
 
         The weights are those before the step. Collective if the message names a parameter.
         """
-        step, must_stop = one.step, self._config.guard.non_finite == "stop"
+        step, must_stop = one.step, self._config.stability.non_finite == "stop"
         if one.skip == "loss not finite":
             if not torch.isfinite(one.totals).all():
                 samples = [index for batch in batches for index in batch.sample_index.tolist()]
@@ -392,7 +392,7 @@ class TrainStep:
             cause = f" ({skipped.gradients.first_nonfinite()})" if is_nonfinite else ""
             raise NumericsError(
                 f"step {skipped.step + 1}: {skip}{cause}; {len(state.skips)} updates of the last "
-                f"{self._config.guard.spike_window} steps were skipped (steps "
+                f"{self._config.stability.spike_window} steps were skipped (steps "
                 f"{', '.join(map(str, state.skips))}) after {state.vain_rollbacks} rollbacks "
                 "without progress; lower optimizer.learning_rate"
             )

@@ -47,9 +47,9 @@ def describe_start(
         num_parameters: size of the model.
         predicted_bytes: predicted peak memory of a rank; 0: not predicted.
     """
-    model, precision, train = config.model, config.precision, config.train
-    sharding = "" if precision.engine == "plain" else f", ZeRO stage {precision.zero_stage}"
-    engine = f"{precision.engine} engine{sharding}"
+    model, parallel, train = config.model, config.parallel, config.train
+    sharding = "" if parallel.engine == "plain" else f", ZeRO stage {parallel.zero_stage}"
+    engine = f"{parallel.engine} engine{sharding}"
     origin = "a new run"
     if start.reader is not None:
         origin = f"a new run with the weights of {start.reader.path}"
@@ -69,7 +69,7 @@ def describe_start(
             "layout",
             f"{groups.world_size} {'rank' if groups.world_size == 1 else 'ranks'} = "
             f"{groups.tp_size} tensor-parallel x {groups.dp_size} data-parallel, "
-            f"{engine}, {precision.dtype}",
+            f"{engine}, {config.precision.dtype}",
         ),
         ("device", _device(groups.device)),
     ]

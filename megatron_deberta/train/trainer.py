@@ -236,7 +236,7 @@ class Trainer:
         arguments = (
             self.engine, config, self.groups, self.guard, self.observer.mark, self.requests
         )  # fmt: skip
-        if not config.guard.rerun:
+        if not config.stability.rerun:
             return TrainStep(*arguments)
 
         def report(verdict: Verdict) -> None:
@@ -350,7 +350,7 @@ class Trainer:
         Raises:
             ReplicaError: a faulty rank has corrupted the weights.
         """
-        if self.config.guard.replica_check_every:
+        if self.config.stability.replica_check_every:
             self.check_replicas()
         identity = self.data.identity
         return CheckpointMetadata(

@@ -51,9 +51,14 @@ CHAIN = (
 def config_of(engine: str, dtype: str, stage: int, tp_size: int) -> RunConfig:
     return RunConfig(
         model=replace(V2, num_layers=2, conv_kernel_size=3),
-        parallel=ParallelConfig(tensor_parallel_size=tp_size, sequence_parallel=tp_size > 1),
+        parallel=ParallelConfig(
+            engine=engine,  # type: ignore[arg-type]
+            zero_stage=stage,  # type: ignore[arg-type]
+            tensor_parallel_size=tp_size,
+            sequence_parallel=tp_size > 1,
+        ),
         optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2),
-        precision=PrecisionConfig(engine=engine, dtype=dtype, zero_stage=stage),  # type: ignore[arg-type]
+        precision=PrecisionConfig(dtype=dtype),  # type: ignore[arg-type]
         train=TrainConfig(steps=10, global_batch_size=8, micro_batch_size=2),
     )
 

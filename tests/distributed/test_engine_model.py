@@ -17,12 +17,11 @@ def trained(
     engine: Literal["deepspeed", "plain"], dtype: Literal["bf16", "fp16"], layout: Layout
 ) -> dict[str, Any]:
     def configure(config: RunConfig) -> RunConfig:
-        precision = replace(
-            config.precision, engine=engine, dtype=dtype, initial_loss_scale_power=8
-        )
+        parallel = replace(config.parallel, engine=engine)
+        precision = replace(config.precision, dtype=dtype, initial_loss_scale_power=8)
         # With `release`, one bf16 weight differs by 3e-6 between the engines after three steps.
         model = replace(config.model, num_layers=3, conv_init="normal")
-        return replace(config, precision=precision, model=model)
+        return replace(config, parallel=parallel, precision=precision, model=model)
 
     # In fp16 only one: masters that differ by 1e-10 may round to neighbouring weights with other
     # gradients, and Adam takes full steps for small gradients.

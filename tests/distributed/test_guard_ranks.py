@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_deberta.config.schema import GuardConfig
+from megatron_deberta.config.schema import StabilityConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.engine import deepspeed_engine
 from megatron_deberta.engine.schedule import learning_rate
@@ -91,7 +91,7 @@ def test_norm_above_the_limit_changes_nothing(
     two_ranks.run(step_without_update, 1 + stage % 2, name, dtype, stage)
 
 
-GUARD = GuardConfig(spike_window=8, spike_warmup=3, max_skips=9)
+GUARD = StabilityConfig(spike_window=8, spike_warmup=3, max_skips=9)
 LOSS_SPIKE, GRADIENT_SPIKE, NOT_A_NUMBER = 4, 6, 8
 SKIPS = {
     LOSS_SPIKE: "loss spike",
@@ -123,7 +123,7 @@ class LossFault:
 
 def train_with_faults(rank: int, layout: Layout | None) -> dict[str, Any]:
     """Return losses and skips of a run."""
-    config = replace(run_config(layout), guard=GUARD)
+    config = replace(run_config(layout), stability=GUARD)
     groups = groups_of(layout)
     _, engine = build(config, groups)
     guard, history = Guard.of_run(config), []
@@ -182,8 +182,9 @@ class _Poison(torch.autograd.Function):
 def overflow_at_the_floor(rank: int, tp_size: int, engine_name: str, stage: int) -> tuple[str, int]:
     """Make rank 1's gradients overflow in one layer, at the smallest loss scale."""
     config = run_config(Layout(tp_size, stage, False, "none"))
-    fp16 = replace(config.precision, engine=engine_name, dtype="fp16", initial_loss_scale_power=0)  # type: ignore[arg-type]
-    config = replace(config, precision=fp16)
+    parallel = replace(config.parallel, engine=engine_name)  # type: ignore[arg-type]
+    fp16 = replace(config.precision, dtype="fp16", initial_loss_scale_power=0)
+    config = replace(config, parallel=parallel, precision=fp16)
     groups = grid(tp_size)
     _, engine = build(config, groups)
     if rank == 1:

@@ -19,7 +19,6 @@ from megatron_deberta.config.schema import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
-    PrecisionConfig,
     RunConfig,
     TrainConfig,
 )
@@ -178,9 +177,8 @@ def test_fused(two_ranks: RankPool, sequence: bool) -> None:
 def engine_config(engine: Any, stage: Any, parallel: ParallelConfig) -> RunConfig:
     return RunConfig(
         model=BASE,
-        parallel=parallel,
+        parallel=replace(parallel, engine=engine, zero_stage=stage),
         optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=1, clip_grad_norm=0.0),
-        precision=PrecisionConfig(engine=engine, zero_stage=stage),
         train=TrainConfig(global_batch_size=2, micro_batch_size=2),
     )
 
@@ -193,7 +191,7 @@ def encoder_moments(rank: int, config: RunConfig) -> dict[str, Any]:
     tp_size = config.parallel.tensor_parallel_size
     groups = single_process_groups(torch.device("cpu")) if tp_size == 1 else grid(tp_size)
     partition = None
-    if config.precision.engine == "deepspeed" and config.precision.zero_stage == 3:
+    if config.parallel.engine == "deepspeed" and config.parallel.zero_stage == 3:
         partition = functools.partial(zero3_partition, groups=groups, config=config)
     model = build_model(
         config, groups, torch.float32, model_class=EncoderProbe, partition=partition

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_deberta.config.schema import GuardConfig
+from megatron_deberta.config.schema import StabilityConfig
 from megatron_deberta.engine import schedule
 from megatron_deberta.errors import EXIT_FAILURE, ReplicaError
 from megatron_deberta.objectives import ModelLosses
@@ -85,7 +85,7 @@ def train(
     """Train with a fault; return losses, skips, verdicts, the error and the last moments."""
     config, groups, fault = run_config(layout), grid(layout.tp_size), Fault(kind, rank)
     changed = replace(config.precision, **precision or {})
-    config = replace(config, guard=GuardConfig(rerun=True), precision=changed)
+    config = replace(config, stability=StabilityConfig(rerun=True), precision=changed)
 
     def watch(module: nn.Module) -> None:
         # Before the engine's and the record's hooks, like a fault of the device.
@@ -206,7 +206,7 @@ def differing_replicas(
         Verdicts, ranks that differ, the error that ends the run, and faults in the job history.
     """
     config, groups = run_config(LAYOUTS[0]), grid(1)
-    config = replace(config, guard=GuardConfig(rerun=True))
+    config = replace(config, stability=StabilityConfig(rerun=True))
     fault = Fault(kind, rank)
     model, engine = build(
         config, groups, lambda module: module.get_parameter(LAYER).register_hook(fault.gradient)

@@ -39,7 +39,7 @@ def run_format(run: Path, folder: Path, packing: str, kill_at: int) -> dict[str,
     overrides = [f"data.packing={packing}", f"data.short_steps={SHORT_STEPS}"]
     overrides += ["data.short_sequence_length=32", "checkpoint.save_every=6"]
     # Without DeepSpeed, a start takes half the time; the layout matrix covers pairs with DeepSpeed.
-    overrides += ["precision.engine=plain", "precision.zero_stage=0"]
+    overrides += ["parallel.engine=plain", "parallel.zero_stage=0"]
     if packing.endswith("pair"):
         overrides += ["model.type_vocab_size=2", "model.next_sentence_head=true"]
     whole, killed = folder / f"{packing}-whole", folder / f"{packing}-killed"

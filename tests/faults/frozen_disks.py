@@ -56,7 +56,7 @@ SECONDS = 120.0
 """Maximum time of the start, and of the end."""
 MIB = 1 << 20
 RUN = (
-    "parallel.tensor_parallel_size=2", "precision.zero_stage=1", "train.micro_batch_size=2",
+    "parallel.tensor_parallel_size=2", "parallel.zero_stage=1", "train.micro_batch_size=2",
     "train.eval_every=5", "train.eval_batches=2", "checkpoint.save_every=4", "log.every=1",
     "optimizer.schedule=constant", "train.steps=1000000", "data.sample_log=false",
     "data.num_workers=0", "checkpoint.on_failure=continue", "checkpoint.keep_last=2",

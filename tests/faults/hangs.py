@@ -46,7 +46,7 @@ ALLOWED_SECONDS = 5.0
 SECONDS = 90.0
 """Maximum time of a case."""
 RUN = (
-    "parallel.tensor_parallel_size=2", "precision.zero_stage=1", "train.micro_batch_size=2",
+    "parallel.tensor_parallel_size=2", "parallel.zero_stage=1", "train.micro_batch_size=2",
     "train.eval_every=5", "train.eval_batches=2", "checkpoint.save_every=4", "log.every=1",
     "optimizer.schedule=constant", "train.steps=1000000", "data.sample_log=false",
     "cluster.startup_timeout_seconds=30", "cluster.data_timeout_seconds=8",

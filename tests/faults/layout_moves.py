@@ -68,7 +68,7 @@ class Layout:
         return [
             f"parallel.tensor_parallel_size={self.tp_size}",
             f"parallel.sequence_parallel={sequence}",
-            f"precision.zero_stage={self.zero_stage}",
+            f"parallel.zero_stage={self.zero_stage}",
         ]
 
 
@@ -140,7 +140,7 @@ class Campaign:
         sizes = sorted({layout.world_size for move in MOVES for layout in move})
         self._pools = {size: RankPool(size, start_distributed=False) for size in sizes}
         single = Layout(1, 1, 0)
-        self._reference = self._train(single, "reference", end, "precision.engine=plain")
+        self._reference = self._train(single, "reference", end, "parallel.engine=plain")
 
     def __enter__(self) -> Campaign:
         """Return the campaign."""

@@ -53,15 +53,15 @@ phases:
 """
 KEYS = (
     "model.max_position_embeddings=256", "optimizer.schedule=wsd", "optimizer.decay_steps=8",
-    "checkpoint.save_every=3", "train.eval_every=10", "guard.replica_check_every=5",
+    "checkpoint.save_every=3", "train.eval_every=10", "stability.replica_check_every=5",
 )  # fmt: skip
 Layout = tuple[int, tuple[str, ...]]
 """Number of ranks, and overrides."""
-DATA_PARALLEL: Layout = (2, ("precision.zero_stage=1",))
+DATA_PARALLEL: Layout = (2, ("parallel.zero_stage=1",))
 LAYOUTS: tuple[Layout, ...] = (
-    (2, ("parallel.tensor_parallel_size=2", "precision.zero_stage=1")),
-    (2, ("precision.zero_stage=2",)),
-    (1, ("precision.engine=plain",)),
+    (2, ("parallel.tensor_parallel_size=2", "parallel.zero_stage=1")),
+    (2, ("parallel.zero_stage=2",)),
+    (1, ("parallel.engine=plain",)),
     (2, ("parallel.tensor_parallel_size=2", "parallel.sequence_parallel=true")),
 )
 

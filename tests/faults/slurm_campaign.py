@@ -37,7 +37,7 @@ KILL_STEPS = (
     "train.steps=1000000", "optimizer.schedule=constant",
     "train.exit_step=60", "train.eval_every=null", "data.num_workers=0",
 )  # fmt: skip
-PLAIN = ("precision.engine=plain", "train.eval_every=null", "data.num_workers=0")
+PLAIN = ("parallel.engine=plain", "train.eval_every=null", "data.num_workers=0")
 
 
 class Campaign:

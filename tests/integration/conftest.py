@@ -61,7 +61,7 @@ def pretrain(run_yaml: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
 
     def run(*arguments: str, run_dir: str = "run") -> tuple[int, str]:
         folder = f"train.run_dir={tmp_path / run_dir}"
-        short = ("precision.engine=plain", "train.exit_step=2", "train.eval_every=null")
+        short = ("parallel.engine=plain", "train.exit_step=2", "train.eval_every=null")
         quiet = ("data.num_workers=0", "log.level=warning", "data.sample_log=false")
         code = main(["pretrain", str(run_yaml), folder, *short, *quiet, *arguments])
         # The corpus is so small that 5 % of its documents are another share of its tokens.

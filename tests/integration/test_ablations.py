@@ -23,7 +23,7 @@ TINY = (
     "model.vocab_size=auto", "model.max_position_embeddings=64",
     "model.max_relative_positions=64", "model.position_buckets=null", "data.sequence_length=48",
     "data.num_workers=0",
-    "precision.dtype=fp32", "precision.engine=plain", "train.device=cpu", "log.tensorboard=false",
+    "precision.dtype=fp32", "parallel.engine=plain", "train.device=cpu", "log.tensorboard=false",
     "log.level=warning", "train.global_batch_size=4", "train.micro_batch_size=4", "train.steps=2",
     "optimizer.warmup_steps=1", "train.eval_every=null",
 )  # fmt: skip

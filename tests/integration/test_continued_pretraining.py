@@ -27,7 +27,7 @@ STEPS = (
     *("train.steps=3", "train.global_batch_size=4", "train.micro_batch_size=2"),
     *("data.sequence_length=32", "data.num_workers=0", "train.eval_every=null", "train.device=cpu"),
     *("optimizer.warmup_fraction=null", "optimizer.warmup_steps=1"),
-    *("precision.engine=plain", "log.level=warning", "log.every=1"),
+    *("parallel.engine=plain", "log.level=warning", "log.every=1"),
 )
 TINY = tuple(f"model.{key}={value}" for key, value in SIZES.items())
 RELEASES = {

@@ -141,7 +141,7 @@ ONE_STEP = (
     "optimizer.warmup_steps=0",
     "train.eval_every=null",
     "data.num_workers=0",
-    "precision.engine=plain",
+    "parallel.engine=plain",
 )
 ONE_CELL = (
     "sample=1",
@@ -149,7 +149,7 @@ ONE_CELL = (
     "finetune.epochs=1",
     "optimizer.warmup_steps=0",
     "train.device=cpu",
-    "precision.engine=plain",
+    "parallel.engine=plain",
 )
 SMALLER = {"--vocab-size": "300", "--average": "1"}
 """Values of options that would need a large corpus or a longer run."""
@@ -168,7 +168,7 @@ def run_dir(run_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(run_yaml: Path, folder: Path, *overrides: str) -> None:
     """Train two steps."""
-    settings = ("train.exit_step=2", "precision.engine=plain", "train.eval_every=null")
+    settings = ("train.exit_step=2", "parallel.engine=plain", "train.eval_every=null")
     # As in configs/runs/small.yaml, which README's command trains.
     workers = ("data.num_workers=0", "log.level=warning", "model.vocab_size=auto")
     command = ["pretrain", str(run_yaml), f"train.run_dir={folder}", *settings, *workers]

@@ -11,7 +11,7 @@ from tests.support.jobs import TIMEOUT, losses, start
 
 def test_second_start_is_refused_with_the_holders_name(run_yaml: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    short = ("precision.engine=plain", "train.eval_every=null", "data.num_workers=0")
+    short = ("parallel.engine=plain", "train.eval_every=null", "data.num_workers=0")
     # However late the second one starts, the first one still runs.
     endless = ("train.steps=1000000", "optimizer.schedule=constant", "checkpoint.save_every=null")
     first = start(run_yaml, run_dir, 1, *short, *endless)

@@ -77,7 +77,7 @@ def test_the_run_of_the_readme(run_yaml: Path, tmp_path: Path) -> None:
     for shown, existing in {
         "configs/runs/small.yaml": str(run_yaml),
         "data.train=shards/corpus_text_document": "train.exit_step=2",
-        "tokenizer.path=tokenizer": "precision.engine=plain",
+        "tokenizer.path=tokenizer": "parallel.engine=plain",
         "runs/first": f"{tmp_path}/run",
     }.items():
         assert shown in code
@@ -133,7 +133,7 @@ def test_finetune_with_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     data, run_dir = write_task(tmp_path / "data"), tmp_path / "run"
     command = [
         "finetune", str(data / "task.yaml"), "--model", str(MODEL), "--data", str(data),
-        f"train.run_dir={run_dir}", "precision.engine=plain", "log.tensorboard=false",
+        f"train.run_dir={run_dir}", "parallel.engine=plain", "log.tensorboard=false",
         "train.global_batch_size=8", "train.device=cpu", "log.every=1", "finetune.epochs=2",
         "objective.class_path=finetune_with_head.ClassificationWithResidual",
     ]  # fmt: skip

@@ -61,7 +61,7 @@ def finetune(data: Path) -> Finetune:
 def arguments(data: Path, run_dir: Path, *overrides: str, model: Path = MODEL) -> list[str]:
     return [
         "finetune", str(data / "task.yaml"), "--model", str(model), "--data", str(data),
-        f"train.run_dir={run_dir}", "precision.engine=plain", "log.tensorboard=false",
+        f"train.run_dir={run_dir}", "parallel.engine=plain", "log.tensorboard=false",
         "train.global_batch_size=8", "train.device=cpu", "log.every=1",
         "optimizer.learning_rate=3e-3", *overrides,
     ]  # fmt: skip
@@ -445,7 +445,7 @@ def test_checkpoints_of_a_run_give_a_curve(
         "--tokenizer", str(MODEL.parent / "tokenizer"),
     ]  # fmt: skip
     settings = (
-        "precision.engine=plain", "log.tensorboard=false", "train.global_batch_size=8",
+        "parallel.engine=plain", "log.tensorboard=false", "train.global_batch_size=8",
         "train.device=cpu", "train.steps=2", "optimizer.warmup_steps=0",
     )  # fmt: skip
     call, calls = TrainStep.__call__, []

@@ -84,7 +84,7 @@ def test_the_printed_pipeline_predicts_as_we_do(
     common = [str(task), "--data", str(data)]
     settings = (
         "train.steps=4", "optimizer.learning_rate=1e-2", "model.head_dropout=0",
-        "train.global_batch_size=4", "precision.engine=plain", "train.device=cpu",
+        "train.global_batch_size=4", "parallel.engine=plain", "train.device=cpu",
         "log.tensorboard=false", f"train.run_dir={run_dir}",
     )  # fmt: skip
     assert main(["finetune", *common, "--model", str(MODEL), *settings]) == EXIT_DONE

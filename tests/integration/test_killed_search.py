@@ -28,7 +28,7 @@ def search_file(tmp_path: Path) -> Path:
     grid = {
         "optimizer.learning_rate": [3e-3], "optimizer.warmup_steps": 0, "train.steps": STEPS,
         "train.eval_every": 10, "train.global_batch_size": 8, "train.device": "cpu",
-        "checkpoint.save_every": 4, "precision.engine": "plain", "log.every": 1,
+        "checkpoint.save_every": 4, "parallel.engine": "plain", "log.every": 1,
         "log.tensorboard": False,
     }  # fmt: skip
     values = {

@@ -40,7 +40,7 @@ def test_killed_rank_is_named_and_all_ranks_restart(
     launcher = subprocess.Popen(
         # Starts faster than DeepSpeed, whose losses differ by rounding. Steps are slow, so that the
         # run does not end before the signal.
-        [*program, f"train.run_dir={run_dir}", "precision.engine=plain", *SAVE_EVERY_STEP],
+        [*program, f"train.run_dir={run_dir}", "parallel.engine=plain", *SAVE_EVERY_STEP],
         env=without_launcher() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip

@@ -48,7 +48,7 @@ SHARD = GOLDEN / "shards" / "docs_text_document"
 STEPS = 4
 TINY = (
     "train.global_batch_size=4", "train.micro_batch_size=2", "train.eval_batches=2",
-    "train.device=cpu", "precision.engine=plain", "log.tensorboard=false", "log.samples=0",
+    "train.device=cpu", "parallel.engine=plain", "log.tensorboard=false", "log.samples=0",
     "data.num_workers=0", "optimizer.learning_rate=5e-3", "optimizer.warmup_steps=1",
     "optimizer.warmup_fraction=null",
 )  # fmt: skip

@@ -29,7 +29,7 @@ def test_the_threshold_of_dev_is_applied(tmp_path: Path) -> None:
     common = ["squad2", "--data", str(tmp_path)]
     settings = (
         "data.sequence_length=32", "train.steps=2", "train.global_batch_size=4",
-        "optimizer.warmup_fraction=0.5", "precision.engine=plain", "train.device=cpu",
+        "optimizer.warmup_fraction=0.5", "parallel.engine=plain", "train.device=cpu",
         "log.tensorboard=false", f"train.run_dir={run_dir}",
     )  # fmt: skip
     assert main(["finetune", *common, "--model", str(MODEL), *settings]) == EXIT_DONE

@@ -26,7 +26,7 @@ from tests.support.losses import with_first_loss
 
 BATCH = 8
 GUARDED = (
-    "guard.max_skips=2",
+    "stability.max_skips=2",
     "checkpoint.save_every=2",
     # An asynchronous save is committed, and counted, some steps later.
     "checkpoint.asynchronous=false",
@@ -153,13 +153,13 @@ def test_repeated_rollbacks_end_the_run(
     pretrain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison(monkeypatch, samples_of(range(6, 100)))
-    code, error = pretrain(*GUARDED, "guard.max_rollbacks=2")
+    code, error = pretrain(*GUARDED, "stability.max_rollbacks=2")
     assert code == EXIT_NEVER_REQUEUE
     assert "after 2 rollbacks without progress" in error
     # Each rollback excluded two more steps of data, and no step after 6 was reached.
     assert committed_steps(tmp_path / "run") == [2, 4]
     # A new start ends at once instead of counting from zero.
-    code, error = pretrain(*GUARDED, "guard.max_rollbacks=2")
+    code, error = pretrain(*GUARDED, "stability.max_rollbacks=2")
     assert code == EXIT_NEVER_REQUEUE
     assert error.count("rolling back from step") == 0
 
@@ -169,7 +169,7 @@ def test_a_step_that_runs_again_records_its_verdict(
 ) -> None:
     """The loss is infinite again, and no other rank can compute the same micro batches."""
     poison(monkeypatch, samples_of(range(3, 4)))
-    code, error = pretrain(*GUARDED, "guard.rerun=true", "train.exit_step=4")
+    code, error = pretrain(*GUARDED, "stability.rerun=true", "train.exit_step=4")
     assert code == EXIT_DONE
     assert "cannot be told apart" in error.replace("\n", " ")
     verdict, skip = events(tmp_path / "run")
@@ -192,6 +192,6 @@ def test_nonfinite_gradient_is_skipped(
     assert [(e["step"], e["skip"]) for e in events(tmp_path / "run")] == [
         (3, "gradient not finite")
     ]
-    code, error = pretrain(*GUARDED, "guard.non_finite=stop", run_dir="strict")
+    code, error = pretrain(*GUARDED, "stability.non_finite=stop", run_dir="strict")
     assert code == EXIT_NEVER_REQUEUE
     assert "step 3: a gradient is not finite" in error

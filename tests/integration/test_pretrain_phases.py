@@ -110,7 +110,7 @@ def test_best_fit_and_a_warning_of_the_released_masking(
     pretrain: Run, run_yaml: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     released = ("objective.masking=microsoft", "objective.mask_probability=0.3")
-    options = ("data.packing=best_fit", *released, "precision.engine=plain", "data.num_workers=0")
+    options = ("data.packing=best_fit", *released, "parallel.engine=plain", "data.num_workers=0")
     folder = f"train.run_dir={tmp_path / 'run'}"
     assert main(["pretrain", str(run_yaml), folder, *options, "train.exit_step=1"]) == EXIT_DONE
     printed = capfd.readouterr()

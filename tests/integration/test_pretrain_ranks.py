@@ -27,7 +27,7 @@ from tests.support.jobs import (
     start,
 )
 
-TWO_STEPS = ("train.exit_step=2", "train.eval_every=null", "precision.zero_stage=2")
+TWO_STEPS = ("train.exit_step=2", "train.eval_every=null", "parallel.zero_stage=2")
 
 
 def command(run_yaml: Path, run_dir: Path) -> list[str]:
@@ -56,7 +56,7 @@ def test_repeated_sigterm_saves_and_requests_a_requeue(
 ) -> None:
     run_dir = tmp_path / "run"
     # Starts faster than DeepSpeed, whose losses differ by rounding.
-    plain = "precision.engine=plain"
+    plain = "parallel.engine=plain"
     job = start(run_yaml, run_dir, 2, plain, forked=False)
     job.wait_for_step(3)
     job.ranks[0].send_signal(signal.SIGTERM)
@@ -109,7 +109,7 @@ def test_finished_rank_is_not_killed_while_exiting(
 def test_failure_of_rank_0_ends_all_ranks(run_yaml: Path, tmp_path: Path, broken: str) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    overrides = ["precision.engine=plain", "train.exit_step=2"]
+    overrides = ["parallel.engine=plain", "train.exit_step=2"]
     if broken == "metrics":
         (run_dir / FILE_NAME).write_text("no record\n")
         message = f"{FILE_NAME}:1: not a metrics record"

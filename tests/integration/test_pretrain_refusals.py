@@ -131,7 +131,7 @@ def test_consecutive_runs_in_one_process(
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     before = dict(os.environ)
-    deepspeed = ("precision.engine=deepspeed", "precision.zero_stage=3")
+    deepspeed = ("parallel.engine=deepspeed", "parallel.zero_stage=3")
     assert pretrain(*deepspeed)[0] == EXIT_DONE
     with monkeypatch.context() as patch:
         patch.setattr("megatron_deberta.checkpoint.writer.SPACE_MARGIN", 1e15)

@@ -91,35 +91,35 @@ def test_tensor_parallel_run_resumes_data_parallel(
     run_dir = tmp_path / "run"
     tensor_parallel = ("parallel.tensor_parallel_size=2", "parallel.sequence_parallel=true")
     run_to_end(
-        run_yaml, run_dir, 2, *tensor_parallel, "precision.zero_stage=2", "train.exit_step=12"
+        run_yaml, run_dir, 2, *tensor_parallel, "parallel.zero_stage=2", "train.exit_step=12"
     )
     assert committed_steps(run_dir)[-1] == 12
     job = run_to_end(
-        run_yaml, run_dir, 2, "precision.zero_stage=3", "train.micro_batch_size=4",
+        run_yaml, run_dir, 2, "parallel.zero_stage=3", "train.micro_batch_size=4",
         "train.exit_step=18",
     )  # fmt: skip
     assert "changed since then: parallel.tensor_parallel_size: 2 -> 1" in job.output()
-    run_to_end(run_yaml, run_dir, 1, "precision.engine=plain", f"train.exit_step={STEPS}")
+    run_to_end(run_yaml, run_dir, 1, "parallel.engine=plain", f"train.exit_step={STEPS}")
     assert losses(run_dir) == pytest.approx(losses(uninterrupted), rel=1e-5)
     check_sample_log(run_dir / "ledger", 8, STEPS)
 
 
 def test_auto_precision_is_recorded_and_kept(pretrain: Run, tmp_path: Path) -> None:
     """A resumed run keeps format and engine, whatever a new run would take here."""
-    auto = ("precision.dtype=auto", "precision.engine=auto")
+    auto = ("precision.dtype=auto", "parallel.engine=auto")
 
     def recorded(folder: str) -> tuple[str, str]:
-        precision = load_config(tmp_path / folder / "config.yaml").precision
-        return precision.dtype, precision.engine
+        config = load_config(tmp_path / folder / "config.yaml")
+        return config.precision.dtype, config.parallel.engine
 
     assert pretrain(*auto, run_dir="new")[0] == EXIT_DONE
     assert recorded("new") == ("fp32", "plain")
-    began = ("precision.dtype=bf16", "precision.engine=deepspeed", "train.exit_step=1")
+    began = ("precision.dtype=bf16", "parallel.engine=deepspeed", "train.exit_step=1")
     assert pretrain(*began, run_dir="other")[0] == EXIT_DONE
     assert pretrain(*auto, run_dir="other")[0] == EXIT_DONE
     assert recorded("other") == ("bf16", "deepspeed")
     assert committed_steps(tmp_path / "other")[-1] == 2
     # A format that is set is another experiment.
-    code, error = pretrain("precision.dtype=fp32", "precision.engine=auto", run_dir="other")
+    code, error = pretrain("precision.dtype=fp32", "parallel.engine=auto", run_dir="other")
     assert code != EXIT_DONE
     assert "precision.dtype='fp32' but the checkpoint of step 2 was trained with 'bf16'" in error

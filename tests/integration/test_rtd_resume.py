@@ -13,9 +13,9 @@ from tests.support.jobs import Run, assert_same_checkpoints, records
 
 RTD = ("objective.name=rtd", "model.head=rtd", "train.eval_every=2", "log.every=1")
 ENGINES = {
-    "plain": ("precision.engine=plain",),
-    "ZeRO-2": ("precision.engine=deepspeed", "precision.zero_stage=2"),
-    "ZeRO-3": ("precision.engine=deepspeed", "precision.zero_stage=3"),
+    "plain": ("parallel.engine=plain",),
+    "ZeRO-2": ("parallel.engine=deepspeed", "parallel.zero_stage=2"),
+    "ZeRO-3": ("parallel.engine=deepspeed", "parallel.zero_stage=3"),
 }
 MODES = {
     "joint": (),

@@ -165,7 +165,7 @@ def test_installed_package_is_the_wheel(installed: Command) -> None:
 def test_pretrain_convert_and_fill_mask(installed: Command, run_yaml: Path, tmp_path: Path) -> None:
     run_dir, exported = tmp_path / "run", tmp_path / "exported"
     short = ["train.steps=2", "optimizer.warmup_steps=1", "train.eval_every=null"]
-    overrides = [f"train.run_dir={run_dir}", *short, "precision.engine=plain"]
+    overrides = [f"train.run_dir={run_dir}", *short, "parallel.engine=plain"]
     installed("megatron-deberta", "pretrain", str(run_yaml), *overrides)
     assert (run_dir / "checkpoints/step_00000002/COMMITTED").exists()
     convert = ["--checkpoint", str(run_dir), "--to", "hf", "--output", str(exported)]

@@ -26,7 +26,7 @@ STEPS = 200
 SETTINGS = (
     "model.mask_decoder_passes=0", "model.absolute_positions=none", "model.hidden_dropout=0",
     "model.attention_dropout=0", "optimizer.learning_rate=1e-3", "optimizer.schedule=constant",
-    "optimizer.weight_decay=0.1", "precision.engine=plain", "guard.spike_sigmas=null",
+    "optimizer.weight_decay=0.1", "parallel.engine=plain", "stability.spike_sigmas=null",
     f"train.steps={STEPS}", "train.eval_every=null", "checkpoint.save_every=null",
     "checkpoint.asynchronous=false", "data.num_workers=0", "data.sample_log=false",
     "train.global_batch_size=4", "log.level=warning",

@@ -20,7 +20,7 @@ from transformers import DebertaV2ForMaskedLM
 from megatron_deberta.config.schema import (
     ObjectiveConfig,
     OptimizerConfig,
-    PrecisionConfig,
+    ParallelConfig,
     RTDConfig,
     RunConfig,
     TrainConfig,
@@ -250,7 +250,7 @@ def test_alternating_updates(sharing: Sharing) -> None:
             learning_rate=rates[0], warmup_steps=0, schedule="constant", eps=1e-4,
             weight_decay=0.0, clip_grad_norm=clip,
         ),
-        precision=PrecisionConfig(engine="plain"),
+        parallel=ParallelConfig(engine="plain"),
         train=TrainConfig(seed=SEED, global_batch_size=3, micro_batch_size=3),
     )  # fmt: skip
     model = build_objective(config).build_model(RuntimeOptions())

@@ -17,7 +17,7 @@ from tests.support.jobs import ROOT, recorded_steps
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 TIMEOUT = 240.0
-PLAIN = ("train.eval_every=null", "data.num_workers=0", "precision.engine=plain")
+PLAIN = ("train.eval_every=null", "data.num_workers=0", "parallel.engine=plain")
 """Without validation; starts faster than DeepSpeed, which other tests cover."""
 ENDLESS = (
     *PLAIN, "train.steps=1000000", "optimizer.schedule=constant", "checkpoint.save_every=10",

@@ -24,7 +24,7 @@ def test_elements_of_an_array_requeue_alone(cluster: VirtualCluster, tmp_path: P
     data, output = write_task(tmp_path / "data"), tmp_path / "out"
     grid = {
         "optimizer.warmup_steps": 0, "train.steps": STEPS, "train.eval_every": 50,
-        "train.global_batch_size": 8, "train.device": "cpu", "precision.engine": "plain",
+        "train.global_batch_size": 8, "train.device": "cpu", "parallel.engine": "plain",
         "log.every": 1, "log.tensorboard": False, "checkpoint.save_every": 1000,
         "finetune.keep_best": False,
     }  # fmt: skip

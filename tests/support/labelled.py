@@ -114,8 +114,8 @@ def labelled_run(
         model=with_task_head(model, head, labels, dropout),
         objective=ObjectiveConfig(name=head, sift_weight=sift),
         optimizer=OptimizerConfig(learning_rate=learning_rate, warmup_steps=2),
-        precision=precision or PrecisionConfig(engine="plain"),
-        parallel=parallel or ParallelConfig(),
+        precision=precision or PrecisionConfig(),
+        parallel=parallel or ParallelConfig(engine="plain"),
         train=TrainConfig(steps=20, global_batch_size=8, micro_batch_size=micro_batch_size),
         finetune=FinetuneConfig(task="tiny", data="nowhere", **finetune),
     )

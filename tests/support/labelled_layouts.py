@@ -40,13 +40,13 @@ def run_labelled(
         pack_rows=pack_rows,
         model=MODEL,
         parallel=ParallelConfig(
+            engine="deepspeed" if layout else "plain",
+            zero_stage=chosen.zero_stage,  # type: ignore[arg-type]
             tensor_parallel_size=chosen.tp_size,
             sequence_parallel=chosen.sequence_parallel,
             recompute=chosen.recompute,  # type: ignore[arg-type]
         ),
         precision=PrecisionConfig(
-            engine="deepspeed" if layout else "plain",
-            zero_stage=chosen.zero_stage,  # type: ignore[arg-type]
             dtype=dtype,  # type: ignore[arg-type]
             initial_loss_scale_power=10,
         ),

@@ -26,7 +26,6 @@ from megatron_deberta.config.schema import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
-    PrecisionConfig,
     RunConfig,
     TrainConfig,
 )
@@ -106,15 +105,13 @@ def run_config(
     return RunConfig(
         model=model,
         parallel=ParallelConfig(
+            engine="deepspeed" if layout else "plain",
+            zero_stage=chosen.zero_stage,  # type: ignore[arg-type]
             tensor_parallel_size=chosen.tp_size,
             sequence_parallel=chosen.sequence_parallel,
             recompute=chosen.recompute,  # type: ignore[arg-type]
         ),
         optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=1),
-        precision=PrecisionConfig(
-            engine="deepspeed" if layout else "plain",
-            zero_stage=chosen.zero_stage,  # type: ignore[arg-type]
-        ),
         train=TrainConfig(
             steps=2 * STEPS, global_batch_size=GLOBAL_BATCH, micro_batch_size=micro_batch
         ),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megatron_deberta.config.schema import (
     OptimizerConfig,
+    ParallelConfig,
     PrecisionConfig,
     RunConfig,
     TrainConfig,
@@ -115,10 +116,12 @@ def toy_config(
     bias_correction: bool = True,
 ) -> RunConfig:
     return RunConfig(
-        precision=PrecisionConfig(
+        parallel=ParallelConfig(
             engine=engine,  # type: ignore[arg-type]
-            dtype=dtype,  # type: ignore[arg-type]
             zero_stage=stage,  # type: ignore[arg-type]
+        ),
+        precision=PrecisionConfig(
+            dtype=dtype,  # type: ignore[arg-type]
             initial_loss_scale_power=8,
             loss_scale_window=scale_window,
         ),

@@ -16,7 +16,6 @@ MAX_FEATURES = 8192
 _HEAD_SIZES = (32, 64, 128)
 
 
-@cache
 def can_fuse(device: torch.device) -> bool:
     """Return whether fused functions can be compiled for a device: a GPU that Triton supports."""
     if device.type != "cuda" or not TRITON_INSTALLED:
@@ -30,7 +29,13 @@ def runs_kernels(x: Tensor) -> bool:
     Args:
         x: any shape.
     """
-    return x.dtype in KERNEL_DTYPES and can_fuse(x.device)
+    return x.dtype in KERNEL_DTYPES and _can_fuse(x.device)
+
+
+@cache
+def _can_fuse(device: torch.device) -> bool:
+    """Return `can_fuse`, looked up once."""
+    return can_fuse(device)
 
 
 def why_not_fused(q: Tensor) -> str | None:

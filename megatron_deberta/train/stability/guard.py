@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron_deberta.config.phases import segments
-from megatron_deberta.config.schema import GuardConfig, RunConfig
+from megatron_deberta.config.schema import RunConfig, StabilityConfig
 from megatron_deberta.distributed.control import all_reduce_max
 from megatron_deberta.distributed.topology import ProcessGroups
 from megatron_deberta.engine.base import StepOutcome
@@ -70,7 +70,7 @@ class Guard:
         state: state to continue from; modified by ``record``.
     """
 
-    config: GuardConfig
+    config: StabilityConfig
     is_fp16: bool = False
     change_steps: frozenset[int] = frozenset()
     state: GuardState = field(default_factory=GuardState)
@@ -85,7 +85,7 @@ class Guard:
             for part, after in parts
             if part.stage != after.stage or part.phase != after.phase
         )
-        return cls(config.guard, is_fp16, changes, state or GuardState())
+        return cls(config.stability, is_fp16, changes, state or GuardState())
 
     def check_loss(self, loss: float) -> Skip | None:
         """Return the reason to skip the update of a step with this loss, or None."""
@@ -133,12 +133,12 @@ class Guard:
 
     @property
     def too_many_skips(self) -> bool:
-        """Whether ``guard.max_skips`` is reached: the run has to roll back or to end."""
+        """Whether ``stability.max_skips`` is reached: the run has to roll back or to end."""
         return len(self.state.skips) >= self.config.max_skips
 
     @property
     def can_roll_back(self) -> bool:
-        """Whether ``guard.max_rollbacks`` allows another rollback."""
+        """Whether ``stability.max_rollbacks`` allows another rollback."""
         return self.state.vain_rollbacks < self.config.max_rollbacks
 
     @property

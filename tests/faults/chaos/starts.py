@@ -19,7 +19,7 @@ from tests.faults.chaos.training import last_step, log_end
 from tests.support.jobs import WITHOUT_FLOCK, Job, losses, start
 
 OVERRIDES = (
-    "precision.engine=plain", "optimizer.schedule=constant", "train.eval_every=null",
+    "parallel.engine=plain", "optimizer.schedule=constant", "train.eval_every=null",
     "data.num_workers=0", "log.tensorboard=false",
 )  # fmt: skip
 LONG = "train.steps=1000000"

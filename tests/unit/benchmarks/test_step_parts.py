@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.step import parts
-from megatron_deberta.config.schema import ModelConfig, PrecisionConfig, RunConfig, TrainConfig
+from megatron_deberta.config.schema import ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megatron_deberta.data.batch import Batch
 from megatron_deberta.distributed.parallelize import build_model
 from megatron_deberta.distributed.topology import single_process_groups
@@ -27,7 +27,7 @@ MODEL = ModelConfig(
 def profiled() -> dict[str, Any]:
     config = RunConfig(
         model=MODEL,
-        precision=PrecisionConfig(engine="plain"),
+        parallel=ParallelConfig(engine="plain"),
         train=TrainConfig(global_batch_size=2, micro_batch_size=2),
     )
     groups = single_process_groups(torch.device("cpu"))

@@ -190,7 +190,7 @@ def test_another_tokenizer(examine, run_yaml: Path, tmp_path: Path) -> None:
 
 def test_checkpoint_of_another_run(examine, run_yaml: Path, tmp_path: Path) -> None:
     run_to_end(
-        run_yaml, tmp_path / "run", 1, "precision.engine=plain", "train.exit_step=1",
+        run_yaml, tmp_path / "run", 1, "parallel.engine=plain", "train.exit_step=1",
         "data.num_workers=0", "train.eval_every=null",
     )  # fmt: skip
     code, lines = examine()

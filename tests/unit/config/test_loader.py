@@ -200,7 +200,7 @@ def test_zero_and_empty_text_were_the_spelling_of_none(
         ("train.steps=true", ["train.steps=True", "int"]),
         ("train.steps=1.5", ["train.steps=1.5", "int"]),
         ("train.steps=null", ["train.steps=None", "int"]),
-        ("precision.zero_stage=5", ["precision.zero_stage=5 is none of its values; write", "0, 1"]),
+        ("parallel.zero_stage=5", ["parallel.zero_stage=5 is none of its values; write", "0, 1"]),
         ("precision.dtype=float32", ["precision.dtype='float32'", "one of fp32, bf16, fp16, auto"]),
         ("model.position_terms=x", ["model.position_terms='x'", "c2p+p2c, c2p, p2c, none"]),
         ("data.train={a: b}", ["data.train={'a': 'b'}", "[first,second]"]),

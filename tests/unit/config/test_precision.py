@@ -1,6 +1,8 @@
-"""``auto`` of ``precision.dtype`` and ``precision.engine``."""
+"""``auto`` of ``precision.dtype`` and ``parallel.engine``."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import pytest
 
@@ -11,7 +13,7 @@ from megatron_deberta.config.precision import (
     formats_of,
     resolve_precision,
 )
-from megatron_deberta.config.schema import DType, EngineName, PrecisionConfig
+from megatron_deberta.config.schema import DType, EngineName, ParallelConfig, PrecisionConfig
 from megatron_deberta.errors import ConfigError
 
 
@@ -33,44 +35,45 @@ def test_formats_of_devices(
 
 
 def resolved(
-    precision: PrecisionConfig,
+    parallel: ParallelConfig,
     formats: tuple[DType, ...],
     *,
+    dtype: DType | Literal["auto"] = "auto",
     is_cpu_process: bool = False,
     resumed: tuple[DType, EngineName] | None = None,
 ) -> tuple[str, str]:
     """Return format and engine."""
-    config = RunConfig(precision=precision)
-    found = resolve_precision(
-        config, formats, is_cpu_process=is_cpu_process, resumed=resumed
-    ).precision
-    return found.dtype, found.engine
+    config = RunConfig(parallel=parallel, precision=PrecisionConfig(dtype=dtype))
+    found = resolve_precision(config, formats, is_cpu_process=is_cpu_process, resumed=resumed)
+    return found.precision.dtype, found.parallel.engine
 
 
 def test_a_new_run_takes_what_the_devices_have() -> None:
-    auto = PrecisionConfig()
-    assert (auto.dtype, auto.engine) == ("auto", "auto")
+    auto = ParallelConfig()
+    assert (PrecisionConfig().dtype, auto.engine) == ("auto", "auto")
     assert resolved(auto, PREFERRED) == ("bf16", "deepspeed")
     assert resolved(auto, formats_of((7, 0))) == ("fp16", "deepspeed")
     assert resolved(auto, CPU_FORMATS) == ("fp32", "deepspeed")
     assert resolved(auto, CPU_FORMATS, is_cpu_process=True) == ("fp32", "plain")
     # DeepSpeed's stage 0 has fp32 only, and only DeepSpeed offloads.
-    assert resolved(PrecisionConfig(zero_stage=0), PREFERRED) == ("fp32", "deepspeed")
-    assert resolved(PrecisionConfig(zero_stage=0, engine="plain"), PREFERRED) == ("bf16", "plain")
-    offload = PrecisionConfig(offload_optimizer=True)
+    assert resolved(ParallelConfig(zero_stage=0), PREFERRED) == ("fp32", "deepspeed")
+    assert resolved(ParallelConfig(zero_stage=0, engine="plain"), PREFERRED) == ("bf16", "plain")
+    offload = ParallelConfig(offload_optimizer=True)
     assert resolved(offload, CPU_FORMATS, is_cpu_process=True) == ("fp32", "deepspeed")
 
 
 def test_what_is_set_stays() -> None:
-    given = PrecisionConfig(dtype="fp16", engine="deepspeed")
+    given = ParallelConfig(engine="deepspeed")
     resumed: tuple[DType, EngineName] = ("bf16", "plain")
     for is_cpu_process in (False, True):
-        found = resolved(given, CPU_FORMATS, is_cpu_process=is_cpu_process, resumed=resumed)
+        found = resolved(
+            given, CPU_FORMATS, dtype="fp16", is_cpu_process=is_cpu_process, resumed=resumed
+        )
         assert found == ("fp16", "deepspeed")
 
 
 def test_a_resumed_run_keeps_its_format_and_deepspeed() -> None:
-    auto = PrecisionConfig()
+    auto = ParallelConfig()
     began_on_cpu: tuple[DType, EngineName] = ("fp32", "plain")
     assert resolved(auto, PREFERRED, resumed=began_on_cpu) == ("fp32", "deepspeed")
     assert resolved(auto, CPU_FORMATS, is_cpu_process=True, resumed=began_on_cpu) == began_on_cpu

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_deberta.config import RunConfig, config_from_dict, config_to_dict, load_config
-from megatron_deberta.config.loader import RENAMED_KEYS
+from megatron_deberta.config.loader import RENAMED_KEYS, RENAMED_SECTIONS
 from megatron_deberta.config.phases import segments
 from megatron_deberta.config.schema import (
     RENAMED_VALUES,
@@ -20,6 +20,9 @@ OLD_VALUES = {
     "cluster.timeout_minutes": 3.0,
     "data.ledger": True,
     "guard.drift_every": 7,
+    "precision.engine": "deepspeed",
+    "precision.offload_optimizer": True,
+    "precision.zero_stage": 2,
     "train.eval_steps": 5,
     "train.stop_after": 9,
 }
@@ -30,12 +33,14 @@ def value_of(config: RunConfig, name: str) -> object:
     return getattr(getattr(config, section), key)
 
 
-def test_the_table_leads_from_unknown_keys_to_keys_of_the_same_section() -> None:
+def test_the_tables_lead_from_unknown_names_to_known_ones() -> None:
     known = {f"{s}.{k}" for s, values in config_to_dict(RunConfig()).items() for k in values}
     assert set(RENAMED_KEYS) == set(OLD_VALUES)
     assert not known & set(RENAMED_KEYS)
     assert set(RENAMED_KEYS.values()) <= known
-    assert all(old.split(".")[0] == new.split(".")[0] for old, new in RENAMED_KEYS.items())
+    sections = config_to_dict(RunConfig()).keys()
+    assert not sections & RENAMED_SECTIONS.keys()
+    assert sections >= set(RENAMED_SECTIONS.values())
 
 
 def test_old_names_load_with_one_warning_each(
@@ -61,6 +66,16 @@ def test_old_names_load_with_one_warning_each(
     assert len(caplog.records) == 3 * len(OLD_VALUES)
 
 
+def test_the_old_name_of_a_section_loads_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = config_from_dict({"guard": {"spike_sigmas": None, "max_skips": 3}}, "checkpoint")
+    assert (found.stability.spike_sigmas, found.stability.max_skips) == (None, 3)
+    assert [record.message for record in caplog.records] == [
+        "checkpoint: guard was renamed to stability; use the new name"
+    ]
+
+
 def test_a_new_name_in_a_later_layer_overrides_the_old_one(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("train: {stop_after: 4}")
     path = tmp_path / "run.yaml"
@@ -77,6 +92,10 @@ def test_both_names_in_one_place_are_an_error(tmp_path: Path) -> None:
         load_config(path)
     with pytest.raises(ConfigError, match=f"command line: {message}"):
         load_config(None, ["train.stop_after=4", "train.exit_step=4"])
+    with pytest.raises(ConfigError, match=r"precision\.zero_stage is the old name of parallel"):
+        load_config(None, ["parallel.zero_stage=1", "precision.zero_stage=1"])
+    with pytest.raises(ConfigError, match=r"guard\.max_skips is the old name of stability"):
+        load_config(None, ["guard.max_skips=3", "stability.max_skips=3"])
 
 
 @pytest.mark.parametrize(("key", "values"), RENAMED_VALUES.items())

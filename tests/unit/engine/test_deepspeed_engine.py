@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_deberta.config.schema import PrecisionConfig, RunConfig, TrainConfig
+from megatron_deberta.config.schema import ParallelConfig, PrecisionConfig, RunConfig, TrainConfig
 from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.distributed.topology import ProcessGroups, single_process_groups
 from megatron_deberta.engine import deepspeed_engine, deepspeed_patches
@@ -217,8 +217,8 @@ def test_offload_gives_the_same_updates(stage: int) -> None:
     results = []
     for offload in (False, True):
         config = toy_config("deepspeed", "bf16", stage)
-        precision = dataclasses.replace(config.precision, offload_optimizer=offload)
-        results.append(trained(dataclasses.replace(config, precision=precision), 3)[1])
+        parallel = dataclasses.replace(config.parallel, offload_optimizer=offload)
+        results.append(trained(dataclasses.replace(config, parallel=parallel), 3)[1])
     assert_same_states(*results, rtol=1e-5, atol=1e-7)
 
 
@@ -321,14 +321,19 @@ def test_local_rank_is_the_gpus_not_the_launchers(monkeypatch: pytest.MonkeyPatc
 TRAIN = TrainConfig(global_batch_size=48, micro_batch_size=4)
 
 
-def _settings(**precision: Any) -> dict[str, Any]:
-    return deepspeed_config(RunConfig(precision=PrecisionConfig(**precision), train=TRAIN), 3)
+def _settings(dtype: Any = "auto", **parallel: Any) -> dict[str, Any]:
+    config = RunConfig(
+        parallel=ParallelConfig(**parallel), precision=PrecisionConfig(dtype=dtype), train=TRAIN
+    )
+    return deepspeed_config(config, 3)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_stage_0_in_16_bits_is_refused_by_name(dtype: Any) -> None:
-    config = RunConfig(precision=PrecisionConfig(dtype=dtype, zero_stage=0), train=TRAIN)
-    match = f"precision.zero_stage=0.*precision.dtype={dtype}.*precision.zero_stage=1"
+    config = RunConfig(
+        parallel=ParallelConfig(zero_stage=0), precision=PrecisionConfig(dtype=dtype), train=TRAIN
+    )
+    match = f"parallel.zero_stage=0.*precision.dtype={dtype}.*parallel.zero_stage=1"
     with pytest.raises(ConfigError, match=match):
         deepspeed_config(config, 1)
     groups = single_process_groups(torch.device("cpu"))

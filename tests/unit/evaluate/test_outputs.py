@@ -45,7 +45,7 @@ from tests.support.tiny_task import MODEL, write_task
 def finetune(data: Path, run_dir: Path, *overrides: str) -> None:
     command = [
         "finetune", str(data / "task.yaml"), "--model", str(MODEL), "--data", str(data),
-        f"train.run_dir={run_dir}", "precision.engine=plain", "log.tensorboard=false",
+        f"train.run_dir={run_dir}", "parallel.engine=plain", "log.tensorboard=false",
         "train.global_batch_size=8", "train.device=cpu", "train.steps=2", "log.every=1",
         "optimizer.warmup_steps=0", *overrides,
     ]  # fmt: skip

@@ -21,8 +21,8 @@ from tests.support.labelled import HEADS, labelled_run, labelled_steps
 def losses(head: Head, dtype: Any, recompute: Any = "none") -> list[float]:
     """Return the task's loss and SiFT's of four steps with dropout."""
     groups = single_process_groups(torch.device("cpu"))
-    precision = PrecisionConfig(engine="plain", dtype=dtype, initial_loss_scale_power=10)
-    parallel = ParallelConfig(recompute=recompute)
+    precision = PrecisionConfig(dtype=dtype, initial_loss_scale_power=10)
+    parallel = ParallelConfig(engine="plain", recompute=recompute)
     config = labelled_run(head, dropout=0.1, sift=5.0, precision=precision, parallel=parallel)
     config = replace(config, train=replace(config.train, steps=4))
     model = build_rank_model(config, groups)

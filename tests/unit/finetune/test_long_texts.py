@@ -62,7 +62,7 @@ def finetune(data: Path, run_dir: Path, *overrides: str) -> float:
     """Fine-tune a tiny model, and return the score of its last validation."""
     command = [
         "finetune", str(data / "task.yaml"), "--model", str(MODEL), "--data", str(data),
-        f"train.run_dir={run_dir}", "precision.engine=plain", "log.tensorboard=false",
+        f"train.run_dir={run_dir}", "parallel.engine=plain", "log.tensorboard=false",
         "train.global_batch_size=16", "train.device=cpu", "log.every=100",
         "optimizer.learning_rate=1e-2", "train.eval_every=1000", *overrides,
     ]  # fmt: skip

@@ -77,8 +77,8 @@ def run_config(model: ModelConfig, recompute: Any, dtype: Any = "fp32") -> RunCo
     config = RunConfig(
         model=model,
         objective=ObjectiveConfig(name=model.head, mask_probability=0.15),
-        parallel=ParallelConfig(recompute=recompute),
-        precision=PrecisionConfig(engine="plain", zero_stage=0, dtype=dtype),
+        parallel=ParallelConfig(engine="plain", zero_stage=0, recompute=recompute),
+        precision=PrecisionConfig(dtype=dtype),
         train=TrainConfig(micro_batch_size=8),
     )
     return replace(config, data=replace(config.data, sequence_length=128))
@@ -203,7 +203,8 @@ def states_of(dtype: str, stage: int, ema_decay: float) -> tuple[int, int]:
     """Bytes of weights, gradients and optimizer in a DeepSpeed engine: predicted, and alive."""
     config = replace(
         run_config(WIDE, "none", dtype),
-        precision=PrecisionConfig(dtype=dtype, zero_stage=stage),  # type: ignore[arg-type]
+        parallel=ParallelConfig(zero_stage=stage),  # type: ignore[arg-type]
+        precision=PrecisionConfig(dtype=dtype),  # type: ignore[arg-type]
         optimizer=OptimizerConfig(ema_decay=ema_decay),
         train=TrainConfig(micro_batch_size=8, global_batch_size=8),
     )
@@ -249,7 +250,7 @@ def test_states_of_deepspeed(dtype: str, stage: int, ema_decay: float) -> None:
 
 def test_states_of_adapters() -> None:
     """Frozen weights have neither gradients nor optimizer state."""
-    config = labelled_run("classification", lora_rank=4, precision=PrecisionConfig(zero_stage=1))
+    config = labelled_run("classification", lora_rank=4, parallel=ParallelConfig(zero_stage=1))
     parameters = list(build_model(config, GROUPS).module.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     estimate = estimate_memory(config, 1, attention="chunked", device_type="cpu")

@@ -135,7 +135,7 @@ def test_phases_are_timed_one_by_one(large: RunConfig) -> None:
 def test_search_prefers_the_simplest_of_the_fast(large: RunConfig) -> None:
     search = search_layouts(large, DGX2, 256)
     first = search.choices[0].config
-    assert (first.parallel.tensor_parallel_size, first.precision.zero_stage) == (1, 1)
+    assert (first.parallel.tensor_parallel_size, first.parallel.zero_stage) == (1, 1)
     fastest = min(choice.seconds for choice in search.choices)
     assert search.choices[0].seconds <= NEAR * fastest
     beyond = [choice.seconds for choice in search.choices if choice.seconds > NEAR * fastest]

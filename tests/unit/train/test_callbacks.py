@@ -14,10 +14,10 @@ from megatron_deberta.checkpoint.resume import Identity
 from megatron_deberta.checkpoint.saver import Saved
 from megatron_deberta.config.schema import (
     CheckpointConfig,
-    GuardConfig,
     LogConfig,
     Phase,
     RunConfig,
+    StabilityConfig,
     TrainConfig,
 )
 from megatron_deberta.engine.base import StepOutcome
@@ -352,7 +352,7 @@ def test_a_skipped_update_is_recorded_and_shown_whether_a_record_is_due_or_not()
 
 def trainer_with_replicas(calls: list[str], check_every: int) -> Trainer:
     """Return a trainer after step 7 whose saver notes what it is asked."""
-    config = RunConfig(guard=GuardConfig(replica_check_every=check_every))
+    config = RunConfig(stability=StabilityConfig(replica_check_every=check_every))
     saver = SimpleNamespace(
         in_flight=False, finish=lambda: None, poll=lambda: None,
         save=lambda metadata, *_: calls.append(f"save {metadata.step}"),

@@ -236,9 +236,10 @@ def test_dynamo_reaches_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     train = replace(config.train, micro_batch_size=2, global_batch_size=4)
     config = replace(
         reduced(replace(config, model=replace(config.model, conv_kernel_size=3), train=train)),
-        precision=replace(config.precision, dtype="fp32", engine="plain"),
+        precision=replace(config.precision, dtype="fp32"),
     )
-    config = replace(config, parallel=replace(config.parallel, recompute="full"))
+    parallel = replace(config.parallel, engine="plain", recompute="full")
+    config = replace(config, parallel=parallel)
     with fresh_compiler():
         built = build_model(config, CPU)
         engine = build_engine(config, built.module, built.specs, CPU)

@@ -10,11 +10,11 @@ from dataclasses import asdict, replace
 import pytest
 
 from megatron_deberta.config import load_config
-from megatron_deberta.config.schema import DataConfig, GuardConfig, RunConfig
+from megatron_deberta.config.schema import DataConfig, RunConfig, StabilityConfig
 from megatron_deberta.engine.base import StepOutcome
 from megatron_deberta.train.stability.guard import Guard, GuardState, Skip
 
-CONFIG = GuardConfig(spike_window=20, spike_warmup=10, max_skips=3, max_rollbacks=2)
+CONFIG = StabilityConfig(spike_window=20, spike_warmup=10, max_skips=3, max_rollbacks=2)
 
 
 def taken(norm: float = 1.0) -> StepOutcome:
@@ -53,7 +53,7 @@ def test_the_limit_is_six_deviations_over_the_window() -> None:
 def test_nothing_is_a_spike_before_the_warm_up_or_without_limits() -> None:
     guard = Guard(CONFIG)
     assert fed(guard, [1.0] * 9 + [50.0]) == []
-    assert fed(Guard(GuardConfig(spike_sigmas=0)), [*noise(200), 1e30]) == []
+    assert fed(Guard(StabilityConfig(spike_sigmas=0)), [*noise(200), 1e30]) == []
     assert Guard(CONFIG).norm_limit() == math.inf
 
 
@@ -87,12 +87,12 @@ def test_norms_are_compared_by_factors() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_clean_noise_is_never_skipped_and_spikes_of_ten_deviations_always(seed: int) -> None:
     losses = noise(2000, seed)
-    guard = Guard(GuardConfig())
+    guard = Guard(StabilityConfig())
     assert fed(guard, losses) == []
     drawn = random.Random(seed)
     spikes = sorted(drawn.sample(range(100, 2000), 20))
     losses = [loss + 10 * 0.5 * (step in spikes) for step, loss in enumerate(losses, start=1)]
-    assert fed(Guard(GuardConfig()), losses) == spikes
+    assert fed(Guard(StabilityConfig()), losses) == spikes
 
 
 def test_the_memory_survives_json_bit_for_bit() -> None:
@@ -109,7 +109,7 @@ def test_the_memory_survives_json_bit_for_bit() -> None:
 
 
 def test_longer_rows_start_a_new_window() -> None:
-    run = replace(RunConfig(), data=DataConfig(short_steps=20), guard=CONFIG)
+    run = replace(RunConfig(), data=DataConfig(short_steps=20), stability=CONFIG)
     guard = Guard.of_run(run)
     assert fed(guard, [*([2.0] * 20), *([9.0] * 20)]) == []
     assert guard.state.losses == [9.0] * 20

@@ -86,8 +86,8 @@ def test_a_step_waits_once(
     groups = single_process_groups(torch.device("cpu"))
     config = RunConfig(
         model=MODEL,
-        parallel=ParallelConfig(attention_backend="chunked"),
-        precision=PrecisionConfig(dtype=dtype, zero_stage=stage),
+        parallel=ParallelConfig(zero_stage=stage, attention_backend="chunked"),
+        precision=PrecisionConfig(dtype=dtype),
         train=TrainConfig(steps=9, micro_batch_size=2, global_batch_size=4),
     )
     model = build_model(config, groups, DTYPES[dtype])

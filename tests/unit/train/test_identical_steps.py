@@ -109,11 +109,12 @@ def test_steps_dispatch_the_same(
     clip = 1e-3 if stage else 0.0
     config = RunConfig(
         model=replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1),
-        parallel=ParallelConfig(attention_backend="chunked"),
+        parallel=ParallelConfig(
+            engine=engine_name, zero_stage=stage, attention_backend="chunked"
+        ),
         optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=6, clip_grad_norm=clip),
         precision=PrecisionConfig(
-            engine=engine_name, dtype=dtype, zero_stage=stage,
-            loss_scale_window=1, initial_loss_scale_power=8,
+            dtype=dtype, loss_scale_window=1, initial_loss_scale_power=8
         ),
         train=TrainConfig(steps=9, micro_batch_size=2, global_batch_size=4),
     )  # fmt: skip

@@ -19,7 +19,6 @@ from megatron_deberta.config import validate
 from megatron_deberta.config.schema import (
     DataConfig,
     ObjectiveConfig,
-    ParallelConfig,
     RTDConfig,
     RunConfig,
 )
@@ -64,7 +63,7 @@ def test_micro_batches_and_recomputation_do_not_change_the_objective(config: Run
     for split in SPLITS.values():
         assert losses(start(config)[2], range(3), split) == pytest.approx(expected, rel=1e-5)
     for recompute in ("selective", "full"):
-        changed = replace(config, parallel=ParallelConfig(recompute=recompute))  # type: ignore[arg-type]
+        changed = replace(config, parallel=replace(config.parallel, recompute=recompute))  # type: ignore[arg-type]
         assert losses(start(changed)[2], range(3)) == pytest.approx(expected, rel=1e-6)
 
 
@@ -277,17 +276,16 @@ def test_special_tokens_are_drawn_only_if_allowed() -> None:
 
 
 def test_bf16_trains() -> None:
-    config = replace(RTD, precision=replace(RTD.precision, dtype="bf16", zero_stage=1))
+    config = replace(RTD, precision=replace(RTD.precision, dtype="bf16"))
     values = losses(start(config, torch.bfloat16)[2], range(3))
     assert values == pytest.approx(losses(start(RTD)[2], range(3)), rel=0.05)
 
 
 def test_fp16_has_a_loss_scale_of_each_model() -> None:
     """Overflows in the discriminator lower its own scale only, and skip its update only."""
-    precision = replace(
-        RTD.precision, engine="deepspeed", dtype="fp16", zero_stage=1, initial_loss_scale_power=8
-    )
-    config = replace(ALTERNATING, precision=precision)
+    parallel = replace(RTD.parallel, engine="deepspeed")
+    precision = replace(RTD.precision, dtype="fp16", initial_loss_scale_power=8)
+    config = replace(ALTERNATING, parallel=parallel, precision=precision)
     model, engine, take_step = start(config, torch.float16)
     values = losses(take_step, range(2))
     assert values == pytest.approx(losses(start(ALTERNATING)[2], range(2)), rel=0.05)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from megatron_deberta.config.schema import (
-    GuardConfig,
     OptimizerConfig,
-    PrecisionConfig,
+    ParallelConfig,
     RunConfig,
+    StabilityConfig,
     TrainConfig,
 )
 from megatron_deberta.data.batch import Batch
@@ -38,12 +38,12 @@ GROUPS = single_process_groups(torch.device("cpu"))
 CONFIG = RunConfig(
     model=V2,
     optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2),
-    precision=PrecisionConfig(engine="plain"),
+    parallel=ParallelConfig(engine="plain"),
     train=TrainConfig(steps=10, global_batch_size=4, micro_batch_size=4),
 )
 
 
-STRICT = replace(CONFIG, guard=GuardConfig(non_finite="stop"))
+STRICT = replace(CONFIG, stability=StabilityConfig(non_finite="stop"))
 
 
 def rows(first: int = 0) -> Batch:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, forget_best, record_best, step_dir
-from megatron_deberta.config.schema import PrecisionConfig, RunConfig, TrainConfig
+from megatron_deberta.config.schema import ParallelConfig, PrecisionConfig, RunConfig, TrainConfig
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.observe.metrics import MetricsWriter
 from megatron_deberta.train.data import describe_tokens
@@ -32,8 +32,11 @@ def config_of(run_dir: Path, **train: Any) -> RunConfig:
 
 def test_start_of_a_run(tmp_path: Path) -> None:
     groups = single_process_groups(torch.device("cpu"))
-    precision = PrecisionConfig(dtype="bf16", engine="deepspeed")
-    config = replace(config_of(tmp_path), precision=precision)
+    config = replace(
+        config_of(tmp_path),
+        parallel=ParallelConfig(engine="deepspeed"),
+        precision=PrecisionConfig(dtype="bf16"),
+    )
     amount = describe_tokens(config, 1, CORPORA)
     text = describe_start(config, groups, amount, Start(TrainState(0, 0)), 1_234_567, 3 << 29)
     lines = dict(line.split(maxsplit=1) for line in text.splitlines())
@@ -46,7 +49,11 @@ def test_start_of_a_run(tmp_path: Path) -> None:
     assert lines["training"] == "500 steps = 512,000 tokens = 8 epochs"
     layout = "1 rank = 1 tensor-parallel x 1 data-parallel"
     assert lines["layout"] == f"{layout}, deepspeed engine, ZeRO stage 1, bf16"
-    plain = replace(config, precision=PrecisionConfig(dtype="fp32", engine="plain"))
+    plain = replace(
+        config,
+        parallel=ParallelConfig(engine="plain"),
+        precision=PrecisionConfig(dtype="fp32"),
+    )
     assert f"{layout}, plain engine, fp32\n" in describe_start(
         plain, groups, amount, Start(TrainState(0, 0)), 1, 0
     )
