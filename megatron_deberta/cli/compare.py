@@ -53,9 +53,10 @@ def run(args: argparse.Namespace) -> None:
     if are_files[0] and (not args.task or not args.data):
         raise ConfigError("prediction files need --task and --data, which have the labels")
     with refusals():
-        sides = compare.sides_of_runs(a, b, args.split, args.data)
         if are_files[0]:
             sides = compare.sides_of_files(a, b, args.split, args.data, args.task)
+        else:
+            sides = compare.sides_of_runs(a, b, args.split, args.data)
         found = [compare.compare(*pair, **options) for pair in sides]
     print(compare.format_comparison((args.a, args.b), found))
     if args.output:

@@ -28,7 +28,13 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 from megatron_deberta.cli.arguments import add_run_arguments, print_table, refuse_options
 from megatron_deberta.cluster.profile import ClusterProfile, NodeSettings
 from megatron_deberta.config import load_config
-from megatron_deberta.config.loader import CONFIG_ROOTS, config_to_yaml, find_config, key_types
+from megatron_deberta.config.loader import (
+    CONFIG_ROOTS,
+    RENAMED_SECTIONS,
+    config_to_yaml,
+    find_config,
+    key_types,
+)
 from megatron_deberta.config.schema import AUTO, SECTIONS, ModelConfig
 from megatron_deberta.errors import ConfigError
 
@@ -89,9 +95,10 @@ def run(args: argparse.Namespace) -> None:
 
 def _list_keys(args: argparse.Namespace) -> None:
     """Print the configuration keys of one section, or of all sections."""
-    if args.section not in {"all", *SECTIONS}:
+    section = RENAMED_SECTIONS.get(args.section, args.section)
+    if section not in {"all", *SECTIONS}:
         raise ConfigError(f"--list {args.section}: must be one of {', '.join(sorted(SECTIONS))}")
-    keys = [key for key in list_keys() if args.section in ("all", key.name.split(".")[0])]
+    keys = [key for key in list_keys() if section in ("all", key.name.split(".")[0])]
     if args.markdown:
         print(markdown(keys), end="")
     else:

@@ -164,7 +164,8 @@ def _run_locally(
 
         def report(outcome: Outcome) -> None:
             text, has_failed = _describe_end(outcome, metric, is_stopping=bool(stop.numbers))
-            failed.extend([outcome.run.name] * has_failed)
+            if has_failed:
+                failed.append(outcome.run.name)
             bar.advance(task)
             place = f"[{bar.tasks[0].completed:.0f}/{len(pending)}] {outcome.run.name}"
             line = printable(f"{place}: {text}")

@@ -277,20 +277,24 @@ def merge_layers(
     """
     merged: dict[str, dict[str, Any]] = {}
     for source, data in layers:
-        data = _with_new_names(_with_train_phases(data, source), source)
-        for section, values in data.items():
+        values: dict[str, Any] = {}
+        for section, keys in _with_train_phases(data, source).items():
+            if RENAMED_SECTIONS.get(section, section) not in SECTIONS:
+                raise ConfigError(f"{source}: no section {section}{_suggest_section(section)}")
+            if not isinstance(keys, Mapping):
+                raise ConfigError(
+                    f"{source}: {section}={keys!r} is not a section; set {section}.key"
+                )
+            values |= {f"{section}.{key}": value for key, value in keys.items()}
+        for name, value in use_new_names(values, source).items():
+            section, _, key = name.partition(".")
             types = key_types(section)
-            for key, value in values.items():
-                if key not in types:
-                    meant = _suggest_key(str(key), section)
-                    raise ConfigError(f"{source}: no key {section}.{key}{meant}")
-                typed = _typed(section, key, value, source)
-                if not is_stored and typed in (0, "") and _without_none(types[key])[1]:
-                    logger.warning(
-                        "%s: %s.%s=%r for none is deprecated; write null",
-                        source, section, key, typed,
-                    )  # fmt: skip
-                merged.setdefault(section, {})[key] = typed
+            if key not in types:
+                raise ConfigError(f"{source}: no key {name}{_suggest_key(key, section)}")
+            typed = _typed(section, key, value, source)
+            if not is_stored and typed in (0, "") and _without_none(types[key])[1]:
+                logger.warning("%s: %s=%r for none is deprecated; write null", source, name, typed)
+            merged.setdefault(section, {})[key] = typed
     if objective := merged.get("objective", {}).get("name"):
         merged.setdefault("model", {}).setdefault("head", head_of(objective))
     base = RunConfig()
@@ -308,36 +312,34 @@ def _with_train_phases(data: Mapping[str, Any], source: str) -> Mapping[str, Any
     return {**{name: data[name] for name in data if name != _PHASES}, "train": moved}
 
 
-def _with_new_names(data: Mapping[str, Any], source: str) -> dict[str, dict[Any, Any]]:
-    """Replace old names of sections and keys by the new ones.
+def new_name(name: str) -> str:
+    """Return the present name of ``section.key``."""
+    section, dot, key = name.partition(".")
+    return RENAMED_KEYS.get(name, f"{RENAMED_SECTIONS.get(section, section)}{dot}{key}")
+
+
+def use_new_names(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Replace old names of keys by the new ones, with a warning.
 
     Args:
-        data: sections of keys.
+        values: by ``section.key``.
         source: where they come from, for messages.
 
     Raises:
-        ConfigError: no such section, or a key under its old and its new name.
+        ConfigError: a key is given under two names.
     """
-    given = {
-        f"{name}.{key}" for name in data if isinstance(data[name], Mapping) for key in data[name]
-    }
-    renamed: dict[str, dict[Any, Any]] = {}
+    renamed: dict[str, Any] = {}
     changes: dict[str, str] = {}
-    for old_section, values in data.items():
-        section = RENAMED_SECTIONS.get(old_section, old_section)
-        if section not in SECTIONS:
-            raise ConfigError(f"{source}: no section {section}{_suggest_section(section)}")
-        if not isinstance(values, Mapping):
-            raise ConfigError(f"{source}: {section}={values!r} is not a section; set {section}.key")
-        for key, value in values.items():
-            old = f"{old_section}.{key}"
-            new = RENAMED_KEYS.get(old, f"{section}.{key}")
-            new_section, _, new_key = new.partition(".")
-            if new != old:
-                if new in given:
-                    raise ConfigError(f"{source}: {old} is the old name of {new}; remove {old}")
-                changes |= {old: new} if old in RENAMED_KEYS else {old_section: section}
-            renamed.setdefault(new_section, {})[key if new == old else new_key] = value
+    for old, value in values.items():
+        new = new_name(old)
+        if new in renamed or (new != old and new in values):
+            raise ConfigError(f"{source}: {old} is the old name of {new}; remove {old}")
+        if old in RENAMED_KEYS:
+            changes[old] = new
+        elif new != old:
+            # Once for all keys of the section.
+            changes[old.partition(".")[0]] = new.partition(".")[0]
+        renamed[new] = value
     for old, new in changes.items():
         logger.warning("%s: %s was renamed to %s; use the new name", source, old, new)
     return renamed

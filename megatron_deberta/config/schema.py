@@ -689,7 +689,7 @@ SECTIONS: dict[str, type[Section]] = get_type_hints(RunConfig)
 
 
 def refuse(config: RunConfig, problems: Iterable[str]) -> None:
-    """Raise the first of some problems.
+    """Raise a ``ConfigError`` for the first problem, if there is one.
 
     Args:
         config: the run.
@@ -698,20 +698,26 @@ def refuse(config: RunConfig, problems: Iterable[str]) -> None:
     Raises:
         ConfigError: there is one.
     """
-    for problem in problems:
-        setting = functools.partial(_setting, config)
-        raise ConfigError(re.sub(r"\$(\w+)\.(\w+)", setting, problem))
+    problem = next(iter(problems), None)
+    if problem is not None:
+        raise ConfigError(re.sub(r"\$(\w+)\.(\w+)", functools.partial(_setting, config), problem))
 
 
 def _setting(config: RunConfig, name: re.Match[str]) -> str:
-    """Return a key and its value as on the command line."""
-    value = getattr(getattr(config, name[1]), name[2])
+    """Return a key and its value as on the command line; other text is left as it is."""
+    section = getattr(config, name[1], None)
+    if not hasattr(section, name[2]):
+        # Text of a user, such as a label.
+        return name[0]
+    value = getattr(section, name[2])
     if isinstance(value, float):
         value = f"{value:g}"
     elif isinstance(value, tuple):
         value = f"[{','.join(map(str, value))}]"
     elif isinstance(value, bool):
         value = str(value).lower()
+    elif value is None:
+        value = "null"
     return f"{name[1]}.{name[2]}={value}"
 
 

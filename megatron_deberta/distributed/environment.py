@@ -157,7 +157,7 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnvironment:
             "torchrun, or set MASTER_ADDR and MASTER_PORT"
         )
     if world_size > 1 and "MASTER_PORT" not in env:
-        # Raises: there is no port of which the other ranks know.
+        # Raises an error: the other ranks would not know a port that is chosen here.
         _number(env, "MASTER_PORT", "torchrun")
     return RankEnvironment("torchrun", *numbers, env.get("MASTER_ADDR", "127.0.0.1"), _port(env))
 

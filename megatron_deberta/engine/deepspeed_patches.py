@@ -197,6 +197,8 @@ def model_parallel_unit(groups: ProcessGroups) -> SimpleNamespace:
     """
     # DeepSpeed takes None for all ranks.
     own_group = groups.own_group or dist.group.WORLD
+    if own_group is None:
+        raise RuntimeError("torch.distributed is not initialised")
     dp_group, tp_group = groups.dp_group or own_group, groups.tp_group or own_group
     tensor_parallel = (tp_group, groups.tp_rank, groups.tp_size)
     axes = {

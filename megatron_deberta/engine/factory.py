@@ -37,8 +37,8 @@ def build_engine(
         groups: process groups.
 
     Raises:
-        ConfigError: the engine does not support the ``precision`` settings, or an entry of
-            ``optimizer.freeze`` names no parameter.
+        ConfigError: the engine does not support the ``parallel`` or ``precision`` settings, or an
+            entry of ``optimizer.freeze`` names no parameter.
     """
     names = getattr(module, "updated_separately", ())
     if not names:

@@ -1,4 +1,6 @@
-"""Reference engine in plain torch, with which tests compare the DeepSpeed engine.
+"""Reference engine in plain torch (``parallel.engine=plain``), the default of one CPU process.
+
+Tests compare the DeepSpeed engine with it.
 
 Nothing is sharded over data-parallel ranks: every rank keeps all master weights and moments.
 """

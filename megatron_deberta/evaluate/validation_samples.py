@@ -74,13 +74,16 @@ class SampleRecorder:
         if not self._num_rows or len(self._heads) != 1:
             return validate
 
-        before_model = self._module.register_forward_pre_hook
-        before_head = self._heads[0].register_forward_pre_hook
-
         def validate_and_read() -> Evaluation | None:
-            self._found, self._batch = [], None
-            with before_model(self._keep_batch), before_head(self._read):
-                return validate()
+            self._found = []
+            try:
+                with (
+                    self._module.register_forward_pre_hook(self._keep_batch),
+                    self._heads[0].register_forward_pre_hook(self._read),
+                ):
+                    return validate()
+            finally:
+                self._batch = None
 
         return validate_and_read
 

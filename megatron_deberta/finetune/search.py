@@ -33,6 +33,7 @@ from megatron_deberta.config.loader import (
     plain_value,
     read_alternatives,
     read_value,
+    use_new_names,
 )
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.config.yaml_reader import TextLoader, parse_string, parse_yaml, read_yaml
@@ -124,6 +125,7 @@ def load_search(path: str, arguments: Sequence[str] = ()) -> SearchConfig:
     grid = data.get("grid") or {}
     if not isinstance(grid, Mapping):
         raise ConfigError(f"{path}: grid={grid!r}: write `section.key: [value, ...]` lines below")
+    grid = use_new_names({str(key): value for key, value in grid.items()}, path)
     data["grid"] = {key: read_alternatives(key, value, path) for key, value in grid.items()}
     for argument in arguments:
         key, equals, text = argument.partition("=")
@@ -131,6 +133,7 @@ def load_search(path: str, arguments: Sequence[str] = ()) -> SearchConfig:
             raise ConfigError(f"command line: {argument!r} is not key=value, as in seeds=3")
         key = key.strip()
         if "." in key:
+            (key,) = use_new_names({key: text}, OVERRIDES)
             data["grid"][key] = read_alternatives(key, parse_override(key, text), OVERRIDES)
         elif _is_text(key):
             data[key] = parse_string(text, OVERRIDES)
@@ -550,16 +553,17 @@ def format_table(search: SearchConfig, metric: str, results: Sequence[CellResult
         rows.append([*values, count, *figures])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     best = best_cell(results, search.select)
-    named = "none yet; no cell has finished with all of its seeds"
+    found = "best cell: none yet; no cell has finished with all of its seeds"
     if best is not None:
-        named = f"{best.cell.name} ({best.runs[0].folder.parent})"
+        folder = best.runs[0].folder.parent
+        found = f"best cell by {search.select}: {best.cell.name} ({folder})"
     lines = [
         f"{search.output}: {finished} of {total} runs finished",
         f"{metric} on the split {DEV}, which selected checkpoints and cells; it is no test result",
         "",
         *("  ".join(map(str.rjust, row, widths)) for row in rows),
         "",
-        f"best cell{f' by {search.select}' * (best is not None)}: {named}",
+        found,
     ]
     return "\n".join(lines)
 

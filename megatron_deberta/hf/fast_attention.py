@@ -537,8 +537,10 @@ class Heads(NamedTuple):
         Without dropout there is no seed; else one per row is drawn from torch's generator.
         """
         seed = torch.randint(2**62, (rows,), device=self.query.device) if self.dropout_p else None
-        options = self._asdict() | {"seed": seed}
-        return {name: x for name, x in options.items() if name not in ("query", "key", "value")}
+        return {
+            "pos_key": self.pos_key, "pos_query": self.pos_query, "positions": self.positions,
+            "scale": self.scale, "dropout_p": self.dropout_p, "seed": seed,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)

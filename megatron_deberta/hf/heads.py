@@ -192,8 +192,8 @@ def task_head(fields: Mapping[str, Any]) -> HeadFields:
             "start and end, can be imported"
         )
     # transformers' classes use the dropout of hidden states where the file has none of its own.
-    given = [float(fields[key]) for key in _DROPOUTS if fields.get(key) is not None]
-    dropout = given[0] if given else ModelConfig().hidden_dropout
+    given = [fields[key] for key in _DROPOUTS if fields.get(key) is not None]
+    dropout = float(given[0]) if given else ModelConfig().hidden_dropout
     return HeadFields(head, labels if head in CLASS_HEADS else (), dropout)
 
 

@@ -338,7 +338,10 @@ class DebertaForPretraining(DebertaBackbone):
 
 
 class DebertaForMaskedLM(DebertaForPretraining):
-    """The pretraining model with the calling conventions of transformers' masked LM classes."""
+    """The pretraining model with the calling conventions of transformers' masked LM classes.
+
+    For programs of one's own; ``pretrain`` trains the models of ``objectives``.
+    """
 
     def forward(
         self,

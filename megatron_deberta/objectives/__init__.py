@@ -1,4 +1,10 @@
-"""Training objectives: models with their loss."""
+"""Training objectives: models with their loss.
+
+A user's own is a subclass of `Objective`, named by ``objective.class_path`` or set in `OBJECTIVES`
+before the run (``examples/pretrain_with_loss.py``). One of the package has further places: its name
+and head in ``config.schema`` (``ObjectiveName``, ``head_of``), its batches in ``data.build``, and
+the split of new weights over ranks in ``distributed.parallelize.plan``.
+"""
 
 from __future__ import annotations
 

@@ -202,11 +202,13 @@ class Objective(ABC):
 
     def describe(self, metrics: dict[str, float]) -> str:
         """Format the metrics of a validation as one line."""
-        return " | ".join(
-            self.formats.get(name, f"{name.replace('_', ' ')} {{:.4f}}").format(value)
-            for name, value in metrics.items()
-            if name != "num_targets"
-        )
+        parts = []
+        for name, value in metrics.items():
+            if name in self.formats:
+                parts.append(self.formats[name].format(value))
+            elif name != "num_targets":
+                parts.append(f"{name.replace('_', ' ')} {value:.4f}")
+        return " | ".join(parts)
 
     @abstractmethod
     def training_flops(self, sequence_length: float, micro_batch_size: int) -> float:

@@ -87,6 +87,8 @@ class Sift:
         gradient = torch.nan_to_num(gradient / factor, 0.0, 0.0, 0.0)
         largest = gradient.abs().amax(-1, keepdim=True)
         delta = (delta + self.step * gradient / (_EPSILON + largest)).detach()
+        # Before the second pass: none of it is needed any more.
+        del perturbation, perturbed, total, gradient, largest
         perturbed = logits_of(second, Perturbation(delta))
         target = clean if self.clean_gradient else fixed
         return _total(outer, distributions(perturbed), distributions(target), scored)

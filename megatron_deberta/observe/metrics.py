@@ -1,4 +1,4 @@
-"""Records of a run, written by rank 0: JSON lines, TensorBoard events, W&B and loss curves."""
+"""Files and formats of a run's metrics: JSON lines, TensorBoard events, W&B and loss curves."""
 
 from __future__ import annotations
 

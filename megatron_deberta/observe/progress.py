@@ -33,9 +33,12 @@ class Section(IntEnum):
 
 
 class ProgressObserver:
-    """Receives progress notifications of one rank; this base class only knows the section.
+    """Receives progress notifications of one rank; this base class only stores the section.
 
     Every rank of a run sends the same sequence of ``enter`` and ``mark`` calls.
+
+    Attributes:
+        current: the section that was entered last.
     """
 
     current = Section.STARTUP

@@ -145,9 +145,10 @@ def dropout_keys(a: AttentionArguments) -> Tensor | None:
     """
     if a.seed is None:
         return None
-    at = pairs(query_positions(a))
     if a.q_positions is None:
         at = torch.arange(pairs_of(slice(0, a.q.shape[2])).stop, device=a.q.device)
+    else:
+        at = pairs(query_positions(a))
     return row_keys(a.seed, at, a.q.shape[1], a.head_offset)
 
 
@@ -231,7 +232,8 @@ class Call:
 
     def __init__(self, a: AttentionArguments) -> None:
         self.a, self.wide = a, score_dtype(a)
-        (batch, self.heads, q_len, _), self.length = a.q.shape, a.k.shape[2]
+        batch, self.heads, q_len, _ = a.q.shape
+        self.length = a.k.shape[2]
         self.block_rows, self.block_queries = block_size(self.heads, batch, q_len, self.length)
         self.at = query_positions(a)
         self.row_keys = dropout_keys(a)

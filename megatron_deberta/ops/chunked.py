@@ -88,8 +88,8 @@ class _ChunkedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_output: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         a = AttentionArguments(*ctx.saved_tensors, *ctx.options)
-        gradients = (batched.backward if is_batched(a.q.device) else _backward)(a, d_output)
-        return (*gradients, *(None for _ in ctx.options))
+        backward = batched.backward if is_batched(a.q.device) else _backward
+        return (*backward(a, d_output), *(None for _ in ctx.options))
 
 
 class Blocks:
@@ -119,9 +119,8 @@ class Blocks:
 
     def __iter__(self) -> Iterator[ScoreBlock]:
         """Yield blocks; consecutive heads of the same rows and queries share masks."""
-        budget = _BLOCK_ELEMENTS
-        queries = max(1, min(self.q_len, budget // max(1, self.k_len)))
-        rows = max(1, budget // max(1, queries * self.k_len, self.terms.largest_product))
+        queries = max(1, min(self.q_len, _BLOCK_ELEMENTS // max(1, self.k_len)))
+        rows = max(1, _BLOCK_ELEMENTS // max(1, queries * self.k_len, self.terms.largest_product))
         for row in range(0, self.batch, rows):
             for query in range(0, self.q_len, queries):
                 at_rows = slice(row, min(row + rows, self.batch))

@@ -540,7 +540,9 @@ def search_layouts(
     choices: list[Choice] = []
     refusals: list[Refusal] = []
     per_node = min(machine.ranks_per_node, world_size)
-    for tp_size in (size for size in range(1, per_node + 1) if per_node % size == 0):
+    for tp_size in range(1, per_node + 1):
+        if per_node % tp_size:
+            continue
         for sequence in (False, True) if tp_size > 1 else (False,):
             parallel = replace(
                 config.parallel, tensor_parallel_size=tp_size, sequence_parallel=sequence
@@ -626,10 +628,10 @@ def _with_rows(config: RunConfig, rows: int) -> RunConfig:
 def _complexity(config: RunConfig) -> tuple[int, int, int]:
     parallel = config.parallel
     policy = POLICIES.index(parallel.recompute)
-    return (config.parallel.zero_stage, parallel.tensor_parallel_size, policy)
+    return (parallel.zero_stage, parallel.tensor_parallel_size, policy)
 
 
 def _describe(config: RunConfig) -> str:
     parallel = config.parallel
     split = f"TP {parallel.tensor_parallel_size}{' + SP' if parallel.sequence_parallel else ''}"
-    return f"{split}, ZeRO-{config.parallel.zero_stage}, recompute {parallel.recompute}"
+    return f"{split}, ZeRO-{parallel.zero_stage}, recompute {parallel.recompute}"

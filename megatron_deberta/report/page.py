@@ -73,7 +73,9 @@ def _draw_groups(runs: Sequence[RunFolder]) -> dict[str, list[DrawnChart]]:
     groups: dict[str, list[DrawnChart]] = {}
     number = 0
     for heading, build in CHART_GROUPS.items():
-        for chart in (chart for chart in build(runs) if not chart.is_empty):
+        for chart in build(runs):
+            if chart.is_empty:
+                continue
             groups.setdefault(heading, []).append(draw(chart, number))
             number += 1
     return groups

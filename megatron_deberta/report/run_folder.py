@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 
 from megatron_deberta.checkpoint.layout import COMMITTED_FILE, committed_steps, step_dir
+from megatron_deberta.config.loader import new_name
 from megatron_deberta.config.yaml_reader import read_yaml
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import MAX_RECORD_BYTES, read_regular
@@ -117,7 +118,7 @@ class _Reader:
             self.problems.append("config.yaml: missing")
             return {}
         try:
-            return dict(flatten(read_yaml(path)))
+            return {new_name(key): value for key, value in flatten(read_yaml(path))}
         except (ConfigError, OSError, UnicodeDecodeError) as error:
             text = " ".join(str(error).replace(f"{path}", "").split()).lstrip(": ")
             self.problems.append(f"config.yaml: damaged and left out ({text})")

@@ -124,7 +124,8 @@ def encode_segments(
     tokens = _encode_each_segment(tokenizer, segments)
     rows: list[Row] = []
     for index, each in enumerate(segments):
-        for first, second in ((tokens[text], tokens[pair]) for text, pair in each):
+        for text, pair in each:
+            first, second = tokens[text], tokens[pair]
             assert first is not None
             if has_windows(task):
                 rows += [(index, *part) for part in _split(first, second, length, task.stride)]

@@ -182,9 +182,13 @@ def _files(
         return {name.removesuffix(".conll") + ".conll": _lines(_conll(task, examples, predictions))}
     if task.leaderboard == "superglue":
         # One object per example, or for MultiRC per passage
-        objects = [{"idx": _number(p.id), "label": _superglue_label(task, p)} for p in predictions]
         if "group_exact" in task.metrics:
             objects = _multirc_passages(predictions)
+        else:
+            objects = [
+                {"idx": _number(each.id), "label": _superglue_label(task, each)}
+                for each in predictions
+            ]
         return {name.removesuffix(".jsonl") + ".jsonl": _json_lines(objects)}
     return {name.removesuffix(".jsonl") + ".jsonl": json_lines(task, examples, predictions)}
 

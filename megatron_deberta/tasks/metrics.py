@@ -189,11 +189,12 @@ def paired_metric(
     members: dict[str, list[int]] = defaultdict(list)
     for index, example in enumerate(examples):
         members[example.group].append(index)
-    # All are right, or all are predicted alike.
-    is_exact = name == "group_exact"
-    return _mean_of(
-        [(found[m] == (truth[m] if is_exact else found[m[0]])).all() for m in members.values()]
-    )
+    agree = []
+    for group in members.values():
+        # All are right, or all are predicted alike.
+        expected = truth[group] if name == "group_exact" else found[group[0]]
+        agree.append((found[group] == expected).all())
+    return _mean_of(agree)
 
 
 def _mean_of(scores: npt.ArrayLike) -> CountMetric:
@@ -218,9 +219,10 @@ def class_flags(
         predictions: their predictions, in the same order.
     """
     if task.head != "multilabel":
-        labels = [[e.label for e in examples], [p.index for p in predictions]]
-        truth, found = np.array(labels, np.int64)[..., None] == np.arange(len(task.labels))
-        return truth, found
+        classes = np.arange(len(task.labels))
+        labels = np.array([example.label for example in examples], np.int64)
+        indices = np.array([prediction.index for prediction in predictions], np.int64)
+        return labels[:, None] == classes, indices[:, None] == classes
     numbers = {label: number for number, label in enumerate(task.labels)}
     truth = np.array([example.tags for example in examples], np.bool_)
     found = np.zeros_like(truth)

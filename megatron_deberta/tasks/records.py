@@ -343,8 +343,9 @@ def read_jsonl(path: Path, *, is_lenient: bool = False) -> Iterator[Record]:
     for number, line in numbered_lines(read_text(path)):
         if not line.strip():
             continue
-        place, is_document = Place(path, number), number == 1 and line.strip() in ("[", "{")
-        remedy = "; write one object per line, not one document" * is_document
+        is_document = number == 1 and line.strip() in ("[", "{")
+        remedy = "; write one object per line, not one document" if is_document else ""
+        place = Place(path, number)
         yield Record(place, json_object(place, line, remedy, is_lenient=is_lenient))
 
 

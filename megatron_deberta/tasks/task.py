@@ -18,7 +18,13 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_deberta.config.loader import CONFIG_ROOTS, OVERRIDES, plain_value, read_alternatives
+from megatron_deberta.config.loader import (
+    CONFIG_ROOTS,
+    OVERRIDES,
+    plain_value,
+    read_alternatives,
+    use_new_names,
+)
 from megatron_deberta.config.schema import CLASS_HEADS
 from megatron_deberta.config.yaml_reader import PlainScalar, TextLoader, parse_yaml, read_yaml
 from megatron_deberta.errors import ConfigError, MissingInputError
@@ -440,6 +446,7 @@ def _typed(data: Any, source: str, config: type[Any]) -> Any:
 def _typed_settings(settings: Any, source: str) -> Any:
     if not isinstance(settings, Mapping):
         return _text(settings)
+    settings = use_new_names({str(key): value for key, value in settings.items()}, source)
     return {key: read_alternatives(key, value, source) for key, value in settings.items()}
 
 

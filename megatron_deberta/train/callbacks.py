@@ -101,7 +101,8 @@ class LogMetrics(Callback):
         return step % trainer.segment.config.log.every == 0 or is_end_of_phase
 
     def _write(self, trainer: Trainer, records: RunRecords, result: StepResult) -> None:
-        step, speed = trainer.state.step, trainer.meter.lap()
+        step = trainer.state.step
+        speed = trainer.meter.lap()
         # If all updates since the last record were skipped, report the loss of this step.
         losses = self._losses or [result.loss]
         seconds_left = (last_step(trainer.config) - step) * speed.seconds_per_step

@@ -196,10 +196,13 @@ class LocalCheckpoints(Callback):
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         """Save, if due, unless the process ends; record a save that has finished."""
         step, saver, every = trainer.state.step, self.saver, self.config.checkpoint.local_every
-        if saver is None or every is None:
+        if saver is None:
             # The disk hangs.
             return
-        schedule = self.schedule = self.schedule or SaveSchedule(every, step - 1)
+        assert every is not None
+        if self.schedule is None:
+            self.schedule = SaveSchedule(every, step - 1)
+        schedule = self.schedule
         self._poll(trainer, saver, schedule)
         if trainer.ending is not None or not (schedule.is_due(step) or schedule.must_wait(step)):
             return

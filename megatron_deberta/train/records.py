@@ -1,4 +1,4 @@
-"""Records of a run, written by rank 0: metrics, terminal, unigram baseline and loss curve."""
+"""What rank 0 records and shows of a run; ``observe.metrics`` has the files and their formats."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 def choose_precision(config: RunConfig, groups: ProcessGroups) -> RunConfig:
-    """Replace ``auto`` of ``precision.dtype`` and ``.engine``. Collective over all ranks.
+    """Replace ``auto`` of ``precision.dtype`` and ``parallel.engine``. Collective over all ranks.
 
     Raises:
         ConfigError: the run in the folder began in a format that a device lacks.

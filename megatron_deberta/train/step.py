@@ -66,6 +66,11 @@ class UpdatePass:
     error: LossScaleError | None = None
     skip: Skip | None = None
 
+    @property
+    def is_first(self) -> bool:
+        """Whether no update of the step precedes this one."""
+        return self.first is None
+
 
 class ForwardTimer:
     """Accumulates the time of forward passes.
@@ -171,17 +176,17 @@ class TrainStep:
         batches = [batch.to(self._groups.device) for batch in batches]
         outputs: list[Tensor | None] = [None] * len(batches)
         passes: list[UpdatePass] = []
-        for one in self._passes(step, batches):
-            one.first = passes[0] if passes else None
-            self._run(one, batches, outputs, prefetch if one.first is None else lambda: None)
-            self._raise_if_stopped(one, batches)
-            passes.append(one)
-        first, skipped = passes[0], next((one for one in passes if one.skip), passes[0])
+        for current in self._passes(step, batches):
+            current.first = passes[0] if passes else None
+            self._run(current, batches, outputs, prefetch if current.is_first else lambda: None)
+            self._raise_if_nonfinite(current, batches)
+            passes.append(current)
+        first, skipped = passes[0], next((each for each in passes if each.skip), passes[0])
         assert first.outcome is not None
         loss = self._objective.step_loss(first.means)
         self._guard.record(step + 1, loss, first.outcome, skipped.skip)
         self._raise_if_out_of_rollbacks(skipped)
-        self._watch_gradients = any(self._is_suspicious(one.outcome) for one in passes)
+        self._watch_gradients = any(self._is_suspicious(each.outcome) for each in passes)
         return StepResult(
             loss=loss,
             learning_rate=first.rate,
@@ -205,57 +210,61 @@ class TrainStep:
 
     def _run(
         self,
-        one: UpdatePass,
+        current: UpdatePass,
         batches: Sequence[MicroBatch],
         outputs: list[Tensor | None],
         prefetch: Callable[[], None],
     ) -> None:
         """Run forward and backward of all micro batches, and update.
 
+        The engine computes the norm of the gradient and passes it to ``decide``, which reads it
+        together with losses and requests, and returns the norm and its limit. A gradient above the
+        limit is not applied; the limit is -inf where the loss forbids the update.
+
         Args:
-            one: the update; its results are set.
+            current: the update; its results are set.
             batches: this rank's micro batches.
             outputs: of each micro batch in the update before; replaced by those of this one.
             prefetch: see ``__call__``.
         """
-        with one.gradients:
-            one.totals = self._accumulate(one, batches, outputs)
+        with current.gradients:
+            current.totals = self._accumulate(current, batches, outputs)
         prefetch()
-        requests = self._requests if one.first is None else None
+        requests = self._requests if current.is_first else None
         flags = requests.own() if requests else ()
-        numbers = self._reduce(one.totals, one.num_targets, flags)
+        numbers = self._reduce(current.totals, current.num_targets, flags)
         self._on_progress()
-        one.rate = self._learning_rate(one.step, one.update)
+        current.rate = self._learning_rate(current.step, current.update)
 
-        def read(norm: Tensor) -> tuple[float, float]:
+        def decide(norm: Tensor) -> tuple[float, float]:
             # The only host synchronization of an update
             *found, norm_read = torch.cat([numbers, norm.to(numbers).view(1)]).tolist()
-            exchanged = self._read(one, found)
+            exchanged = self._read(current, found)
             if requests:
                 requests.receive(exchanged)
-            one.skip, limit = self._check_loss(one)
-            return norm_read, -math.inf if one.skip else limit
+            current.skip, limit = self._check_loss(current)
+            return norm_read, -math.inf if current.skip else limit
 
         try:
-            one.outcome = one.engine.step(one.rate, read)
+            current.outcome = current.engine.step(current.rate, decide)
         except LossScaleError as error:
-            one.error = error
-        if one.outcome is not None:
-            one.skip = one.skip or self._guard.check_outcome(one.outcome)
+            current.error = error
+        if current.outcome is not None:
+            current.skip = current.skip or self._guard.check_outcome(current.outcome)
 
     def _accumulate(
-        self, one: UpdatePass, batches: Sequence[MicroBatch], outputs: list[Tensor | None]
+        self, current: UpdatePass, batches: Sequence[MicroBatch], outputs: list[Tensor | None]
     ) -> Tensor:
         """Run forward and backward of all micro batches; return ``UpdatePass.totals``."""
-        groups, losses, counters = self._groups, one.update.losses, one.update.counters
+        groups, losses, counters = self._groups, current.update.losses, current.update.counters
         size = 2 * len(losses) + len(counters)
         totals = torch.zeros(size, dtype=torch.float64, device=groups.device)
-        num_targets = dict(zip(losses, one.num_targets.unbind(), strict=True))
-        self._step_number.fill_(one.step)
+        num_targets = dict(zip(losses, current.num_targets.unbind(), strict=True))
+        self._step_number.fill_(current.step)
         for index, batch in enumerate(batches):
             seeds = DropoutSeeds(self._config.train.seed, self._step_number, batch.dropout_keys)
             with self._forward_timer.measure():
-                result = one.update.compute(self._engine.module, batch, seeds, outputs[index])
+                result = current.update.compute(self._engine.module, batch, seeds, outputs[index])
             # The engine averages over data-parallel ranks; the factor turns that into a sum.
             summands = [
                 found.loss * (groups.dp_size / num_targets[name]) * self._weights[name]
@@ -263,7 +272,7 @@ class TrainStep:
             ]
             totals += result.totals(losses, counters)
             self._on_losses(totals)
-            one.engine.backward(sum(summands[1:], summands[0]))
+            current.engine.backward(sum(summands[1:], summands[0]))
             outputs[index] = result.outputs
             self._on_progress()
         return totals
@@ -304,31 +313,31 @@ class TrainStep:
             dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=groups.tp_group)
         return numbers
 
-    def _read(self, one: UpdatePass, numbers: Iterable[float]) -> list[bool]:
+    def _read(self, current: UpdatePass, numbers: Iterable[float]) -> list[bool]:
         """Set means and counts from the numbers of ``_reduce``; return the flags."""
-        losses, counters, read = one.update.losses, one.update.counters, iter(numbers)
+        losses, counters, read = current.update.losses, current.update.counters, iter(numbers)
         sums, correct, counts, targets = (
             list(islice(read, size))
             for size in (len(losses), len(losses), len(counters), len(losses))
         )
         if is_nonfinite := bool(next(read)):
             sums, correct = [math.nan] * len(losses), [math.nan] * len(losses)
-        one.means = {
+        current.means = {
             name: Mean(loss / count, hits / count, int(count))
             for name, loss, hits, count in zip(losses, sums, correct, targets, strict=True)
         }
         if not is_nonfinite:
-            one.counts = dict(zip(counters, map(int, counts), strict=True))
+            current.counts = dict(zip(counters, map(int, counts), strict=True))
         return [flag > 0 for flag in read]
 
-    def _check_loss(self, one: UpdatePass) -> tuple[Skip | None, float]:
+    def _check_loss(self, current: UpdatePass) -> tuple[Skip | None, float]:
         """Return why an update is skipped, or None, and the limit of its gradient norm."""
-        if one.first is None:
-            loss = self._objective.step_loss(one.means)
+        if current.first is None:
+            loss = self._objective.step_loss(current.means)
             return self._guard.check_loss(loss), self._guard.norm_limit()
-        if not all(math.isfinite(mean.loss) for mean in one.means.values()):
+        if not all(math.isfinite(mean.loss) for mean in current.means.values()):
             return "loss not finite", math.inf
-        return None if one.first.skip == "overflow" else one.first.skip, math.inf
+        return None if current.first.skip == "overflow" else current.first.skip, math.inf
 
     def _learning_rate(self, step: int, update: Update) -> float:
         optimizer = self._config.optimizer
@@ -346,42 +355,42 @@ class TrainStep:
 
     def _metrics(self, passes: Sequence[UpdatePass]) -> dict[str, float]:
         """Return the objective's metrics, and what later updates did."""
-        means = {name: mean for one in passes for name, mean in one.means.items()}
-        counts = {name: count for one in passes for name, count in one.counts.items()}
+        means = {name: mean for each in passes for name, mean in each.means.items()}
+        counts = {name: count for each in passes for name, count in each.counts.items()}
         metrics = self._objective.step_metrics(means, counts)
-        for one in passes[1:]:
-            assert one.outcome is not None
-            name = one.update.losses[0]
-            metrics[f"{name}_learning_rate"] = one.rate
-            metrics[f"{name}_grad_norm"] = one.outcome.grad_norm
+        for each in passes[1:]:
+            assert each.outcome is not None
+            name = each.update.losses[0]
+            metrics[f"{name}_learning_rate"] = each.rate
+            metrics[f"{name}_grad_norm"] = each.outcome.grad_norm
             if self._is_fp16:
-                metrics[f"{name}_loss_scale"] = one.outcome.loss_scale
+                metrics[f"{name}_loss_scale"] = each.outcome.loss_scale
         return metrics
 
-    def _raise_if_stopped(self, one: UpdatePass, batches: Sequence[MicroBatch]) -> None:
+    def _raise_if_nonfinite(self, current: UpdatePass, batches: Sequence[MicroBatch]) -> None:
         """Raise if an update that is not finite ends the run.
 
         The weights are those before the step. Collective if the message names a parameter.
         """
-        step, must_stop = one.step, self._config.stability.non_finite == "stop"
-        if one.skip == "loss not finite":
-            if not torch.isfinite(one.totals).all():
+        step, ends_run = current.step, self._config.stability.non_finite == "stop"
+        if current.skip == "loss not finite":
+            if not torch.isfinite(current.totals).all():
                 samples = [index for batch in batches for index in batch.sample_index.tolist()]
                 logger.error("step %d: the loss of samples %s is not finite", step + 1, samples)
-            if must_stop:
+            if ends_run:
                 raise NumericsError(
                     f"step {step + 1}: the loss is not finite; weights are those of step {step}; "
                     "lower optimizer.learning_rate or check the batch"
                 )
-        if one.error is not None:
+        if current.error is not None:
             raise LossScaleError(
-                f"step {step + 1}: {one.error}; {one.gradients.first_nonfinite()}"
-            ) from one.error
-        if one.skip == "gradient not finite" and must_stop:
+                f"step {step + 1}: {current.error}; {current.gradients.first_nonfinite()}"
+            ) from current.error
+        if current.skip == "gradient not finite" and ends_run:
+            where = current.gradients.first_nonfinite()
             raise NumericsError(
-                f"step {step + 1}: a gradient is not finite ({one.gradients.first_nonfinite()}); "
-                f"weights are those of step {step}; lower optimizer.learning_rate or check the "
-                "batch"
+                f"step {step + 1}: a gradient is not finite ({where}); weights are those of step "
+                f"{step}; lower optimizer.learning_rate or check the batch"
             )
 
     def _raise_if_out_of_rollbacks(self, skipped: UpdatePass) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rich.console import Console
 
@@ -233,16 +233,17 @@ class Trainer:
 
     def _build_step(self) -> TrainStep:
         config = self.segment.config
-        arguments = (
-            self.engine, config, self.groups, self.guard, self.observer.mark, self.requests
-        )  # fmt: skip
+        options: dict[str, Any] = {
+            "engine": self.engine, "config": config, "groups": self.groups, "guard": self.guard,
+            "on_progress": self.observer.mark, "requests": self.requests,
+        }  # fmt: skip
         if not config.stability.rerun:
-            return TrainStep(*arguments)
+            return TrainStep(**options)
 
         def report(verdict: Verdict) -> None:
             report_verdict(verdict, self.groups, self.records, self.lock)
 
-        return RerunStep(*arguments, on_verdict=report)
+        return RerunStep(on_verdict=report, **options)
 
     def _train(self, first_step: int) -> Ending:
         """Train to the end of the segment or of the run, a request to stop or a rollback.

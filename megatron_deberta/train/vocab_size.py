@@ -35,7 +35,7 @@ def with_vocab_size(config: RunConfig) -> RunConfig:
     size = load_tokenizer(path).vocab_size
     rows = math.ceil(size / MULTIPLE) * MULTIPLE
     logger.info(
-        "model.vocab_size: auto is %s: the model_vocab_size %s of %s, rounded up to a multiple of "
+        "model.vocab_size: auto is %s: %s, the size of %s, rounded up to a multiple of "
         "%d for speed", f"{rows:,}", f"{size:,}", path, MULTIPLE,
     )  # fmt: skip
     return replace(config, model=replace(config.model, vocab_size=rows))

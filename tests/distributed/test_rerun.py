@@ -96,7 +96,7 @@ def train(
         model, engine = build(config, groups, watch)
     engine.module.register_forward_hook(fault.loss)
     verdicts: list[Verdict] = []
-    take = RerunStep(engine, config, groups, on_verdict=verdicts.append)
+    take = RerunStep(engine=engine, config=config, groups=groups, on_verdict=verdicts.append)
     found: dict[str, Any] = {"steps": [], "error": "", "verdicts": verdicts}
     try:
         for fault.step in range(STEPS):
@@ -219,7 +219,7 @@ def differing_replicas(
         verdicts.append(verdict)
         report_verdict(verdict, groups, None, lock)
 
-    take = RerunStep(engine, config, groups, on_verdict=report)
+    take = RerunStep(engine=engine, config=config, groups=groups, on_verdict=report)
     take(0, micro_batches(0, groups))
     if rank == FAULTY_RANK:
         parameter.data.view(-1).view(torch.int32)[5] ^= 1 << 20

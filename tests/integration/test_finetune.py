@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import multiprocessing
@@ -17,12 +18,21 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_deberta.checkpoint.layout import KINDS, committed_steps, find_best, step_dir
+from megatron_deberta.checkpoint.layout import (
+    BEST_FILE,
+    KINDS,
+    committed_steps,
+    find_best,
+    step_dir,
+)
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.cli.main import main
 from megatron_deberta.config.schema import with_task_head
-from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE
+from megatron_deberta.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USAGE
+from megatron_deberta.evaluate import splits
 from megatron_deberta.evaluate.models import open_source_model
+from megatron_deberta.evaluate.outputs import finished_validation
+from megatron_deberta.finetune import data as task_data
 from megatron_deberta.hf.config import SpecialIds, choose_model_type
 from megatron_deberta.hf.export_model import write_hf_model
 from megatron_deberta.observe.metrics import read_metrics
@@ -476,3 +486,52 @@ def test_checkpoints_of_a_run_give_a_curve(
     assert "use another --output" in capsys.readouterr().err
     assert main([*command, "train.seed=3"]) == EXIT_USAGE
     assert "use --seeds" in capsys.readouterr().err
+
+
+Scores = Callable[[list[float]], None]
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Scores:
+    """Return a function that sets the scores of the next validations."""
+    # It has a score as well.
+    monkeypatch.setattr(task_data, "constant_outputs", lambda *_: None)
+
+    def script(scores: list[float]) -> None:
+        left = iter(scores)
+        monkeypatch.setattr(splits, "score", lambda *_: {"accuracy": next(left)})
+
+    return script
+
+
+def best_of(run_dir: Path) -> dict[str, Any]:
+    best = json.loads((run_dir / BEST_FILE).read_text())
+    return {key: best[key] for key in ("step", "score")}
+
+
+STEPS = ("train.steps=8", "train.eval_every=3", "optimizer.warmup_steps=0")
+
+
+def test_a_run_stopped_during_its_last_validation_has_not_finished(
+    tmp_path: Path, finetune: Finetune, scripted: Scores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted([0.5, 0.6])
+    run_split, calls = splits.run_split, itertools.count(1)
+
+    def stop_at_third(*args: Any) -> Any:
+        if next(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return None
+        return run_split(*args)
+
+    monkeypatch.setattr(splits, "run_split", stop_at_third)
+    # A save of step 6 that is still running would be waited for in place of saving step 8.
+    assert finetune(tmp_path, *STEPS, "checkpoint.asynchronous=false") == EXIT_REQUEUE
+    assert committed_steps(tmp_path)[-1] == 8
+    assert finished_validation(tmp_path, "accuracy") is None
+    scripted([0.9])
+    assert finetune(tmp_path, *STEPS) == EXIT_DONE
+    finished = finished_validation(tmp_path, "accuracy")
+    assert finished is not None
+    assert (finished.step, finished.score, finished.steps) == (8, 0.9, 8)
+    assert best_of(tmp_path) == {"step": 8, "score": 0.9}

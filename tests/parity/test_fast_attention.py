@@ -280,6 +280,38 @@ def test_calls_that_transformers_itself_computes(
     assert all(reason in text for reason, text in zip(calls, messages, strict=True))
 
 
+class Adapted(nn.Module):
+    """Low-rank update of a linear layer, as PEFT wraps it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.update = nn.Linear(base.in_features, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.update(x)
+
+
+def test_wrapped_projections_take_part() -> None:
+    model = build("v2")
+    for layer in model.encoder.layer:
+        for name in ("query_proj", "key_proj", "value_proj"):
+            attention = layer.attention.self
+            setattr(attention, name, Adapted(getattr(attention, name)))
+    compare(model, inputs(3, 9))
+
+
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = build("v2", "ForMaskedLM")
+        batch = labelled("ForMaskedLM", inputs(3, 9))
+        compare(nn.parallel.DistributedDataParallel(model, find_unused_parameters=True), batch)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_unsupported_models_are_refused_and_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="model: got Linear without an encoder"):
         use_fast_attention(nn.Linear(1, 1))

@@ -459,6 +459,7 @@ class Supervisor:
         is_stopped = codes & {-number for number in self._received}
         if codes - {EXIT_DONE, EXIT_REQUEUE} and not is_stopped:
             return EXIT_FAILURE
+        # Told to stop, or a rank asked for another attempt.
         return EXIT_REQUEUE
 
 

@@ -168,11 +168,11 @@ def row_parallel(
         return functional.linear(x, weight, bias)
     if sequence and group_size(group) > 1:
         if order == "batch":
-            partial = product(x)
-            out = reduce_scatter_to_sequence_parallel_region(partial, group)
+            summand = product(x)
+            out = reduce_scatter_to_sequence_parallel_region(summand, group)
         elif order == "sequence":
-            partial = product(x.transpose(0, 1))
-            out = reduce_scatter_first(partial, group).transpose(0, 1).contiguous()
+            summand = product(x.transpose(0, 1))
+            out = reduce_scatter_first(summand, group).transpose(0, 1).contiguous()
         else:
             out = reduce_scatter_first(product(x), group)
         # Each rank adds the bias to its own tokens only, so the gradient must be summed.

@@ -228,8 +228,8 @@ def mark_needed(work: Work, task: int, folder: TaskFolder) -> None:
         ("estimate", unit, name) for unit in range(len(work.units)) for name in ("later", "earlier")
     ]
     # Which of the crowded ones ``resolve`` compares depends on what stays.
-    tasks = range(num_candidate_tasks(work))
-    arrays += [("candidates", task, "crowded_document") for task in tasks]
+    parts = range(num_candidate_tasks(work))
+    arrays += [("candidates", part, "crowded_document") for part in parts]
     _write_flags(work, folder, "needed.raw", arrays)
 
 

@@ -158,7 +158,7 @@ class Guard:
 
 
 class GradientHooks:
-    """Context manager in which ``see`` is called with each gradient that backward computes.
+    """Context manager in which ``on_gradient`` is called with each gradient that backward computes.
 
     Args:
         parameters: canonical names and parameters; frozen ones are left out.
@@ -168,7 +168,7 @@ class GradientHooks:
         self._parameters = [item for item in parameters if item[1].requires_grad]
         self._handles: list[RemovableHandle] = []
 
-    def see(self, index: int, gradient: Tensor) -> None:
+    def on_gradient(self, index: int, gradient: Tensor) -> None:
         """Record a gradient.
 
         Args:
@@ -180,7 +180,7 @@ class GradientHooks:
     def __enter__(self) -> None:
         """Register the hooks."""
         self._handles = [
-            parameter.register_hook(functools.partial(self.see, index))
+            parameter.register_hook(functools.partial(self.on_gradient, index))
             for index, (_, parameter) in enumerate(self._parameters)
         ]
 
@@ -194,8 +194,8 @@ class GradientHooks:
 class NonfiniteGradients(GradientHooks):
     """Checks gradients as backward computes them, without host synchronization.
 
-    A check costs one pass over each gradient, so it is enabled only for steps
-    that are likely to have nonfinite gradients.
+    A check costs one pass over each gradient, so it is enabled only for steps that are likely to
+    have nonfinite gradients.
 
     Args:
         module: the model, the same on all ranks.
@@ -208,7 +208,7 @@ class NonfiniteGradients(GradientHooks):
         self._groups = groups
         self._checks: list[tuple[int, Tensor]] = []
 
-    def see(self, index: int, gradient: Tensor) -> None:
+    def on_gradient(self, index: int, gradient: Tensor) -> None:
         """Check a gradient."""
         self._checks.append((index, torch.isfinite(gradient).all()))
 

@@ -113,19 +113,19 @@ class RerunStep(TrainStep):
     over each gradient.
 
     Args:
-        arguments: those of `TrainStep`.
         on_verdict: called with what a second run has shown.
+        options: the arguments of `TrainStep`, by name.
     """
 
-    def __init__(self, *arguments: Any, on_verdict: Callable[[Verdict], None]) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *, on_verdict: Callable[[Verdict], None], **options: Any) -> None:
+        super().__init__(**options)
         self._on_verdict = on_verdict
         self._record = ComputationRecord(self._engine.module)
         self._last: tuple[UpdatePass, Sequence[MicroBatch]] | None = None
 
     def _run(
         self,
-        one: UpdatePass,
+        current: UpdatePass,
         batches: Sequence[MicroBatch],
         outputs: list[Tensor | None],
         prefetch: Callable[[], None],
@@ -136,49 +136,51 @@ class RerunStep(TrainStep):
             ReplicaError: a device computes wrong, again and again.
         """
         before = list(outputs)
-        if one.first is None:
-            self._last = one, batches
+        if current.is_first:
+            self._last = current, batches
         with self._record:
-            super()._run(one, batches, outputs, prefetch)
+            super()._run(current, batches, outputs, prefetch)
         # An overflow is no fault, unless the loss scale cannot be lower.
-        if one.error is None and one.skip not in NONFINITE:
+        if current.error is None and current.skip not in NONFINITE:
             return
-        cause = str(one.skip) if one.error is None else _OVERFLOW
-        verdict = self._run_again(one, cause, self._record.table(), batches, before)
+        cause = str(current.skip) if current.error is None else _OVERFLOW
+        verdict = self._run_again(current, cause, self._record.table(), batches, before)
         self._on_verdict(verdict)
         if verdict.kind == "persistent":
             raise ReplicaError(str(verdict))
         if verdict.kind == "transient":
             outputs[:] = before
-            one.outcome = one.error = one.skip = None
-            super()._run(one, batches, outputs, lambda: None)
+            current.outcome = current.error = current.skip = None
+            super()._run(current, batches, outputs, lambda: None)
 
     def _on_losses(self, totals: Tensor) -> None:
         self._record.add(totals)
 
     def _compute(
-        self, one: UpdatePass, batches: Sequence[MicroBatch], outputs: Outputs
+        self, current: UpdatePass, batches: Sequence[MicroBatch], outputs: Outputs
     ) -> tuple[Tensor, bool]:
         """Run forward and backward of micro batches without an update.
 
         Returns:
             The record, and whether loss and gradient of all ranks together are finite.
         """
-        scalars = one.engine.state_dict()
+        scalars = current.engine.state_dict()
         with self._record:
-            totals = self._accumulate(one, batches, list(outputs))
-        *_, is_nonfinite = self._reduce(totals, one.num_targets, ()).tolist()
+            totals = self._accumulate(current, batches, list(outputs))
+        *_, is_nonfinite = self._reduce(totals, current.num_targets, ()).tolist()
         try:
-            outcome = one.engine.step(self._learning_rate(one.step, one.update), -math.inf)
+            outcome = current.engine.step(
+                self._learning_rate(current.step, current.update), -math.inf
+            )
             is_nonfinite = is_nonfinite or not math.isfinite(outcome.grad_norm)
         except LossScaleError:
             is_nonfinite = True
-        one.engine.load_state_dict(scalars)
+        current.engine.load_state_dict(scalars)
         return self._record.table(), not is_nonfinite
 
     def _run_again(
         self,
-        one: UpdatePass,
+        current: UpdatePass,
         cause: str,
         first: Tensor,
         batches: Sequence[MicroBatch],
@@ -189,7 +191,7 @@ class RerunStep(TrainStep):
         """Run an update again on this rank and on the next data-parallel rank. Collective.
 
         Args:
-            one: the update.
+            current: the update.
             cause: why.
             first: record of the original run, int64 ``[N, 2]``.
             batches: this rank's micro batches.
@@ -197,17 +199,17 @@ class RerunStep(TrainStep):
             has_failed: the original run of all ranks together was not finite.
         """
         groups = self._groups
-        again, is_finite = self._compute(one, batches, outputs)
+        again, is_finite = self._compute(current, batches, outputs)
         runs = [first, again]
         if groups.dp_group is not None:
             content = _pass_on(batches_to_bytes(batches, outputs), groups)
             others, other_outputs = batches_from_bytes(content)
             moved = [batch.to(groups.device) for batch in others]
             of_moved = [None if x is None else x.to(groups.device) for x in other_outputs]
-            runs.append(self._compute(one, moved, of_moved)[0])
+            runs.append(self._compute(current, moved, of_moved)[0])
         records = gather_rows(_padded(runs, groups), groups).cpu()
         kind, ranks = diagnose(records, groups.tp_size, repeats=not (has_failed and is_finite))
-        return Verdict(one.step + 1, cause, kind, tuple(places(ranks, groups)))
+        return Verdict(current.step + 1, cause, kind, tuple(places(ranks, groups)))
 
     def explained(self, error: ReplicaError, specs: Placements) -> ReplicaError:
         """Return an error with the verdict about differing replicas. Collective over all ranks.
@@ -222,10 +224,12 @@ class RerunStep(TrainStep):
         if self._last is None:
             return error
         make_equal(self._engine.module, specs, self._groups, error.differing)
-        one, batches = self._last
+        current, batches = self._last
         none = [None] * len(batches)
-        first, _ = self._compute(one, batches, none)
-        verdict = self._run_again(one, "replicas differ", first, batches, none, has_failed=False)
+        first, _ = self._compute(current, batches, none)
+        verdict = self._run_again(
+            current, "replicas differ", first, batches, none, has_failed=False
+        )
         ranks = sorted({rank for ranks in error.differing.values() for rank in ranks})
         verdict = verdict.about_replicas(places(ranks, self._groups))
         self._on_verdict(verdict)
@@ -235,8 +239,8 @@ class RerunStep(TrainStep):
 class ComputationRecord(GradientHooks):
     """Checksums of this rank's losses and gradients, in the order of computation.
 
-    Entering it begins a new record. Without host synchronization; costs two passes
-    over each gradient.
+    Entering it begins a new record. Without host synchronization; costs two passes over each
+    gradient.
 
     Args:
         module: the model.
@@ -251,7 +255,7 @@ class ComputationRecord(GradientHooks):
         self._rows = []
         super().__enter__()
 
-    def see(self, index: int, gradient: Tensor) -> None:
+    def on_gradient(self, index: int, gradient: Tensor) -> None:
         """Add a gradient."""
         self.add(gradient)
 

@@ -15,6 +15,8 @@ from megatron_deberta.config.schema import (
     OptimizerConfig,
 )
 from megatron_deberta.errors import ConfigError
+from megatron_deberta.finetune.search import load_search
+from megatron_deberta.tasks.task import load_task, packaged_file
 
 OLD_VALUES = {
     "cluster.timeout_minutes": 3.0,
@@ -127,3 +129,32 @@ def test_old_values_load_in_phases(tmp_path: Path, caplog: pytest.LogCaptureFixt
     for config in (load_config(path), load_config(None, overrides)):
         assert [part.config.objective.masking for part in segments(config)] == ["microsoft"]
     assert len(caplog.records) == 2
+
+
+def test_old_names_load_in_tasks_and_searches(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where they are keys of a mapping."""
+    task = tmp_path / "task.yaml"
+    # Of the packaged task, without the settings of the paper.
+    text = packaged_file(Path("configs/tasks/sst2.yaml")).read_text().partition("\n")[2]
+    text = text.partition("default_settings")[0]
+    task.write_text(text + "settings: {mine: {guard.max_skips: 3}}\n")
+    assert load_task(str(task)).settings == {"mine": {"stability.max_skips": 3}}
+    search = tmp_path / "search.yaml"
+    search.write_text(f"task: {task}\nmodel: m\ndata: d\ngrid: {{guard.max_skips: [2, 3]}}\n")
+    found = load_search(str(search), ["precision.zero_stage=[1,2]"])
+    assert found.grid == {"stability.max_skips": [2, 3], "parallel.zero_stage": [1, 2]}
+    assert len(caplog.records) == 3
+
+
+def test_two_old_names_of_a_key_are_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"guard\.replica_check_every is the old name"):
+        load_config(None, ["guard.drift_every=3", "guard.replica_check_every=4"])
+
+
+def test_text_of_a_user_in_a_message_is_no_key() -> None:
+    overrides = ["model.labels=[$a.b,$train.c]", "finetune.class_weights=[1,2,3]"]
+    task = ["objective.name=classification", "finetune.task=sst2"]
+    with pytest.raises(ConfigError, match=r"\$a\.b, \$train\.c"):
+        load_config(None, [*task, *overrides])

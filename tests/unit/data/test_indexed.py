@@ -266,3 +266,12 @@ def test_open_shard_compares_the_manifest(write_shard, vocabulary):
     open_shard(prefix, vocabulary)
     with pytest.raises(DataError, match="data.verify_hashes is true but there is no"):
         open_shard(prefix, vocabulary, hashes=True)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_file_that_is_too_long_is_refused(prefix, suffix):
+    write_sentences(prefix)
+    with Path(prefix + suffix).open("ab") as file:
+        file.write(b"\0")
+    with pytest.raises(DataError):
+        IndexedDataset(prefix)
