@@ -47,7 +47,7 @@ def test_flops_are_those_of_the_formula(side: Side) -> None:
 def test_a_step_waits_for_the_device_once() -> None:
     """The host reads one vector per step; the engine adds no synchronization."""
     places, _ = synchronizations.measure()
-    assert places == {"tolist in megatron_deberta/train/step.py, read": 1}
+    assert places == {"tolist in megatron_deberta/train/step.py, decide": 1}
 
 
 def test_smoke_part_ends_after_three_minutes_on_a_gpu() -> None:
