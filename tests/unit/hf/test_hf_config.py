@@ -17,6 +17,7 @@ from megatron_deberta.hf.config import (
     from_hf_config,
     to_hf_config,
 )
+from megatron_deberta.hf.heads import task_head
 from tests.support.tiny_models import V2
 from tests.unit.hf.test_hf_names import ROBERTA, V1
 
@@ -146,6 +147,15 @@ def test_fields_of_a_wrong_type_are_refused_by_name(key: str, value: object) -> 
     for model_type in ("deberta", "deberta-v2", "megatron-deberta"):
         with pytest.raises(CheckpointError, match=re.escape(f"{key}={value!r}")):
             from_hf_config(fields, model_type)
+
+
+def test_dropout_of_a_head_is_that_of_the_first_field() -> None:
+    """Fields that it does not use are checked with those of the model."""
+    fields = {
+        "architectures": ["DebertaV2ForSequenceClassification"], "num_labels": 2,
+        "cls_dropout": 0.25, "hidden_dropout_prob": "x",
+    }  # fmt: skip
+    assert task_head(fields).dropout == 0.25
 
 
 def test_positions_that_are_all_padding_are_refused() -> None:
