@@ -1,4 +1,4 @@
-"""What ``precision.dtype: auto`` and ``parallel.engine: auto`` stand for on given devices."""
+"""Resolution of ``precision.dtype: auto`` and ``parallel.engine: auto`` for given devices."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ class _Writer:
     is_multi_label: bool
 
     def __post_init__(self) -> None:
-        """Open the judge and encode the texts."""
+        """Open the model that graphs are compared with, and encode the texts."""
         self.config = self.release.config
         self.judge, self._reference = self._open_judge()
         self._batches = self._text_batches() if self.kind != "choices" else []

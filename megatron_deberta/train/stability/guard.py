@@ -209,7 +209,7 @@ class NonfiniteGradients(GradientHooks):
         self._checks: list[tuple[int, Tensor]] = []
 
     def on_gradient(self, index: int, gradient: Tensor) -> None:
-        """Check a gradient."""
+        """Record whether a gradient is finite, without waiting for the device."""
         self._checks.append((index, torch.isfinite(gradient).all()))
 
     def first_nonfinite(self) -> str:

@@ -68,7 +68,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What repeating a step has shown.
+    """Result of running a step again.
 
     Attributes:
         step: counted from 1.
@@ -256,7 +256,7 @@ class ComputationRecord(GradientHooks):
         super().__enter__()
 
     def on_gradient(self, index: int, gradient: Tensor) -> None:
-        """Add a gradient."""
+        """Add a gradient's checksum to the record."""
         self.add(gradient)
 
     def add(self, tensor: Tensor) -> None:

@@ -8,16 +8,8 @@ import torch
 from megatron_deberta.config.schema import ModelConfig
 from megatron_deberta.hf.names import ModelType, hf_tensors, standard_names
 from megatron_deberta.model import parameter_shapes
-from tests.support.tiny_models import V2, random_weights
+from tests.support.tiny_models import V1, V2, random_weights
 
-V1 = replace(
-    V2,
-    position_buckets=0,
-    share_position_projections=False,
-    normalize_position_table=False,
-    key_bias=False,
-    position_key_bias=False,
-)
 ROBERTA = replace(V2, position_terms="none", absolute_positions="input", mask_decoder_passes=0)
 CASES: list[tuple[ModelConfig, ModelType]] = [
     (V2, "deberta-v2"),
