@@ -6,11 +6,11 @@ The names of ``__all__`` are imported on first access, so that the command line 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_deberta.cli.pretrain import train as pretrain
     from megatron_deberta.config import load_config
     from megatron_deberta.config.schema import ModelConfig as DebertaConfig
     from megatron_deberta.model import DebertaForMaskedLM, DebertaModel
     from megatron_deberta.ops import RelativePositions, disentangled_attention
+    from megatron_deberta.rank_process import pretrain
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,9 +34,9 @@ def __getattr__(name: str) -> Any:
 
         return load_config
     if name == "pretrain":
-        from megatron_deberta.cli.pretrain import train
+        from megatron_deberta.rank_process import pretrain
 
-        return train
+        return pretrain
     if name in ("DebertaForMaskedLM", "DebertaModel"):
         from megatron_deberta import model
 

@@ -17,9 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,12 +183,10 @@ def measure(case: Case, arguments: list[str], args: Any) -> dict[str, Any]:
     rows = rows_of(case, args.steps, args.data, args.tokenizer)
     difference = check(case, rows, args.layers)
     sides: dict[str, Contender] = {}
-    start: Callable[[str], Contender] = partial(
-        Contender, [*arguments, f"--case={case.name}"], module="benchmarks.step.accelerate"
-    )
+    program = ["-m", "benchmarks.step.accelerate", *arguments, f"--case={case.name}"]
     try:
         for side in SIDES:
-            sides[side] = start(side)
+            sides[side] = Contender(program, side)
         for _ in range(args.turns):
             for contender in sides.values():
                 contender.turn()

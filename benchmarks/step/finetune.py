@@ -163,19 +163,19 @@ class Contender:
     """A side in its own process.
 
     Args:
-        arguments: of this program, for the process.
+        arguments: of Python: the program and its arguments.
         side: its name.
-        module: the program.
+        root: checkout whose code it runs.
     """
 
-    def __init__(
-        self, arguments: list[str], side: str, module: str = "benchmarks.step.finetune"
-    ) -> None:
-        command = [sys.executable, "-m", module, *arguments, "--side", side]
-        threads = str(torch.get_num_threads())
-        environment = os.environ | {"OMP_NUM_THREADS": threads, "DS_ACCELERATOR": "cpu"}
+    def __init__(self, arguments: list[str], side: str, root: Path = ROOT) -> None:
+        command = [sys.executable, *arguments, "--side", side]
+        environment = os.environ | {
+            "OMP_NUM_THREADS": str(torch.get_num_threads()), "DS_ACCELERATOR": "cpu",
+            "PYTHONPATH": str(root),
+        }  # fmt: skip
         self._process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, text=True, stdin=subprocess.PIPE,
+            command, cwd=root, env=environment, text=True, stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )  # fmt: skip
         self._side = side
@@ -208,7 +208,8 @@ def measure(case: Case, work: Work, arguments: list[str]) -> dict[str, Any]:
     contenders: dict[str, Contender] = {}
     try:
         for side in SIDES:
-            contenders[side] = Contender([case.name, *arguments], side)
+            program = ["-m", "benchmarks.step.finetune", case.name, *arguments]
+            contenders[side] = Contender(program, side)
         for _ in range(work.epochs):
             for contender in contenders.values():
                 contender.turn()

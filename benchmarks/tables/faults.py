@@ -14,7 +14,7 @@ from benchmarks.tables.common import markdown
 
 Line = dict[str, Any]
 # Commands are imported by name.
-_RUN = "cli/pretrain.py"
+_RUN = "rank_process.py"
 _TRAINING = (
     _RUN, "checkpoint", "data", "engine", "model", "objectives", "ops", "distributed", "train",
 )  # fmt: skip

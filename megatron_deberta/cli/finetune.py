@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         refuse_options(args, ["save_config"], "writes a file, unlike --dry-run")
     if not args.ranks:
         refuse_options(args, ["max_restarts"], "needs --ranks")
-    from megatron_deberta.cli.pretrain import describe_run, train
+    from megatron_deberta.cli.pretrain import describe_run
     from megatron_deberta.evaluate.models import open_source_model
     from megatron_deberta.finetune.settings import (
         describe_settings,
@@ -93,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
         learning_rate_hint,
     )
     from megatron_deberta.model.task_models import parameter_shapes
+    from megatron_deberta.rank_process import pretrain
     from megatron_deberta.tasks.task import load_task
 
     with refusals():
@@ -116,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     if read_environment().rank == 0:
         print(settings, file=sys.stderr)
     if not args.ranks:
-        code = train(config, args.allow_config_change, ends_process=True)
+        code = pretrain(config, args.allow_config_change, ends_process=True)
     else:
         code = _launch(config, args)
     if hint and code == EXIT_DONE and read_environment().rank == 0:

@@ -15,27 +15,15 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import signal
-import sys
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
 
 from megatron_deberta.cli.arguments import add_run_arguments, add_shared
-from megatron_deberta.cluster import installation
-from megatron_deberta.cluster.run_lock import RunLock, raise_if_locked
-from megatron_deberta.cluster.watchdog.heartbeat import Heartbeat
 from megatron_deberta.config import BatchArithmetic, load_config, validate_for_world
 from megatron_deberta.config.loader import config_to_yaml
 from megatron_deberta.config.phases import describe_phases, segments
 from megatron_deberta.config.schema import RunConfig
 from megatron_deberta.distributed.environment import read_environment
-from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_REQUEUE
-from megatron_deberta.processes import raise_open_file_limit
-
-if TYPE_CHECKING:
-    from megatron_deberta.train.trainer import Callback
+from megatron_deberta.errors import EXIT_DONE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,111 +38,9 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print(describe_run(config))
         return EXIT_DONE
-    return train(config, args.allow_config_change, ends_process=True)
+    from megatron_deberta.rank_process import pretrain
 
-
-def train(
-    config: RunConfig,
-    allow_config_change: bool = False,
-    callbacks: Sequence[Callback] = (),
-    *,
-    ends_process: bool = False,
-) -> int:
-    """Train as one rank of a run; of a fine-tuning run if it has a task.
-
-    From Python it is ``megatron_deberta.pretrain``. Under torchrun, srun or mpirun every rank calls
-    it. Like the command it resumes from the newest checkpoint of ``train.run_dir``, and signals
-    that ask the run to stop end it with a checkpoint.
-
-    Args:
-        config: the run.
-        allow_config_change: resume with other optimizer settings than the checkpoint's.
-        callbacks: called beside the run's own; see ``train.trainer.Callback``.
-        ends_process: ignore the signals that ask a run to stop from the end of a stopped run, or of
-            each run under a launcher, on. False: their handlers are restored.
-
-    Returns:
-        The command's exit code: 0 done, 75 stopped by a signal, 130 by Ctrl-C.
-
-    Raises:
-        MegatronDebertaError: see ``errors``.
-    """
-    raise_open_file_limit()
-    environment = read_environment()
-    if environment.rank == 0 and environment.launcher != "srun":
-        # Before torch is imported, which is slow; under srun the other ranks would be left waiting.
-        raise_if_locked(config.train.run_dir)
-    with Heartbeat.of_this_rank(environment.rank) as heartbeat:
-        import torch
-
-        from megatron_deberta.train.preemption import STOP_SIGNALS, StopSignal
-        from megatron_deberta.train.run import pretrain
-
-        installation.check_torch_version(torch.__version__)
-        if config.train.device != "cpu":
-            installation.check_devices()
-        with ExitStack() as stack:
-            stop = stack.enter_context(StopSignal(announces=environment.rank == 0))
-            code = EXIT_FAILURE
-            try:
-                code = pretrain(
-                    config,
-                    stop,
-                    RunLock(config.train.run_dir, lambda: stop.received),
-                    heartbeat,
-                    callbacks=callbacks,
-                    allow_config_change=allow_config_change,
-                    predict_bytes=predict_bytes,
-                    **task_functions(config),
-                )
-            except InterruptedError as error:
-                # While it waited for the other ranks: there is nothing to save.
-                print(f"megatron-deberta: {error}", file=sys.stderr)
-                is_interrupt = stop.received is signal.SIGINT
-                code = EXIT_INTERRUPTED if is_interrupt else EXIT_REQUEUE
-            finally:
-                launched = environment.launcher != "none"
-                is_stopped = bool(stop.received) or code == EXIT_REQUEUE
-                if ends_process and (is_stopped or (code == EXIT_DONE and launched)):
-                    # SLURM and the supervisor may signal at any time; a signal while this process
-                    # ends would kill it and change its exit code.
-                    for number in STOP_SIGNALS:
-                        signal.signal(number, signal.SIG_IGN)
-                    stack.pop_all()
-            return code
-
-
-def task_functions(config: RunConfig) -> dict[str, Any]:
-    """Return the functions that open data and initial weights of a fine-tuning run."""
-    if not config.finetune.task:
-        return {}
-    from megatron_deberta.evaluate.models import open_release_weights
-    from megatron_deberta.finetune.data import open_task_data
-
-    return {"open_data": open_task_data, "open_weights": open_release_weights}
-
-
-def predict_bytes(config: RunConfig) -> int:
-    """Predict the peak memory of a rank of this job: of its GPU, or of its process."""
-    import torch
-
-    from megatron_deberta.planning.memory import estimate_memory
-    from megatron_deberta.planning.plan import LIBRARY_BYTES
-
-    on_gpu = torch.cuda.is_available() and config.train.device != "cpu"
-    has_triton = on_gpu and torch.cuda.get_device_capability() >= (8, 0)
-    without_kernels = config.parallel.attention_backend in ("chunked", "efficient")
-    dp_size = validate_for_world(config, read_environment().world_size).dp_size
-    tensors = max(
-        estimate_memory(
-            part.config,
-            dp_size,
-            attention="chunked" if without_kernels or not has_triton else "triton",
-            device_type="cuda" if on_gpu else "cpu",
-        ).total
-        for part in segments(config)
-    )
-    return tensors if on_gpu else tensors + LIBRARY_BYTES
+    return pretrain(config, args.allow_config_change, ends_process=True)
 
 
 def describe_run(config: RunConfig, ranks: int | None = None) -> str:

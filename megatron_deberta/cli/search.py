@@ -217,8 +217,8 @@ def _slots(search: SearchConfig, first: ConfiguredRun, jobs: int | None) -> list
     """Return the environments of the runs at a time."""
     import psutil
 
-    from megatron_deberta.cli.pretrain import predict_bytes
     from megatron_deberta.finetune.local_runs import slot_environments, visible_gpus
+    from megatron_deberta.planning.plan import predict_rank_bytes
 
     devices = [] if first.config.train.device == "cpu" else visible_gpus()
     if devices:
@@ -230,7 +230,9 @@ def _slots(search: SearchConfig, first: ConfiguredRun, jobs: int | None) -> list
             )
     else:
         cores = len(os.sched_getaffinity(0)) // search.ranks
-        memory = psutil.virtual_memory().available // (predict_bytes(first.config) * search.ranks)
+        memory = psutil.virtual_memory().available // (
+            predict_rank_bytes(first.config) * search.ranks
+        )
         fit = max(1, min(cores, memory))
     return slot_environments(jobs or fit, search.ranks, devices)
 

@@ -196,7 +196,7 @@ def score_rows(
     tokens_per_batch: int,
     *,
     multiple: int = 1,
-    must_stop: Callable[[], bool] = never,
+    should_abort: Callable[[], bool] = never,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> npt.NDArray[np.float64] | None:
     """Sum the log-probabilities of each text's scored tokens. Collective over all ranks.
@@ -210,7 +210,7 @@ def score_rows(
         groups: the rank grid.
         tokens_per_batch: maximum tokens of a forward pass.
         multiple: row lengths are padded to a multiple of this (sequence parallelism).
-        must_stop: called before each batch, with the same result on every rank.
+        should_abort: called before each batch, with the same result on every rank.
         advance: called with the batches done and their number.
 
     Returns:
@@ -221,7 +221,7 @@ def score_rows(
     own = batches[groups.dp_rank :: groups.dp_size]
     with evaluation_mode(module):
         for done, numbers in enumerate(own, start=1):
-            if must_stop():
+            if should_abort():
                 return None
             batch = rows.batch(numbers, multiple).to(groups.device)
             (tokens,) = module(batch, None, reduction="none").losses.values()

@@ -143,7 +143,7 @@ class MinimalPairTask:
         self,
         module: nn.Module,
         groups: ProcessGroups,
-        must_stop: Callable[[], bool] = never,
+        should_abort: Callable[[], bool] = never,
         advance: Callable[[int, int], None] = lambda done, total: None,
     ) -> MinimalPairScores | None:
         """Compute the accuracies of all pairs. Collective over all ranks.
@@ -155,7 +155,7 @@ class MinimalPairTask:
         Args:
             module: ``objectives.MaskedLanguageModel``.
             groups: the rank grid.
-            must_stop: called before each batch, with the same result on every rank.
+            should_abort: called before each batch, with the same result on every rank.
             advance: called after each batch with the number of batches done and of all batches of
                 this rank.
 
@@ -171,7 +171,7 @@ class MinimalPairTask:
             groups,
             self.tokens_per_batch,
             multiple=self.multiple,
-            must_stop=must_stop,
+            should_abort=should_abort,
             advance=advance,
         )
         if scores is None:
@@ -195,20 +195,20 @@ class MinimalPairTask:
         )
 
     def evaluate(
-        self, module: nn.Module, groups: ProcessGroups, must_stop: Callable[[], bool]
+        self, module: nn.Module, groups: ProcessGroups, should_abort: Callable[[], bool]
     ) -> Evaluation | None:
         """Compute the metrics for ``metrics.jsonl``. Collective over all ranks.
 
         Args:
             module: ``objectives.MaskedLanguageModel``.
             groups: the rank grid.
-            must_stop: called before each batch, with the same result on every rank.
+            should_abort: called before each batch, with the same result on every rank.
 
         Returns:
             The metrics, with an accuracy of NaN if a score is not finite; None: told to stop.
         """
         try:
-            scores = self.score(module, groups, must_stop)
+            scores = self.score(module, groups, should_abort)
         except DataError as error:
             # A run goes on: the guard may roll it back.
             logger.warning("%s; the accuracy is not a number", error)

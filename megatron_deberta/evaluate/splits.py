@@ -371,7 +371,7 @@ def validate_split(
     split: Split,
     tokenizer: Tokenizer,
     groups: ProcessGroups,
-    must_stop: Callable[[], bool] = never,
+    should_abort: Callable[[], bool] = never,
 ) -> Evaluation | None:
     """Compute the loss and the task's metrics. Collective over all ranks.
 
@@ -384,12 +384,12 @@ def validate_split(
         split: examples to score.
         tokenizer: the model's tokenizer.
         groups: the rank grid.
-        must_stop: called before each batch, with the same result on every rank.
+        should_abort: called before each batch, with the same result on every rank.
 
     Returns:
         The metrics, NaN if an output is not finite; None: told to stop.
     """
-    found = run_split(module, config, split.encoded, tokenizer, groups, must_stop)
+    found = run_split(module, config, split.encoded, tokenizer, groups, should_abort)
     if found is None:
         return None
     outputs, evaluation = found
@@ -423,7 +423,7 @@ def run_split(
     encoded: EncodedDataset,
     tokenizer: Tokenizer,
     groups: ProcessGroups,
-    must_stop: Callable[[], bool] = never,
+    should_abort: Callable[[], bool] = never,
     advance: Callable[[float], None] | None = None,
 ) -> tuple[Outputs, Evaluation] | None:
     """Compute a model's outputs for all rows, and its loss. Collective over all ranks.
@@ -434,7 +434,7 @@ def run_split(
         encoded: the examples.
         tokenizer: the model's tokenizer.
         groups: the rank grid.
-        must_stop: called before each batch, with the same result on every rank.
+        should_abort: called before each batch, with the same result on every rank.
         advance: called after each batch with the share of all tokens that are done, about.
 
     Returns:
@@ -457,7 +457,7 @@ def run_split(
             done += int(encoded.lengths[numbers].sum()) * groups.dp_size
             advance(min(done / total, 1.0))
 
-    evaluation = evaluate(module, batches, groups, objective, must_stop, collect)
+    evaluation = evaluate(module, batches, groups, objective, should_abort, collect)
     if evaluation is None:
         return None
     # Every row was computed by one data-parallel rank; the others hold zeros.

@@ -54,7 +54,7 @@ def evaluate(
     batches: Iterable[MicroBatch],
     groups: ProcessGroups,
     objective: Objective,
-    must_stop: Callable[[], bool] = never,
+    should_abort: Callable[[], bool] = never,
     collect: Callable[[MicroBatch, Tensor], None] | None = None,
 ) -> Evaluation | None:
     """Validate without dropout. Collective over all ranks.
@@ -64,7 +64,7 @@ def evaluate(
         batches: this rank's batches; the same number on every rank.
         groups: the rank grid.
         objective: the training task.
-        must_stop: called before each batch, with the same result on every rank.
+        should_abort: called before each batch, with the same result on every rank.
         collect: called with each batch and the outputs of the model, any shape; None: nothing.
 
     Returns:
@@ -74,7 +74,7 @@ def evaluate(
     sums = torch.zeros(3 * len(names) + len(counters), dtype=torch.float64, device=groups.device)
     with evaluation_mode(module):
         for batch in batches:
-            if must_stop():
+            if should_abort():
                 return None
             batch = batch.to(groups.device)
             result: ModelLosses = module(batch, None)

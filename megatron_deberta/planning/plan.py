@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import psutil
+import torch
 
 from megatron_deberta.checkpoint.saver import FREE_SHARE, copy_bytes, state_bytes
 from megatron_deberta.cluster.profile import check_dtype
@@ -23,6 +24,7 @@ from megatron_deberta.config.rules import (
     validate_for_world,
 )
 from megatron_deberta.config.schema import RunConfig
+from megatron_deberta.distributed.environment import read_environment
 from megatron_deberta.errors import ConfigError, TopologyError
 from megatron_deberta.model import count_parameters
 from megatron_deberta.model.flops import pretraining_flops_per_token
@@ -609,6 +611,24 @@ def rank_memory(config: RunConfig, machine: Machine, dp_size: int) -> MemoryEsti
     is_chunked = config.parallel.attention_backend in ("chunked", "efficient")
     attention = "chunked" if is_chunked else machine.device.attention
     return estimate_memory(config, dp_size, attention=attention)
+
+
+def predict_rank_bytes(config: RunConfig) -> int:
+    """Predict the peak memory of a rank of this job: of its GPU, or of its process."""
+    on_gpu = torch.cuda.is_available() and config.train.device != "cpu"
+    has_triton = on_gpu and torch.cuda.get_device_capability() >= (8, 0)
+    without_kernels = config.parallel.attention_backend in ("chunked", "efficient")
+    dp_size = validate_for_world(config, read_environment().world_size).dp_size
+    tensors = max(
+        estimate_memory(
+            part.config,
+            dp_size,
+            attention="chunked" if without_kernels or not has_triton else "triton",
+            device_type="cuda" if on_gpu else "cpu",
+        ).total
+        for part in segments(config)
+    )
+    return tensors if on_gpu else tensors + LIBRARY_BYTES
 
 
 def layout(config: RunConfig) -> dict[str, Any]:

@@ -272,8 +272,8 @@ class Validate(PeriodicEvaluation):
 
     @staticmethod
     def _validation(trainer: Trainer, validator: Validator) -> Evaluate:
-        module, must_stop = trainer.engine.module, trainer.requests.must_stop
-        return functools.partial(validator, module, must_stop=must_stop)
+        module, should_abort = trainer.engine.module, trainer.requests.should_abort
+        return functools.partial(validator, module, should_abort=should_abort)
 
     def every(self, trainer: Trainer) -> int | None:
         """Return ``train.eval_every``."""
@@ -316,8 +316,8 @@ class EvaluateMinimalPairs(PeriodicEvaluation):
 
     def evaluate(self, trainer: Trainer) -> Evaluation | None:
         """Score all pairs."""
-        module, must_stop = trainer.engine.module, trainer.requests.must_stop
-        return self.task.evaluate(module, trainer.groups, must_stop)
+        module, should_abort = trainer.engine.module, trainer.requests.should_abort
+        return self.task.evaluate(module, trainer.groups, should_abort)
 
 
 class CheckReplicas(Callback):
@@ -406,7 +406,7 @@ class SaveCheckpoints(Callback):
         if trainer.sample_log is not None:
             # Before the save, so that it contains every step of the checkpoint.
             trainer.sample_log.sync()
-        metadata = trainer.metadata()
+        metadata = trainer.checkpoint_metadata()
         checkpoint = trainer.config.checkpoint
         best = trainer.selection.best_after(trainer.state.step) if self._keeps_best else None
         retention = Retention(

@@ -48,7 +48,7 @@ _DataKey = tuple[tuple[str, ...], tuple[str, ...]]
 class Validator(Protocol):
     """Validates a model."""
 
-    def __call__(self, module: nn.Module, *, must_stop: Callable[[], bool]) -> Evaluation | None:
+    def __call__(self, module: nn.Module, *, should_abort: Callable[[], bool]) -> Evaluation | None:
         """Return the metrics; None if told to stop meanwhile. Collective over all ranks."""
 
 

@@ -214,7 +214,7 @@ class LocalCheckpoints(Callback):
                 if trainer.sample_log is not None:
                     # Before the save, so that it contains every step of the checkpoint.
                     trainer.sample_log.sync()
-                saver.start(trainer.metadata(), began)
+                saver.start(trainer.checkpoint_metadata(), began)
             self._wait_if_needed(trainer, saver, schedule)
 
     def _wait_if_needed(self, trainer: Trainer, saver: LocalSaver, schedule: SaveSchedule) -> None:

@@ -19,7 +19,7 @@ from megatron_deberta.distributed.control import all_reduce_max
 from megatron_deberta.distributed.topology import ProcessGroups
 
 # Signals that a scheduler sends ahead of SIGKILL
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 # File in the run folder: save and end; do not requeue
 STOP_FILE = "stop"
 # File in the run folder: save and continue
@@ -46,7 +46,7 @@ class Request:
     save: bool = False
 
 
-class StopSignal:
+class SignalRecorder:
     """Records stop signals within its context; only for the main thread.
 
     Enter it before anything slow: until then these signals end the process at once. A signal that
@@ -67,8 +67,8 @@ class StopSignal:
         self.received: signal.Signals | None = None
         self.is_late = False
 
-    def __enter__(self) -> StopSignal:
-        for number in (*STOP_SIGNALS, signal.SIGINT):
+    def __enter__(self) -> SignalRecorder:
+        for number in (*PREEMPTION_SIGNALS, signal.SIGINT):
             self._previous[number] = signal.signal(number, self._record)
         return self
 
@@ -98,7 +98,7 @@ class Requests:
         groups: the rank grid.
     """
 
-    def __init__(self, signals: StopSignal, run_dir: str, groups: ProcessGroups) -> None:
+    def __init__(self, signals: SignalRecorder, run_dir: str, groups: ProcessGroups) -> None:
         self._signals = signals
         self._stop, self._save = Path(run_dir) / STOP_FILE, Path(run_dir) / SAVE_FILE
         self._groups = groups
@@ -121,7 +121,7 @@ class Requests:
         # Set first: a signal between the two is announced too late, never too early.
         self._signals.is_late = True
         received = self._signals.received
-        return received in STOP_SIGNALS, received is signal.SIGINT, *(found or ())
+        return received in PREEMPTION_SIGNALS, received is signal.SIGINT, *(found or ())
 
     def receive(self, flags: Iterable[bool]) -> None:
         """Set what the next ``poll`` returns: the requests to any rank, exchanged by a step."""
@@ -141,7 +141,7 @@ class Requests:
         self._signals.is_late = False
         return Request(*(bool(number) for number in all_reduce_max(numbers, self._groups).tolist()))
 
-    def must_stop(self) -> bool:
+    def should_abort(self) -> bool:
         """Return whether a signal asks the process to end soon. Collective over all ranks."""
         request = self.poll()
         return request.preempt or request.interrupt

@@ -44,7 +44,7 @@ from megatron_deberta.train.callbacks import (
 )
 from megatron_deberta.train.data import OpenData, open_pretraining_data
 from megatron_deberta.train.local_checkpoints import LocalCheckpoints
-from megatron_deberta.train.preemption import StopSignal
+from megatron_deberta.train.preemption import SignalRecorder
 from megatron_deberta.train.setup import (
     build_rank_model,
     choose_background_saves,
@@ -61,9 +61,9 @@ from megatron_deberta.train.vocab_size import with_vocab_size
 EXIT_CODES = {Ending.PREEMPTED: EXIT_REQUEUE, Ending.INTERRUPTED: EXIT_INTERRUPTED}
 
 
-def pretrain(
+def train_rank(
     config: RunConfig,
-    stop: StopSignal,
+    signals: SignalRecorder,
     run_lock: FolderLock,
     observer: ProgressObserver | None = None,
     *,
@@ -77,7 +77,7 @@ def pretrain(
 
     Args:
         config: the run.
-        stop: records signals that ask the run to stop.
+        signals: records signals that ask the run to stop.
         run_lock: entered on rank 0 before anything is written to the run folder.
         observer: notified of this rank's progress.
         callbacks: called after validations and before checkpoints are saved.
@@ -97,7 +97,7 @@ def pretrain(
     terminal = Console(file=sys.stdout)
     observer = SectionTimer(observer or ProgressObserver())
     with ExitStack() as stack:
-        config, groups = _init_rank(config, terminal, stack, stop)
+        config, groups = _init_rank(config, terminal, stack, signals)
         # Before the lock, so that a run with unusable data creates no folder.
         with raise_on_all_ranks(groups), refusals():
             config, data = open_data(config, groups)
@@ -151,7 +151,7 @@ def pretrain(
         trainer = Trainer(
             config=config, groups=groups, data=data, model=model, engine=engine, saver=saver,
             state=state, guard=Guard.of_run(config, start.guard),
-            callbacks=[callback for callback in chain if callback is not None], stop=stop,
+            callbacks=[callback for callback in chain if callback is not None], signals=signals,
             lock=run_lock, observer=observer, terminal=terminal,
         )  # fmt: skip
         ending = trainer.fit()
@@ -159,14 +159,14 @@ def pretrain(
             local.close(is_finished=trainer.state.step >= config.train.steps)
         if groups.rank == 0:
             seconds = time.monotonic() - began
-            text = describe_end(config, ending, trainer.state.step, seconds, stop.received)
+            text = describe_end(config, ending, trainer.state.step, seconds, signals.received)
             terminal.out(describe_nothing_left(config) if nothing_left else text, highlight=False)
         observer.enter(Section.END)
     return EXIT_CODES.get(ending, EXIT_DONE)
 
 
 def _init_rank(
-    config: RunConfig, terminal: Console, stack: ExitStack, stop: StopSignal
+    config: RunConfig, terminal: Console, stack: ExitStack, signals: SignalRecorder
 ) -> tuple[RunConfig, ProcessGroups]:
     """Set up logging, determinism and process groups; return the config without ``auto``."""
     environment = read_environment()
@@ -186,7 +186,7 @@ def _init_rank(
         device,
         config.cluster.collective_timeout_minutes,
         environment,
-        lambda: stop.received is not None,
+        lambda: signals.received is not None,
     )
     return choose_precision(config, groups), groups
 

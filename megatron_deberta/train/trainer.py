@@ -31,7 +31,7 @@ from megatron_deberta.observe.metrics import RecordKind
 from megatron_deberta.observe.progress import ProgressObserver, Section
 from megatron_deberta.observe.throughput import ThroughputMeter
 from megatron_deberta.train.data import RunData, Validator
-from megatron_deberta.train.preemption import Request, Requests, StopSignal
+from megatron_deberta.train.preemption import Request, Requests, SignalRecorder
 from megatron_deberta.train.prefetch import InputQueue
 from megatron_deberta.train.records import RunRecords
 from megatron_deberta.train.setup import build_meter
@@ -68,7 +68,7 @@ class Callback:
         """
 
     def on_stop(self, trainer: Trainer) -> None:
-        """Called if it becomes known during the callbacks of a step that it is the last one."""
+        """Called if it becomes known only during the callbacks of a step that it is the last."""
 
     def on_validation(self, trainer: Trainer, kind: RecordKind, evaluation: Evaluation) -> None:
         """Called after each validation, and after each evaluation of minimal pairs.
@@ -103,7 +103,7 @@ class Trainer:
         state: position to train from; then the position reached.
         guard: numeric guard at that position.
         callbacks: called after every step, in this order.
-        stop: records signals that ask the run to stop.
+        signals: records signals that ask the run to stop.
         lock: of the run folder.
         observer: notified of this rank's progress.
         terminal: console to draw on.
@@ -134,7 +134,7 @@ class Trainer:
     state: TrainState
     guard: Guard
     callbacks: Sequence[Callback]
-    stop: StopSignal
+    signals: SignalRecorder
     lock: FolderLock
     observer: ProgressObserver = field(default_factory=ProgressObserver)
     terminal: Console = field(default_factory=Console)
@@ -211,7 +211,7 @@ class Trainer:
                 self.resources.callback(self.sample_log.close)
         self.inputs = InputQueue(loader, groups.device)
         self.meter = build_meter(config, groups, data.step_work(config))
-        self.requests = Requests(self.stop, config.train.run_dir, groups)
+        self.requests = Requests(self.signals, config.train.run_dir, groups)
         run_dir = None if self.records is None else self.records.run_dir
         examples = data.identity.validation_fingerprint
         with refusals():
@@ -345,7 +345,7 @@ class Trainer:
             seconds = time.monotonic() - began
             self.records.longest_check = max(self.records.longest_check, seconds)
 
-    def metadata(self) -> CheckpointMetadata:
+    def checkpoint_metadata(self) -> CheckpointMetadata:
         """Check the state and describe its checkpoint. Collective over all ranks.
 
         Raises:

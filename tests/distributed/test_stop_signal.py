@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_deberta.train.preemption import SAVE_FILE, STOP_FILE, Request, Requests, StopSignal
+from megatron_deberta.train.preemption import (
+    SAVE_FILE,
+    STOP_FILE,
+    Request,
+    Requests,
+    SignalRecorder,
+)
 from tests.support.ranks import RankPool, grid
 
 
@@ -16,7 +22,7 @@ def run_steps(
     rank: int, tp_size: int, target: int, number: signal.Signals = signal.SIGUSR2
 ) -> tuple[int, bool]:
     groups = grid(tp_size)
-    with StopSignal() as stop:
+    with SignalRecorder() as stop:
         requests = Requests(stop, "nowhere", groups)
         for step in range(6):
             if rank == target and step == 3:
@@ -44,7 +50,7 @@ def test_no_stop_without_a_signal(two_ranks: RankPool) -> None:
 
 
 def look(rank: int, tp_size: int, run_dir: str) -> Request:
-    return Requests(StopSignal(), run_dir, grid(tp_size)).poll()
+    return Requests(SignalRecorder(), run_dir, grid(tp_size)).poll()
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])

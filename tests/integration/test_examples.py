@@ -20,7 +20,7 @@ from megatron_deberta.cli.main import main
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.objectives import build_objective
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
-from megatron_deberta.train.preemption import STOP_SIGNALS
+from megatron_deberta.train.preemption import PREEMPTION_SIGNALS
 from tests.support.tiny_task import MODEL, write_task
 
 ROOT = Path(__file__).parents[2]
@@ -96,12 +96,12 @@ def test_train_in_forty_lines(run: Run) -> None:
 def test_pretrain_with_callback(run_yaml: Path, tmp_path: Path) -> None:
     """Resumed after step 10: the callback sees each step once."""
     script = runpy.run_path(str(ROOT / "examples/pretrain_with_callback.py"))
-    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
+    handlers = [signal.getsignal(number) for number in PREEMPTION_SIGNALS]
     for last in (10, 12):
         overrides = [f"train.run_dir={tmp_path / 'run'}", f"train.exit_step={last}"]
         config = load_config(str(run_yaml), overrides)
         assert pretrain(config, callbacks=[script["EveryStep"]()]) == 0
-    assert [signal.getsignal(number) for number in STOP_SIGNALS] == handlers
+    assert [signal.getsignal(number) for number in PREEMPTION_SIGNALS] == handlers
     rows = (tmp_path / "run" / "steps.csv").read_text().splitlines()
     assert [int(row.split(",")[0]) for row in rows] == list(range(1, 13))
     assert all(float(row.split(",")[2]) > 0 for row in rows)

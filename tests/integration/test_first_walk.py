@@ -24,7 +24,7 @@ from transformers import AutoModelForTokenClassification
 from megatron_deberta.cli.main import main
 from megatron_deberta.errors import EXIT_INTERRUPTED
 from megatron_deberta.observe.metrics import FILE_NAME, read_metrics
-from megatron_deberta.train.preemption import STOP_SIGNALS
+from megatron_deberta.train.preemption import PREEMPTION_SIGNALS
 from tests.integration.test_documented_commands import NAMED_YAML, commands
 from tests.support.jobs import ROOT
 from tests.support.machine_text import documents
@@ -100,7 +100,7 @@ def run(words: list[str]) -> str:
     with redirect_stdout(out), redirect_stderr(out):
         if is_interrupted:
             threading.Thread(target=press_ctrl_c, args=(Path("runs/german"),), daemon=True).start()
-        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        handlers = {number: signal.getsignal(number) for number in PREEMPTION_SIGNALS}
         code = main(arguments)
         # The command ignores them from the end of a stopped run on.
         for number, handler in handlers.items():

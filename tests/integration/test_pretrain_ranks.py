@@ -83,7 +83,7 @@ def exit_after_training(
     """Run the command without its training; send the exit code and the handler that it leaves."""
     os.environ.update(environment)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_deberta.train.run.pretrain", lambda *_, **__: 0)
+        patch.setattr("megatron_deberta.train.run.train_rank", lambda *_, **__: 0)
         code = main(arguments)
     result.send((code, signal.getsignal(signal.SIGUSR1)))
 

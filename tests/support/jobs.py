@@ -37,7 +37,8 @@ from megatron_deberta.train import setup
 from tests.support import pauses
 
 RANK_IMPORTS = (
-    "deepspeed", "megatron_deberta.cli.pretrain", "megatron_deberta.engine.deepspeed_patches",
+    "deepspeed", "megatron_deberta.cli.pretrain", "megatron_deberta.rank_process",
+    "megatron_deberta.engine.deepspeed_patches",
     "megatron_deberta.train.run",
     # The compiler, which DeepSpeed's optimizers and deterministic algorithms import: most of a
     # rank's start-up time.

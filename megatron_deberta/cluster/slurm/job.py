@@ -45,7 +45,7 @@ ARRAY_TASK = "SLURM_ARRAY_TASK_ID"
 """Environment variable with the index of an array's element."""
 PASSED_ON = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TMPDIR", "PYTHONPATH")
 """Variables of the node that ranks get, besides SLURM's and those of job.json."""
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _FIRST_PORT, _NUM_PORTS = 12000, 20000
 
 
@@ -127,7 +127,7 @@ class JobAttempt:
             self._node_failure = failure
             return EXIT_FAILURE
         logger.info("%s: %s", self._name, " ".join(command))
-        for number in STOP_SIGNALS:
+        for number in PREEMPTION_SIGNALS:
             signal.signal(number, self._forward_signal)
         return subprocess.Popen(command, env=environment, start_new_session=True).wait()
 
@@ -191,7 +191,7 @@ class JobAttempt:
             SlurmError: SLURM rejects it.
         """
         excluded = self._excluded()
-        for number in STOP_SIGNALS:
+        for number in PREEMPTION_SIGNALS:
             # Nodes can be excluded for a pending job only, so this process must outlive the
             # requeue.
             signal.signal(number, signal.SIG_IGN if excluded else signal.SIG_DFL)

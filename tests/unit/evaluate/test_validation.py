@@ -49,7 +49,7 @@ def test_the_mode_is_that_of_before(training: bool, fails: bool) -> None:
         return True
 
     if fails:
-        for call in (validate, lambda: score_rows(module, rows(), GROUPS, 16, must_stop=stop)):
+        for call in (validate, lambda: score_rows(module, rows(), GROUPS, 16, should_abort=stop)):
             with pytest.raises(OSError, match="a disk is gone"):
                 call()
             assert module.training == training
@@ -57,5 +57,5 @@ def test_the_mode_is_that_of_before(training: bool, fails: bool) -> None:
     validate()
     assert module.training == training
     assert evaluate(module, batches(module, fails=False), GROUPS, objective, stop) is None
-    assert score_rows(module, rows(), GROUPS, 16, must_stop=stop) is None
+    assert score_rows(module, rows(), GROUPS, 16, should_abort=stop) is None
     assert module.training == training

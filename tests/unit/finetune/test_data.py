@@ -124,7 +124,7 @@ def test_the_hint_on_the_learning_rate_is_repeated_at_the_end(
         file.write("settings: {low: {optimizer.learning_rate: 3.0e-5}}\ndefault_settings: low\n")
     arguments = [str(data / "task.yaml"), "--model", str(MODEL), "--data", str(data)]
     code, hint = EXIT_DONE, "is a value for base models"
-    monkeypatch.setattr("megatron_deberta.cli.pretrain.train", lambda *_, **__: code)
+    monkeypatch.setattr("megatron_deberta.rank_process.pretrain", lambda *_, **__: code)
     assert main(["finetune", *arguments, f"train.run_dir={tmp_path / 'run'}"]) == EXIT_DONE
     assert capsys.readouterr().err.count(hint) == 2
     code = EXIT_REQUEUE

@@ -13,7 +13,6 @@ import pytest
 
 from benchmarks.planning import paper as plan_paper
 from megatron_deberta.cli.main import main
-from megatron_deberta.cli.pretrain import predict_bytes
 from megatron_deberta.cluster.profile import load_profile
 from megatron_deberta.config import RunConfig, load_config
 from megatron_deberta.config.schema import Phase
@@ -26,6 +25,7 @@ from megatron_deberta.planning.plan import (
     LostTime,
     make_cpu_plan,
     make_plan,
+    predict_rank_bytes,
     rank_memory,
     search_layouts,
 )
@@ -411,7 +411,7 @@ def test_banner_and_plan_predict_the_same_memory() -> None:
     config = load_config(RUNS / "quickstart.yaml", settings)
     plan = make_cpu_plan(config, 1)
     expected = plan.memory[config.parallel.recompute].total + LIBRARY_BYTES
-    assert predict_bytes(config) == expected
+    assert predict_rank_bytes(config) == expected
     # Of phases, the one that needs most.
     phases = (
         Phase(steps=500, overrides=(("data.sequence_length", 64),)),
@@ -419,7 +419,9 @@ def test_banner_and_plan_predict_the_same_memory() -> None:
     )
     phased = replace(config, train=replace(config.train, phases=phases))
     plan = make_cpu_plan(phased, 1)
-    assert predict_bytes(phased) == plan.memory[config.parallel.recompute].total + LIBRARY_BYTES
+    assert (
+        predict_rank_bytes(phased) == plan.memory[config.parallel.recompute].total + LIBRARY_BYTES
+    )
     assert plan.memory[config.parallel.recompute].total + LIBRARY_BYTES > expected
     assert [line.split(":")[0] for line in plan.phases] == ["steps 1 to 500", "steps 501 to 1,000"]
 

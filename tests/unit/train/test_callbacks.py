@@ -366,7 +366,7 @@ def trainer_with_replicas(calls: list[str], check_every: int) -> Trainer:
     trainer = Trainer(
         config=config, groups=nothing, data=SimpleNamespace(identity=fake.identity),  # type: ignore[arg-type]
         model=fake, engine=fake, saver=typed, state=TrainState(7, 28), guard=Guard.of_run(config),
-        callbacks=[], stop=nothing, lock=nothing,
+        callbacks=[], signals=nothing, lock=nothing,
     )  # fmt: skip
     trainer.meter, trainer.train_step = trainer_at(7).meter, nothing
     trainer.save_requested = True

@@ -27,7 +27,7 @@ from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.engine.factory import build_engine
 from megatron_deberta.model import DropoutSeeds
 from megatron_deberta.model.inputs import ModelInputs
-from megatron_deberta.train.preemption import STOP_FILE, Request, Requests, StopSignal
+from megatron_deberta.train.preemption import STOP_FILE, Request, Requests, SignalRecorder
 from megatron_deberta.train.setup import DTYPES
 from megatron_deberta.train.step import TrainStep
 from tests.support.tiny_models import V2
@@ -91,7 +91,7 @@ def test_a_step_waits_once(
         train=TrainConfig(steps=9, micro_batch_size=2, global_batch_size=4),
     )
     model = build_model(config, groups, DTYPES[dtype])
-    requests = Requests(StopSignal(), str(tmp_path), groups)
+    requests = Requests(SignalRecorder(), str(tmp_path), groups)
     engine = build_engine(config, model.module, model.specs, groups)
     step = TrainStep(engine, config, groups, requests=requests)
     batches = [fake_batch(groups.device, False, padded=False)[0]] * 2

@@ -13,12 +13,12 @@ import torch
 
 from megatron_deberta.distributed.topology import single_process_groups
 from megatron_deberta.train.preemption import (
+    PREEMPTION_SIGNALS,
     SAVE_FILE,
     STOP_FILE,
-    STOP_SIGNALS,
     Request,
     Requests,
-    StopSignal,
+    SignalRecorder,
 )
 
 GROUPS = single_process_groups(torch.device("cpu"))
@@ -29,14 +29,14 @@ from megatron_deberta.data.batch import Batch
 from megatron_deberta.data.loader import TrainLoader
 from megatron_deberta.data.loader import StepSampler
 from megatron_deberta.model.inputs import ModelInputs
-from megatron_deberta.train.preemption import StopSignal
+from megatron_deberta.train.preemption import SignalRecorder
 
 class Numbers:
     def build(self, samples):
         row = torch.tensor(list(samples)).unsqueeze(1)
         return Batch(ModelInputs(row), row, row, row.squeeze(1))
 
-with StopSignal() as stop:
+with SignalRecorder() as stop:
     sampler = StepSampler(global_batch_size=2, micro_batch_size=2, dp_rank=0, dp_size=1)
     steps = iter(TrainLoader(Numbers(), sampler, 0, num_workers=1, pin_memory=False))
     seen = []
@@ -50,10 +50,10 @@ with StopSignal() as stop:
 """
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS)
+@pytest.mark.parametrize("number", PREEMPTION_SIGNALS)
 def test_signal_is_remembered_and_handlers_come_back(number: signal.Signals) -> None:
-    before = [signal.getsignal(n) for n in STOP_SIGNALS]
-    with StopSignal() as stop:
+    before = [signal.getsignal(n) for n in PREEMPTION_SIGNALS]
+    with SignalRecorder() as stop:
         requests = Requests(stop, "nowhere", GROUPS)
         assert requests.poll() == Request()
         assert stop.received is None
@@ -61,12 +61,12 @@ def test_signal_is_remembered_and_handlers_come_back(number: signal.Signals) -> 
         os.kill(os.getpid(), signal.SIGTERM)
         assert requests.poll() == Request(preempt=True)
         assert stop.received is number
-    assert [signal.getsignal(n) for n in STOP_SIGNALS] == before
+    assert [signal.getsignal(n) for n in PREEMPTION_SIGNALS] == before
 
 
 def test_ctrl_c_is_told_and_the_second_one_kills(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGINT)
-    with StopSignal(announces=True) as stop:
+    with SignalRecorder(announces=True) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.received is signal.SIGINT
@@ -82,7 +82,7 @@ def test_ctrl_c_is_told_and_the_second_one_kills(capfd: pytest.CaptureFixture[st
 def test_ctrl_c_names_the_step_that_sees_it(
     is_during_update: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with StopSignal(announces=True) as stop:
+    with SignalRecorder(announces=True) as stop:
         requests, ended_after = Requests(stop, "nowhere", GROUPS), 0
         for step in (1, 2, 3):
             if step == 2 and not is_during_update:
@@ -103,7 +103,7 @@ def test_ctrl_c_names_the_step_that_sees_it(
     ("name", "asked"), [(STOP_FILE, Request(stop=True)), (SAVE_FILE, Request(save=True))]
 )
 def test_file_asks_until_it_is_answered(tmp_path: Path, name: str, asked: Request) -> None:
-    requests = Requests(StopSignal(), str(tmp_path), GROUPS)
+    requests = Requests(SignalRecorder(), str(tmp_path), GROUPS)
     assert requests.poll() == Request()
     (tmp_path / name).touch()
     assert requests.poll() == requests.poll() == asked
@@ -116,7 +116,7 @@ def test_file_asks_until_it_is_answered(tmp_path: Path, name: str, asked: Reques
 def test_files_are_looked_for_while_the_device_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requests = Requests(StopSignal(), str(tmp_path), GROUPS)
+    requests = Requests(SignalRecorder(), str(tmp_path), GROUPS)
     (tmp_path / STOP_FILE).touch()
     requests.look_for_files()
     with monkeypatch.context() as patch:
@@ -128,7 +128,7 @@ def test_files_are_looked_for_while_the_device_computes(
 
 def test_handlers_come_back_after_an_error() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(RuntimeError, match="step failed"), StopSignal():
+    with pytest.raises(RuntimeError, match="step failed"), SignalRecorder():
         raise RuntimeError("step failed")
     assert signal.getsignal(signal.SIGTERM) == before
 

@@ -12,7 +12,7 @@ from megatron_deberta.config import RunConfig, load_config
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.model import DebertaModel
 from megatron_deberta.train import run
-from megatron_deberta.train.preemption import StopSignal
+from megatron_deberta.train.preemption import SignalRecorder
 from tests.support.tiny_models import tiny_tokenizer
 
 AUTO = "model.vocab_size=auto"
@@ -39,10 +39,10 @@ def test_a_run_replaces_auto_and_says_so(
     config = load_config(None, [AUTO, f"tokenizer.path={tokenizer_dir}"])
     with (
         caplog.at_level(logging.INFO),
-        StopSignal() as stop,
+        SignalRecorder() as signals,
         pytest.raises(StoppedError, match="^128$"),
     ):
-        run.pretrain(config, stop, stop)
+        run.train_rank(config, signals, signals)
     assert "rounded up to a multiple of 128" in caplog.text
 
 
