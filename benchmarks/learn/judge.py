@@ -10,7 +10,8 @@ by what no recipe changes:
 - scores of two tasks after fine-tuning, SST-2 (10,000 phrases) and chunking.
 
 The result file is written after each seed of a recipe; started again, the program continues where
-it ended. A recipe whose moving average is kept (``optimizer.ema_decay``) is judged by the average.
+it ended, and several of these programs with different recipes can share it. A recipe whose moving
+average is kept (``optimizer.ema_decay``) is judged by the average.
 
     python -m benchmarks.learn.judge --recipes baseline mask_20 --budget-seconds 1800 --seeds 3 \
         --corpus CORPUS --work runs/judge
@@ -320,7 +321,8 @@ def judge_recipes(judge: Judge, command: Commands) -> dict[str, Any]:
             row = model and evaluate(judge, command, recipe, seed, model)
             if row is None:
                 return summarize(judge, record)
-            record["rows"][key] = row
+            # Other programs may have written since.
+            record["rows"] = read_json(judge.output, record)["rows"] | {key: row}
             write_json(judge.output, summarize(judge, record))
             shutil.rmtree(judge.run(recipe, seed), ignore_errors=True)
     return summarize(judge, record)
@@ -340,59 +342,92 @@ def summarize(judge: Judge, record: Mapping[str, Any]) -> dict[str, Any]:
 def compare(rows: Any) -> Iterator[dict[str, Any]]:
     """Yield the scores of each recipe and their differences to the baseline.
 
-    A difference is the mean over the seeds of both, with half its 95 % interval, that of a t-test
-    of differences paired by seed: a seed determines the order of the text. None: fewer than two.
+    A score is modelled as a value of the recipe, one of the seed, which determines the order of the
+    text, and noise that is equally large for all recipes. So recipes with one seed have an
+    interval, too. ``half`` is half the 95 % interval of a difference; None: no recipe has a second
+    seed.
     """
+    found = list(rows)
+    recipes = list(dict.fromkeys(row["recipe"] for row in found))
+    fits = {
+        score: _differences([(row["recipe"], row["seed"], row["scores"][score]) for row in found])
+        for score in SCORES
+    }
+    for recipe in recipes:
+        own = [row["scores"] for row in found if row["recipe"] == recipe]
+        yield {
+            "recipe": recipe,
+            "seeds": len(own),
+            "scores": {
+                score: {"mean": statistics.fmean(scores[score] for scores in own)}
+                | fits[score].get(recipe, {})
+                for score in SCORES
+            },
+        }
+
+
+def _differences(
+    cells: Sequence[tuple[str, int, float]],
+) -> dict[str, dict[str, float | None]]:
+    """Return the difference to the baseline and half its 95 % interval, by recipe.
+
+    Args:
+        cells: recipe, seed and score of each run.
+    """
+    import numpy as np
     from scipy import stats
 
-    by_recipe: dict[str, dict[int, Mapping[str, float]]] = {}
-    for row in rows:
-        by_recipe.setdefault(row["recipe"], {})[row["seed"]] = row["scores"]
-    baseline = by_recipe.get(BASELINE, {})
-    for recipe, seeds in by_recipe.items():
-        found: dict[str, Any] = {"recipe": recipe, "seeds": len(seeds), "scores": {}}
-        for score in SCORES:
-            entry: dict[str, float | None] = {
-                "mean": statistics.fmean(scores[score] for scores in seeds.values())
-            }
-            common = sorted(seeds.keys() & baseline.keys())
-            if recipe != BASELINE and common:
-                changes = [seeds[seed][score] - baseline[seed][score] for seed in common]
-                entry["difference"] = statistics.fmean(changes)
-                entry["half"] = None
-                if len(changes) > 1:
-                    spread = statistics.stdev(changes) / math.sqrt(len(changes))
-                    entry["half"] = float(stats.t.ppf(0.975, len(changes) - 1)) * spread
-            found["scores"][score] = entry
-        yield found
-
-
-def plot(record: Mapping[str, Any], path: Path) -> None:
-    """Draw bits per byte against processor time and against tokens, the mean over seeds."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    by_time, by_tokens = figure.subplots(1, 2, sharey=True)
-    curves: dict[str, list[Any]] = {}
-    for row in record["rows"].values():
-        curves.setdefault(row["recipe"], []).append(row["curve"])
-    for recipe, found in curves.items():
-        points = [
-            (
-                column[0]["step"] * record["seconds_per_step"][recipe] / 60,
-                column[0]["tokens"] / 1e6,
-                statistics.fmean(point["bits_per_byte"] for point in column),
-            )
-            for column in zip(*found, strict=False)
+    recipes = [name for name in dict.fromkeys(name for name, _, _ in cells) if name != BASELINE]
+    if not any(name == BASELINE for name, _, _ in cells):
+        return {}
+    seeds = sorted({seed for _, seed, _ in cells})
+    # Columns: the baseline with the first seed, each other recipe, each other seed.
+    design = np.array(
+        [
+            [1.0, *(name == other for other in recipes), *(seed == other for other in seeds[1:])]
+            for name, seed, _ in cells
         ]
-        minutes, tokens, bits = zip(*points, strict=True)
-        width = 2.5 if recipe == BASELINE else 1.2
-        by_time.plot(minutes, bits, "o-", markersize=3, linewidth=width, label=recipe)
-        by_tokens.plot(tokens, bits, "o-", markersize=3, linewidth=width)
-    by_time.set(xlabel="processor time, minutes", ylabel="bits per byte of held-out text")
-    by_tokens.set(xlabel="tokens, millions")
-    by_time.legend(fontsize="small")
-    figure.savefig(path, dpi=150)
+    )
+    scores = np.array([score for _, _, score in cells])
+    inverse = np.linalg.pinv(design.T @ design)
+    fitted = inverse @ design.T @ scores
+    freedom = len(cells) - int(np.linalg.matrix_rank(design))
+    halves: list[float | None] = [None] * len(fitted)
+    if freedom:
+        variance = float(((scores - design @ fitted) ** 2).sum()) / freedom
+        width = float(stats.t.ppf(0.975, freedom))
+        halves = [width * math.sqrt(variance * entry) for entry in inverse.diagonal()]
+    return {
+        name: {"difference": float(fitted[place]), "half": halves[place]}
+        for place, name in enumerate(recipes, start=1)
+    }
+
+
+def description(recipe: str) -> str:
+    """Return the sentence with which a recipe's run file begins."""
+    lines = (RECIPES / f"{recipe}.yaml").read_text().splitlines()
+    return " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
+
+
+def curves(record: Mapping[str, Any]) -> dict[str, list[list[float]]]:
+    """Return minutes of processor time, millions of tokens and bits per byte, by recipe.
+
+    Each point is the mean over the seeds.
+    """
+    found: dict[str, list[Any]] = {}
+    for row in record["rows"].values():
+        found.setdefault(row["recipe"], []).append(row["curve"])
+    return {
+        recipe: [
+            [
+                round(column[0]["step"] * record["seconds_per_step"][recipe] / 60, 2),
+                round(column[0]["tokens"] / 1e6, 3),
+                round(statistics.fmean(point["bits_per_byte"] for point in column), 4),
+            ]
+            for column in zip(*seeds, strict=False)
+        ]
+        for recipe, seeds in found.items()
+    }
 
 
 def main() -> None:
@@ -422,8 +457,6 @@ def main() -> None:
     )  # fmt: skip
     record = judge_recipes(judge, Commands(time.monotonic() + args.hours * 3600))
     write_json(judge.output, record)
-    if record["rows"]:
-        plot(record, judge.output.with_suffix(".png"))
     json.dump(record["comparison"], sys.stdout, indent=1)
     wanted = {f"{name}/{seed}" for name in judge.recipes for seed in range(1, judge.seeds + 1)}
     if missing := wanted - record["rows"].keys():

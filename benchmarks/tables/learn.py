@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from benchmarks.learn.ablations import VARIANTS, mean_curves
 from benchmarks.learn.forms import MODELS as FORMS
 from benchmarks.learn.forms import PAPER as PAPER_FORMS
+from benchmarks.learn.judge import BASELINE, description
 from benchmarks.learn.same_batches import (
     EARLY_STEPS,
     PEER,
@@ -77,6 +78,47 @@ def same_batches(record: Result) -> str:
         "Largest difference of training losses from ours without mask decoder:\n\n"
         f"{growth}"
     )
+
+
+def which_recipe(record: Result) -> str:
+    """Scores of each recipe and its differences to the baseline after the same processor time."""
+    baseline = next(found for found in record["comparison"] if found["recipe"] == BASELINE)
+    steps = record["budget_seconds"] / record["seconds_per_step"][BASELINE]
+    titles = {"bits_per_byte": "bits per byte", "blimp": "BLiMP", "sst2": "SST-2",
+              "chunking": "chunking F1"}  # fmt: skip
+    rows = [
+        (
+            f"`{BASELINE}`", description(BASELINE).partition(" The other")[0],
+            str(baseline["seeds"]), f"{steps:,.0f}",
+            *(f"{baseline['scores'][name]['mean']:.3f}" for name in titles), "",
+        )
+    ]  # fmt: skip
+    others = [found for found in record["comparison"] if found["recipe"] != BASELINE]
+    for found in sorted(others, key=lambda each: each["scores"]["bits_per_byte"]["difference"]):
+        name = found["recipe"]
+        scores = [found["scores"][score] for score in titles]
+        rows.append(
+            (
+                f"`{name}`", description(name), str(found["seeds"]),
+                f"{record['budget_seconds'] / record['seconds_per_step'][name]:,.0f}",
+                *(_with_interval(each["difference"], each["half"] or math.inf) for each in scores),
+                _verdict(scores[0]["difference"], scores[0]["half"]),
+            )
+        )  # fmt: skip
+    header = ("recipe", "what it is", "seeds", "steps", *titles.values(), "verdict")
+    minutes = record["budget_seconds"] / 60
+    return markdown(header, rows) + (
+        f"\n({minutes:.0f} minutes of processor time each; scores of the baseline, and differences "
+        f"to it with their 95 % interval. {record['hardware']}, one thread, torch "
+        f"{record['torch']}.)\n"
+    )
+
+
+def _verdict(difference: float, half: float | None) -> str:
+    """Return what a difference in bits per byte says about a recipe."""
+    if half is None or abs(difference) < half:
+        return "no difference seen"
+    return "better" if difference < 0 else "worse"
 
 
 def _with_interval(mean: float, half: float) -> str:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.learn.judge import curves
 from benchmarks.lib.campaigns import read_lines
 from benchmarks.lib.provenance import ROOT
 from benchmarks.tables import (
@@ -97,6 +98,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "step-kernels": _of(step.step_kernels, "step_kernels"),
     "first-contact": _of(gpu.first_contact_tables, "first_contact"),
     "large-step": _of(step.large_step, "large_step"),
+    "which-recipe": _of(learn.which_recipe, "judge"),
     "same-batches": _of(learn.same_batches, "same_batches"),
     "learn": _of(learn.learn, "learn"),
     "attention-maps": _of(learn.attention_maps, "attention_maps"),
@@ -138,10 +140,11 @@ TABLES: dict[str, Callable[[str], str]] = {
     "slurm": _of_lines(faults.slurm, "slurm_campaign"),
 }
 
-FIGURES: dict[str, tuple[str, str, Callable[[Result], figures.Bars], str]] = {
-    "docs/images/step.png": ("cpu", "step", figures.step_bars, "tokens per second, one CPU"),
+FIGURES: dict[str, tuple[str, Callable[[Result], Any], Callable[[Any], bytes]]] = {
+    "docs/images/step.png": ("step", figures.step_bars, figures.draw_step_bars),
+    "docs/images/which-recipe.png": ("judge", curves, figures.draw_recipes),
 }
-"""Device and name of the results, what is shown, and the label of its axis, by picture."""
+"""Name of the CPU's results, what is shown of them, and how it is drawn, by picture."""
 
 
 def rewrite(page: str) -> str:
@@ -165,10 +168,13 @@ def stale_pages() -> dict[Path, str]:
 def stale_figures() -> dict[Path, bytes]:
     """Return the pictures that show other numbers than the results, as they should be."""
     stale = {}
-    for name, (device, file, bars_of, label) in FIGURES.items():
-        record = load(device, file)
-        if record is not None and (bars := bars_of(record)) != figures.shown_bars(ROOT / name):
-            stale[ROOT / name] = figures.draw_bars(bars, label)
+    for name, (file, numbers_of, draw) in FIGURES.items():
+        record = load("cpu", file)
+        if record is None:
+            continue
+        numbers = numbers_of(record)
+        if numbers != figures.shown_numbers(ROOT / name):
+            stale[ROOT / name] = draw(numbers)
     return stale
 
 

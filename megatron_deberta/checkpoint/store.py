@@ -79,7 +79,7 @@ def find_newest(run_dir: str | os.PathLike[str]) -> Path | None:
     return step_dir(run_dir, steps[-1]) if steps else None
 
 
-def find_state(path: Path) -> Path | None:
+def find_newest_checkpoint(path: Path) -> Path | None:
     """Return a checkpoint, or the newest one of a run folder, unverified; None: there is none."""
     return path if (path / COMMITTED_FILE).exists() else find_newest(path)
 

@@ -25,11 +25,11 @@ from megatron_deberta.tokenizer import Tokenizer
 Ids = npt.NDArray[np.int32]
 
 
-Row = tuple[int, Ids, Ids | None]
+EncodedRow = tuple[int, Ids, Ids | None]
 """Index of the row's example, and the tokens of its first and second segment; None: no second."""
 
 
-def row_arrays(tokenizer: Tokenizer, rows: Sequence[Row]) -> dict[str, Any]:
+def row_arrays(tokenizer: Tokenizer, rows: Sequence[EncodedRow]) -> dict[str, Any]:
     """Return the arrays of ``EncodedDataset`` but labels, offsets and word indices.
 
     Args:
@@ -122,7 +122,7 @@ def encode_segments(
     """
     segments = [_segments(task, example) for example in examples]
     tokens = _encode_each_segment(tokenizer, segments)
-    rows: list[Row] = []
+    rows: list[EncodedRow] = []
     for index, each in enumerate(segments):
         for text, pair in each:
             first, second = tokens[text], tokens[pair]
@@ -236,7 +236,7 @@ def encode_words(
         length: maximum number of tokens per row.
     """
     pieces = _pieces_of_words(examples, tokenizer)
-    rows: list[Row] = []
+    rows: list[EncodedRow] = []
     word_index: list[npt.NDArray[np.int32]] = []
     labels = []
     for index, example in enumerate(examples):
@@ -320,7 +320,7 @@ def encode_spans(
             contexts, tokenizer.encode_with_offsets(contexts), strict=True
         )
     }
-    rows: list[Row] = []
+    rows: list[EncodedRow] = []
     chars: list[npt.NDArray[np.int32]] = []
     labels = []
     for index, example in enumerate(examples):

@@ -15,7 +15,7 @@ import torch
 
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.saver import FREE_SHARE, copy_bytes, state_bytes
-from megatron_deberta.checkpoint.store import find_newest, find_state
+from megatron_deberta.checkpoint.store import find_newest, find_newest_checkpoint
 from megatron_deberta.config import config_from_dict
 from megatron_deberta.config.precision import PREFERRED, formats_of, resolve_precision
 from megatron_deberta.config.schema import DType, EngineName, RunConfig
@@ -81,7 +81,7 @@ def _began_with(config: RunConfig, groups: ProcessGroups) -> tuple[DType, Engine
     with raise_on_all_ranks(groups):
         newest = find_newest(config.train.run_dir)
         if newest is None and (given := config.checkpoint.continue_from):
-            newest = find_state(Path(given))
+            newest = find_newest_checkpoint(Path(given))
         if groups.rank == 0 and newest is not None:
             saved = config_from_dict(CheckpointReader(newest).metadata.config, str(newest))
             text = f"{saved.precision.dtype} {saved.parallel.engine}"

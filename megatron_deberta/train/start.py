@@ -125,7 +125,7 @@ def _extended(reader: CheckpointReader, config: RunConfig) -> StoredRun:
 def _continue(config: RunConfig, groups: ProcessGroups, identity: Identity) -> Start:
     """Open ``checkpoint.continue_from`` as the state of a new run."""
     given = Path(config.checkpoint.continue_from or "")
-    path = store.find_state(given) or given
+    path = store.find_newest_checkpoint(given) or given
     reader = store.open_intact(path, groups, hashes=config.checkpoint.verify)
     changed = check_continuation(reader, config, identity)
     logger.info("continuing %s", path)

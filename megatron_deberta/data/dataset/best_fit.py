@@ -13,7 +13,7 @@ import numpy as np
 from megatron_deberta.data import Integers
 from megatron_deberta.data.dataset.corpus import Corpus
 from megatron_deberta.data.dataset.index_cache import IndexCache, LatestTwo, Parts
-from megatron_deberta.data.dataset.rows import Layout, TokenSpans
+from megatron_deberta.data.dataset.rows import RowPacking, TokenSpans
 from megatron_deberta.data.randomness import Purpose, keyed_generator
 
 
@@ -71,7 +71,7 @@ def _fill(
     return taken
 
 
-class BestFit(Layout):
+class BestFit(RowPacking):
     """Rows of whole documents; of a longer one, its last part shares a row.
 
     Documents of the same length change places in every epoch; the number of rows does not depend

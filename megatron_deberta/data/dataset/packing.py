@@ -20,8 +20,8 @@ from megatron_deberta.data.dataset.corpus import Corpus
 from megatron_deberta.data.dataset.index_cache import IndexCache, LatestTwo, Parts
 from megatron_deberta.data.dataset.pairs import Pairs
 from megatron_deberta.data.dataset.rows import (
-    Layout,
     RowBatch,
+    RowPacking,
     TokenSpans,
     assemble,
     read_groups,
@@ -43,7 +43,7 @@ _FRAME_TOKENS = 2
 _CHUNK = 1 << 22
 
 
-class _FullSentences(Layout):
+class _FullSentences(RowPacking):
     """Rows cut from the concatenated documents of an epoch, with separators between them."""
 
     def __init__(self, corpus: Corpus, content_length: int, key: int, cache: IndexCache) -> None:
@@ -98,7 +98,7 @@ class _FullSentences(Layout):
         return TokenSpans(counts, starts, taken)
 
 
-class _DocSentences(Layout):
+class _DocSentences(RowPacking):
     """Rows that end with their document; a long document fills several rows."""
 
     def __init__(self, corpus: Corpus, content_length: int, cache: IndexCache) -> None:
@@ -171,18 +171,18 @@ class PackedRows:
         self._vocabulary = vocabulary
         self._key = key
         self._static_masks = static_masks
-        self._layout: Layout
+        self._packing: RowPacking
         if packing in PAIR_PACKINGS:
             most = PAIR_PACKINGS[packing]
-            self._layout = Pairs(corpus, content_length - 1, most, key, cache)
+            self._packing = Pairs(corpus, content_length - 1, most, key, cache)
         elif packing == "best_fit":
-            self._layout = BestFit(corpus, content_length, key, cache)
+            self._packing = BestFit(corpus, content_length, key, cache)
         elif packing == "full_sentences":
-            self._layout = _FullSentences(corpus, content_length, key, cache)
+            self._packing = _FullSentences(corpus, content_length, key, cache)
         else:
-            self._layout = _DocSentences(corpus, content_length, cache)
-        self.rows_per_epoch = self._layout.num_rows
-        self.index_entries = self._layout.index_entries
+            self._packing = _DocSentences(corpus, content_length, cache)
+        self.rows_per_epoch = self._packing.num_rows
+        self.index_entries = self._packing.index_entries
         self.identity = json.dumps([corpus.identity, key, sequence_length, packing])
         self._row_order = LatestTwo(self._draw_row_order)
 
@@ -201,19 +201,19 @@ class PackedRows:
 
     def build_index(self, epoch: int) -> None:
         """Build the index of ``index_epoch(epoch)`` unless the cache has it."""
-        self._layout.spans(self.index_epoch(epoch), np.zeros(1, np.int64))
+        self._packing.spans(self.index_epoch(epoch), np.zeros(1, np.int64))
 
     def _epoch_rows(self, epoch: int, numbers: Integers) -> RowBatch:
         cut = self.index_epoch(epoch)
-        available = self._layout.epoch_rows(cut)
+        available = self._packing.epoch_rows(cut)
         permute = self._row_order(epoch)
         chosen = np.array([permute(number % available) for number in numbers.tolist()])
-        rows = assemble(self._corpus, self._vocabulary, self._layout.spans(cut, chosen))
+        rows = assemble(self._corpus, self._vocabulary, self._packing.spans(cut, chosen))
         if not self._static_masks:
             return rows
         key = mix64(self._key, Purpose.STATIC_MASK, epoch % self._static_masks)
         return replace(rows, mask_ids=hash_values(key, chosen))
 
     def _draw_row_order(self, epoch: int) -> KeyedPermutation:
-        num_rows = self._layout.epoch_rows(self.index_epoch(epoch))
+        num_rows = self._packing.epoch_rows(self.index_epoch(epoch))
         return KeyedPermutation(num_rows, mix64(self._key, Purpose.ROW_ORDER, epoch))

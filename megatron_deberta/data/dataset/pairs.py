@@ -17,14 +17,14 @@ import numpy as np
 from megatron_deberta.data import Bits, Integers
 from megatron_deberta.data.dataset.corpus import Corpus
 from megatron_deberta.data.dataset.index_cache import IndexCache, LatestTwo, Parts
-from megatron_deberta.data.dataset.rows import Layout, TokenSpans
+from megatron_deberta.data.dataset.rows import RowPacking, TokenSpans
 from megatron_deberta.data.randomness import Purpose, draws, hash_values, mix64
 from megatron_deberta.errors import DataError
 
 _DOCUMENTS_AT_ONCE = 1 << 18
 
 
-class Pairs(Layout):
+class Pairs(RowPacking):
     """Rows of two segments.
 
     Args:

@@ -30,7 +30,7 @@ class TokenSpans(NamedTuple):
     is_random_next: Integers | None = None
 
 
-class Layout:
+class RowPacking:
     """Base class of the ways to pack documents into the rows of an epoch.
 
     Attributes:

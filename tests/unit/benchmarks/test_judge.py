@@ -90,7 +90,7 @@ def test_finished_runs_are_kept_and_stopped_ones_continue(
         trained.append(f"{recipe} {seed} {steps}")
         return None if recipe in stopped else tmp_path
 
-    def evaluate(judge: Any, command: Any, recipe: str, seed: int, model: Path) -> Any:
+    def evaluate(judge: Any, command: Any, recipe: str, seed: int, *_: object) -> Any:
         scores = {name: 0.5 + (recipe == "averaging") * seed / 10 for name in judges.SCORES}
         curve = [{"step": 5, "tokens": 10, "bits_per_byte": 2.0}]
         return {"recipe": recipe, "seed": seed, "scores": scores, "curve": curve}
@@ -113,11 +113,47 @@ def test_finished_runs_are_kept_and_stopped_ones_continue(
     assert changed["difference"] == pytest.approx(0.15)
     # t(0.975) of one degree of freedom, times the standard error of 0.1 and 0.2
     assert changed["half"] == pytest.approx(12.706 * 0.05, rel=1e-3)
-    judges.plot(found, tmp_path / "judge.png")
-    assert (tmp_path / "judge.png").stat().st_size > 10_000
+    # Another program has written meanwhile.
+    lost = json.loads(judge.output.read_text())
+    del lost["rows"]["averaging/2"]
+    judge.output.write_text(json.dumps(lost))
+
+    def train_beside(*arguments: Any) -> Path | None:
+        record = json.loads(judge.output.read_text())
+        record["rows"]["mask_20/1"] = evaluate(None, None, "mask_20", 1)
+        judge.output.write_text(json.dumps(record))
+        return train(*arguments)
+
+    monkeypatch.setattr(judges, "train", train_beside)
+    assert list(judges.judge_recipes(judge, judges.Commands())["rows"]) == [
+        "baseline/1", "averaging/1", "baseline/2", "mask_20/1", "averaging/2",
+    ]  # fmt: skip
+    assert judges.curves(found) == {
+        "baseline": [[0.17, 0.0, 2.0]], "averaging": [[0.21, 0.0, 2.0]],
+    }  # fmt: skip
     other = judges.Judge(("baseline",), 50.0, 1, tmp_path, tmp_path, judge.output)
     with pytest.raises(SystemExit, match=r"budget of 100\.0 s"):
         judges.judge_recipes(other, judges.Commands())
+
+
+def test_one_seed_of_a_recipe_has_the_noise_of_the_others() -> None:
+    rows = [
+        {"recipe": recipe, "seed": seed, "scores": dict.fromkeys(judges.SCORES, score)}
+        for recipe, seed, score in (
+            ("baseline", 1, 1.0), ("baseline", 2, 2.0), ("a", 1, 3.0), ("a", 2, 4.2), ("b", 2, 7.0),
+        )
+    ]  # fmt: skip
+    found = {each["recipe"]: each["scores"]["blimp"] for each in judges.compare(rows)}
+    # Seed 2 adds 1.1; residuals of the four complete runs are 0.05.
+    spread = math.sqrt(4 * 0.05**2)
+    assert found["a"]["difference"] == pytest.approx(2.1)
+    assert found["a"]["half"] == pytest.approx(12.706 * spread, rel=1e-3)
+    # 7.0 - (1.5 + 0.55): variance 1 of b's run, 3 / 4 of the baseline with seed 2
+    assert found["b"]["difference"] == pytest.approx(4.95)
+    assert found["b"]["half"] == pytest.approx(12.706 * spread * math.sqrt(1.75), rel=1e-3)
+    assert "half" not in found["baseline"]
+    only_first = list(judges.compare([row for row in rows if row["seed"] == 1]))
+    assert [each["scores"]["blimp"].get("half") for each in only_first] == [None, None]
 
 
 def test_a_run_is_judged_by_its_average_and_tasks(
