@@ -55,8 +55,8 @@ POINTS = 4
 """Checkpoints of a curve, evenly spaced."""
 HELD_OUT_BYTES = 60_000
 BLIMP_PAIRS = 20
-SPECIAL_PIECES = 8
-"""Entries of a model's vocabulary beside the tokenizer's trained pieces."""
+VOCABULARY_UNIT = 8192
+"""Tokenizers have a multiple of so many trained pieces; a model's vocabulary has a few more."""
 JUDGED_TASKS = tuple(task for task in TASKS if task.name in ("sst2", "chunking"))
 SCORES = ("bits_per_byte", "blimp", "sst2", "chunking")
 
@@ -93,7 +93,7 @@ class Judge:
         """Return the folder of the tokenizer and the shards for a recipe's vocabulary size."""
         vocab_size = load_config(self.file(recipe)).model.vocab_size
         assert isinstance(vocab_size, int)
-        return self.work / "data" / str(vocab_size - SPECIAL_PIECES)
+        return self.work / "data" / str(vocab_size // VOCABULARY_UNIT * VOCABULARY_UNIT)
 
     @property
     def held_out(self) -> Path:
