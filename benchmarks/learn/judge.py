@@ -50,7 +50,6 @@ RECIPES = Path(__file__).with_name("recipes")
 RESULT = ROOT / "benchmarks" / "results" / "cpu" / "judge.json"
 BASELINE = "baseline"
 MEASURED_STEPS = 60
-ROUNDS = 3
 POINTS = 4
 """Checkpoints of a curve, evenly spaced."""
 HELD_OUT_BYTES = 60_000
@@ -72,6 +71,7 @@ class Judge:
         corpus: folder of text and labelled data.
         work: folder of shards, runs and encoded examples.
         output: result file.
+        rounds: measurements of a recipe's steps, of which the median is taken.
     """
 
     recipes: Sequence[str]
@@ -80,6 +80,7 @@ class Judge:
     corpus: Path
     work: Path
     output: Path
+    rounds: int = 3
 
     def file(self, recipe: str) -> Path:
         """Return the run file of a recipe."""
@@ -189,7 +190,7 @@ def measure(judge: Judge, record: dict[str, Any]) -> None:
     command = Commands()
     names = list(dict.fromkeys((BASELINE, *missing)))
     found: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(ROUNDS):
+    for _ in range(judge.rounds):
         for name in names:
             folder = judge.work / "measure" / name
             shutil.rmtree(folder, ignore_errors=True)
@@ -446,6 +447,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULT, help="result file")
     parser.add_argument("--hours", type=float, default=math.inf,
                         help="stop after so many hours (default: when all is done)")  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=3,
+                        help="measurements of a recipe's steps (default 3)")  # fmt: skip
     parser.add_argument("--measure", action="store_true", help="measure the steps, and end")
     args = parser.parse_args()
     # As Ctrl-C: the running command is stopped, too.
@@ -453,7 +456,7 @@ def main() -> None:
     os.nice(19)
     judge = Judge(
         args.recipes, args.budget_seconds, 0 if args.measure else args.seeds,
-        args.corpus.resolve(), args.work.resolve(), args.output,
+        args.corpus.resolve(), args.work.resolve(), args.output, args.rounds,
     )  # fmt: skip
     record = judge_recipes(judge, Commands(time.monotonic() + args.hours * 3600))
     write_json(judge.output, record)

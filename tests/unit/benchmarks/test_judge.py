@@ -76,9 +76,9 @@ def test_times_of_another_day_are_relative_to_the_baseline(
     judge = of(tmp_path, "baseline", "mask_20")
     judges.measure(judge, record)
     assert record["seconds_per_step"] == {"baseline": 2.0, "mask_20": 4.0}
-    assert measured == ["baseline", "mask_20"] * judges.ROUNDS
+    assert measured == ["baseline", "mask_20"] * judge.rounds
     judges.measure(judge, record)
-    assert len(measured) == 2 * judges.ROUNDS
+    assert len(measured) == 2 * judge.rounds
 
 
 def test_finished_runs_are_kept_and_stopped_ones_continue(
