@@ -60,7 +60,10 @@ def start(name: str, root: Path, args: argparse.Namespace) -> Contender:
     threads = f"--threads={args.threads}"
     if name in STEPS:
         # This file, because the other revision may lack it; what it imports is the other's.
-        arguments = [str(Path(__file__).resolve()), f"--turns={args.turns}", threads]
+        program = str(Path(__file__).resolve())
+        # Not as a script: this folder has modules with the names of packages.
+        run = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+        arguments = ["-c", run, program, f"--turns={args.turns}", threads]
         return Contender(arguments, name, root=root)
     common = [f"--data={args.data.resolve()}", f"--tokenizer={args.tokenizer}", threads]
     if name == "finetuning":

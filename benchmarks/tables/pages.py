@@ -91,6 +91,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "accelerate": _of(step.accelerate, "accelerate"),
     "published-models": _of(step.published_models, "accelerate", "onnx"),
     "judges": judges.found,
+    "revisions": _of(step.revisions, "revisions"),
     "save-stalls": _of(step.save_stalls, "save_stalls"),
     "operators": _of(step.operators, "operators"),
     "synchronizations": _of(step.synchronizations, "synchronizations"),

@@ -139,6 +139,32 @@ def packed_rows(record: Result) -> str:
     return markdown(header, cells) + layers + place(record["provenance"])
 
 
+REVISED_PARTS = {
+    "step": "pretraining step, 4 layers, 128K pieces",
+    "encoder": "encoder, 4 layers, rows of 512",
+    "finetuning": "fine-tuning, SST-2",
+    "fast_attention": "`Trainer` with `use_fast_attention`",
+}
+
+
+def revisions(record: Result) -> str:
+    """Time and memory of this revision divided by those of an earlier one."""
+
+    def with_quartiles(ratio: Result) -> str:
+        return f"{ratio['median']:.3f} ({ratio['quartile_1']:.3f} to {ratio['quartile_3']:.3f})"
+
+    rows = [
+        (REVISED_PARTS[row["name"]], row["before"], str(row["pairs"]),
+         with_quartiles(row["seconds_ratio"]), with_quartiles(row["cpu_seconds_ratio"]),
+         f"{row['memory_ratio']:.2f}")
+        for row in record["results"]
+    ]  # fmt: skip
+    header = ("what", "before", "pairs", "time, now / before", "processor time", "peak memory")
+    first = record["results"][0]
+    note = f"\n(Medians and quartiles; revision {first['revision']}, one thread.)\n"
+    return markdown(header, rows) + note + place(first)
+
+
 def synchronizations(record: Result) -> str:
     """Waits for the device per optimizer step, now and at an older revision."""
     sides = ((record["before"], "before"), (record, "now"))
