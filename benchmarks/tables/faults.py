@@ -71,6 +71,23 @@ _LOST_NODES_TITLES = {
 }  # fmt: skip
 
 
+CONVERT_KILLS_CODE = (
+    *_packages(("cli/convert.py", "files.py", "hf")), "tests/faults/convert_kills.py",
+)  # fmt: skip
+FINETUNE_FAULTS_CODE = (
+    *_packages((_RUN, "finetune", "evaluate", "checkpoint", "train")),
+    "tests/faults/finetune_faults.py",
+)  # fmt: skip
+SEARCH_KILLS_CODE = (
+    *_packages((
+        "cli/search.py", "cli/compare.py", "cli/ensemble.py", "finetune", "evaluate", "train",
+    )),
+    "tests/faults/search_kills.py",
+)  # fmt: skip
+THREAD_CALLS_CODE = (
+    *_packages(("hf/fast_attention.py", "hf/packed_attention.py")),
+    "tests/faults/thread_calls.py",
+)
 HOSTILE_FILES_CODE = (
     "megatron_deberta/parsing.py", *_packages((
         "config/yaml_reader.py", "config/loader.py", "checkpoint/layout.py", "checkpoint/reader.py",
@@ -143,6 +160,16 @@ CAMPAIGNS = {
     "frozen_disks": Campaign("the shared disk frozen, full or slow", 30, FROZEN_DISKS_CODE),
     "layout_moves": Campaign("a killed run resumed on another layout", 14, LAYOUT_MOVES_CODE),
     "text_kills": Campaign("processes and nodes of a job over text killed", 100, TEXT_KILLS_CODE),
+    "search_kills": Campaign(
+        "a search, a comparison or an ensemble stopped or killed", 60, SEARCH_KILLS_CODE
+    ),
+    "finetune_faults": Campaign(
+        "fine-tuning with selection: killed, preempted, disk full", 40, FINETUNE_FAULTS_CODE
+    ),
+    "convert_kills": Campaign("an export or import killed", 40, CONVERT_KILLS_CODE),
+    "thread_calls": Campaign(
+        "a thousand calls of `use_fast_attention` in eight threads", 10, THREAD_CALLS_CODE
+    ),
 }
 
 

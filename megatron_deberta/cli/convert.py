@@ -560,7 +560,7 @@ def _graph_accuracy(
 
     def measure(path: Path, kind: GraphKind) -> dict[str, Any]:
         ours = build_task_model(*trained.open())
-        with TemporaryDirectory() as cache:
+        with TemporaryDirectory(dir=path.parent) as cache:
             finetune = replace(run.finetune, data=data, cache=cache)
             # Where the run is now, with its copy of the task.
             train = replace(run.train, run_dir=str(trained.reader.path.parents[1]))

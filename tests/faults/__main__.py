@@ -21,6 +21,10 @@ from benchmarks.lib.provenance import ROOT
 
 CAMPAIGNS = {
     "text_kills": "--cases 100",
+    "search_kills": "",
+    "finetune_faults": "",
+    "convert_kills": "",
+    "thread_calls": "",
     "lost_nodes": "",
     "chaos": "",
     "hangs": "--cases 70 --deaths 10 --clean 10 --slow 6",
@@ -32,7 +36,10 @@ CAMPAIGNS = {
     "random_mutants": "",
 }
 """Arguments by campaign, in the order in which they run."""
-TIMED = ("lost_nodes", "chaos", "hangs", "slurm_campaign", "frozen_disks")
+TIMED = (
+    "search_kills", "finetune_faults", "convert_kills", "thread_calls", "lost_nodes", "chaos",
+    "hangs", "slurm_campaign", "frozen_disks",
+)  # fmt: skip
 """Campaigns with ``--seconds``; the others are interrupted and repeat the case in progress."""
 GRACE_SECONDS = 60.0
 

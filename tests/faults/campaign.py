@@ -21,7 +21,6 @@ def add_options(parser: argparse.ArgumentParser, output: Path) -> None:
     """Add the options of all campaigns of numbered cases."""
     parser.add_argument("--seconds", type=float, default=1e9, help="start no case after this time")
     parser.add_argument("--output", type=Path, default=output)
-    parser.add_argument("--summary", action="store_true", help="print the table and exit")
 
 
 @contextmanager

@@ -309,6 +309,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=30, help="number of cases")
     parser.add_argument("--only", type=int, nargs="+", default=[], metavar="NUMBER")
     campaign.add_options(parser, OUTPUT)
+    parser.add_argument("--summary", action="store_true", help="print the table and exit")
     args = parser.parse_args(arguments)
     if args.summary:
         sys.stdout.write(faults.frozen_disks(read_lines(args.output)))

@@ -229,6 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--steps", type=int, default=STEPS, help="of clean and slow runs")
     campaign.add_options(parser, OUTPUT)
+    parser.add_argument("--summary", action="store_true", help="print the table and exit")
     args = parser.parse_args(arguments)
     if args.summary:
         sys.stdout.write(faults.hangs(read_lines(args.output)))

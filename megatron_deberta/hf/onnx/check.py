@@ -265,7 +265,8 @@ def time_graph(
         stock = auto_class.from_pretrained(export, local_files_only=True, dtype=torch.float32)
     stock.eval()
     ours = graph_runner(path, kind)
-    with TemporaryDirectory() as folder:
+    # Beside the graph, so that nothing is left elsewhere if the process is killed.
+    with TemporaryDirectory(dir=path.parent) as folder:
         sides: dict[str, Callable[[Batch], object]] = {"onnx": ours}
         sides["transformers"] = torch.no_grad()(lambda batch: stock(**_stock_inputs(batch, kind)))
         try:
