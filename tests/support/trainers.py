@@ -63,7 +63,7 @@ class LoopTrainer(Trainer):
         super().__init__(
             config=config, groups=single_process_groups(CPU), data=nothing, model=nothing,
             engine=nothing, saver=saver, state=state, guard=Guard.of_run(config),
-            callbacks=callbacks, stop=nothing, lock=lock,
+            callbacks=callbacks, signals=nothing, lock=lock,
         )  # fmt: skip
         self._given = (loader, step, requests, streams)
 
@@ -99,6 +99,6 @@ def trainer_at(step: int, ending: Ending | None = None, **attributes: Any) -> An
         "callbacks": (),
         "save_requested": False,
         "step_seconds": 0.1,
-        "metadata": lambda: SimpleNamespace(step=step),
+        "checkpoint_metadata": lambda: SimpleNamespace(step=step),
     }
     return SimpleNamespace(**{**defaults, **attributes})

@@ -169,7 +169,7 @@ def train(
     trainer = LoopTrainer(
         config, TrainState(0, 0), loader, lambda *_: step_result(), callbacks, requests, saver
     )
-    trainer.metadata = lambda: SimpleNamespace(step=trainer.state.step)  # type: ignore[method-assign, assignment, return-value]
+    trainer.checkpoint_metadata = lambda: SimpleNamespace(step=trainer.state.step)  # type: ignore[method-assign, assignment, return-value]
     trainer.records = records
     return trainer.fit(), trainer.state, answers
 
