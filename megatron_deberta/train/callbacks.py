@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar
 
 from megatron_deberta.checkpoint.retention import Retention
@@ -345,6 +346,7 @@ class SaveCheckpoints(Callback):
     def __init__(self, config: CheckpointConfig, *, keeps_best: bool) -> None:
         self._config = config
         self._keeps_best = keeps_best
+        self._is_recorded = True
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> bool:
         """Save, if due, and commit a background save that has completed."""
@@ -439,7 +441,19 @@ class SaveCheckpoints(Callback):
                 save_seconds=saved.seconds + records.longest_check,
                 step_seconds=records.longest_step + records.longest_check,
             )
-            if self._keeps_best and selection.best_step == saved.step:
-                record_selection(records.run_dir, selection)
+            if self._keeps_best and (selection.best_step == saved.step or not self._is_recorded):
+                self._record_best(trainer, records.run_dir)
         for callback in trainer.callbacks:
             callback.on_save(trainer, saved)
+
+    def _record_best(self, trainer: Trainer, run_dir: Path) -> None:
+        """Write ``best.json``; on a full disk go on, and write it after the next save."""
+        self._is_recorded = False
+        try:
+            record_selection(run_dir, trainer.selection)
+            self._is_recorded = True
+        except OSError as error:
+            now = trainer.save_requested or trainer.ending is not None
+            if self._config.on_failure == "stop" or now:
+                raise
+            logger.error("%s; training continues, and it is written after the next save", error)

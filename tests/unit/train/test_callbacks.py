@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import Any, ClassVar
 
 import pytest
 
+from megatron_deberta.checkpoint import layout
+from megatron_deberta.checkpoint.layout import read_best
 from megatron_deberta.checkpoint.resume import Identity
 from megatron_deberta.checkpoint.saver import Saved
 from megatron_deberta.config.schema import (
@@ -201,6 +205,41 @@ def test_a_save_that_fails_in_the_background_is_not_the_best() -> None:
     after(7)
     after(10)
     assert (selection.best_step, selection.best_score) == (7, 0.7)
+
+
+def test_a_full_disk_delays_the_record_of_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``on_failure=continue`` it is written after the next save; at the end it must be."""
+
+    def full(final: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(final))
+
+    def after(save: SaveCheckpoints, step: int, ending: Ending | None = None) -> None:
+        records = SimpleNamespace(
+            run_dir=tmp_path, record_checkpoint=lambda *_: None, longest_check=0, longest_step=0
+        )
+        lock = SimpleNamespace(record=lambda *_, **__: None)
+        options = {"saver": FakeSaver(), "selection": selection, "records": records, "lock": lock}
+        save.on_step_end(trainer_at(step, ending, **options), RESULT)
+
+    selection = Selection()
+    config = CheckpointConfig(save_every=2, on_failure="continue")
+    save = SaveCheckpoints(config, keeps_best=True)
+    with monkeypatch.context() as patches:
+        patches.setattr(layout, "write_atomically", full)
+        selection.update(2, 0.5)
+        after(save, 2)
+        assert selection.best_step == 2
+        assert read_best(tmp_path) is None
+        with pytest.raises(OSError, match="No space left"):
+            after(save, 3, Ending.FINISHED)
+        selection.update(4, 0.9)
+        with pytest.raises(OSError, match="No space left"):
+            after(SaveCheckpoints(CheckpointConfig(save_every=2), keeps_best=True), 4)
+    # A save whose step is not the best one.
+    after(save, 6)
+    assert read_best(tmp_path) == {"step": 4, "score": 0.9}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
