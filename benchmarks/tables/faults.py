@@ -75,7 +75,10 @@ CONVERT_KILLS_CODE = (
     *_packages(("cli/convert.py", "files.py", "hf")), "tests/faults/convert_kills.py",
 )  # fmt: skip
 FINETUNE_FAULTS_CODE = (
-    *_packages((_RUN, "finetune", "evaluate", "checkpoint", "train")),
+    *_packages((
+        _RUN, "checkpoint", "cli/evaluate.py", "cli/finetune.py", "engine", "evaluate", "finetune",
+        "train",
+    )),
     "tests/faults/finetune_faults.py",
 )  # fmt: skip
 SEARCH_KILLS_CODE = (

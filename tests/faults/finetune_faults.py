@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.campaigns import RESULTS, read_lines
+from benchmarks.tables.faults import FINETUNE_FAULTS_CODE
 from megatron_deberta.checkpoint.layout import (
     committed_steps,
     find_best,
@@ -52,13 +53,6 @@ from tests.support import jobs
 from tests.support.tiny_task import MODEL, write_task
 
 OUTPUT = RESULTS / "finetune_faults.jsonl"
-CODE = (
-    *(f"megatron_deberta/{name}" for name in (
-        "rank_process.py", "checkpoint", "cli/evaluate.py", "cli/finetune.py", "engine", "evaluate",
-        "finetune", "train",
-    )),
-    "tests/faults/finetune_faults.py",
-)  # fmt: skip
 CASES = 40
 STEPS, EVAL_EVERY, SAVE_EVERY = 18, 2, 3
 RUN = (
@@ -384,7 +378,9 @@ def main(arguments: list[str] | None = None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="finetune_faults."))
     try:
         run_case = FinetuneFaults(folder).run_case
-        return campaign.run_missing(args, CODE, cases, run_case, repeat=bool(args.only))
+        return campaign.run_missing(
+            args, FINETUNE_FAULTS_CODE, cases, run_case, repeat=bool(args.only)
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
