@@ -303,7 +303,8 @@ def write_atomically(final: str | Path, content: bytes, *, durable: bool = True)
     Args:
         final: the file.
         content: its new content.
-        durable: flush it to disk, so that it outlives a power failure.
+        durable: flush it to disk, so that it outlives a power failure. What killed processes of
+            this machine have left for ``final`` is removed, unless it has started again since.
 
     Raises:
         OSError: the disk is full or the folder not writable; ``final`` is then unchanged.
@@ -311,6 +312,8 @@ def write_atomically(final: str | Path, content: bytes, *, durable: bool = True)
     temporary = temporary_name(final)
     # A killed process with the same id may have left one.
     temporary.unlink(missing_ok=True)
+    if durable:
+        _remove_of_killed(Path(final))
     try:
         _write_new(temporary, content, durable=durable)
         os.replace(temporary, final)
@@ -318,6 +321,26 @@ def write_atomically(final: str | Path, content: bytes, *, durable: bool = True)
         temporary.unlink(missing_ok=True)
     if durable:
         fsync_path(Path(final).parent)
+
+
+def _remove_of_killed(final: Path) -> None:
+    """Remove the temporary files of processes of this machine that run no longer."""
+    pattern = re.compile(re.escape(f"{final.name}.") + rf"(\d{{1,9}})\.{_NUMBERED_IN}\.tmp")
+    with contextlib.suppress(OSError):
+        for name in os.listdir(final.parent):
+            if (found := pattern.fullmatch(name)) and not _is_running(int(found[1])):
+                (final.parent / name).unlink(missing_ok=True)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        # Of another user.
+        return True
+    return True
 
 
 class FolderInUseError(OSError):

@@ -91,6 +91,37 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_what_killed_processes_left_of_a_file_is_removed(tmp_path: Path) -> None:
+    path, other = tmp_path / "a", tmp_path / "a.b"
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        for each in (path, other):
+            temporary_name(each).write_bytes(b"half")
+        os.write(writer, b"1")
+        signal.pause()
+    assert os.read(reader, 1) == b"1"
+    left, of_other = (
+        Path(str(temporary_name(each)).replace(f".{os.getpid()}.", f".{child}."))
+        for each in (path, other)
+    )
+    # Its process may just write it.
+    write_atomically(path, b"new")
+    assert set(tmp_path.iterdir()) == {path, left, of_other}
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    # The process with this number on another node may run.
+    elsewhere = tmp_path / f"a.{child}.0123456789abcdef.tmp"
+    elsewhere.touch()
+    write_atomically(path, b"heartbeat", durable=False)
+    assert left.exists()
+    write_atomically(path, b"newer")
+    assert set(tmp_path.iterdir()) == {path, of_other, elsewhere}
+    assert path.read_bytes() == b"newer"
+    for end in (reader, writer):
+        os.close(end)
+
+
 def test_folder_follows_the_umask(tmp_path: Path, umask: int) -> None:
     with published_folder(tmp_path / "deep" / "out") as folder:
         (folder / "sub").mkdir(mode=0o700)
