@@ -83,7 +83,8 @@ FINETUNE_FAULTS_CODE = (
 )  # fmt: skip
 SEARCH_KILLS_CODE = (
     *_packages((
-        "cli/search.py", "cli/compare.py", "cli/ensemble.py", "finetune", "evaluate", "train",
+        _RUN, "cli/compare.py", "cli/ensemble.py", "cli/search.py", "checkpoint", "evaluate",
+        "finetune", "train",
     )),
     "tests/faults/search_kills.py",
 )  # fmt: skip

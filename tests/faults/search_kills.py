@@ -35,9 +35,9 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from benchmarks.lib.campaigns import RESULTS, code_digest, read_lines
+from benchmarks.lib.campaigns import RESULTS
 from benchmarks.lib.provenance import program_environment
-from benchmarks.tables.common import markdown
+from benchmarks.tables.faults import SEARCH_KILLS_CODE
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_REQUEUE, MegatronDebertaError
 from tests.faults import campaign
@@ -45,13 +45,6 @@ from tests.support.jobs import recorded_steps
 from tests.support.tiny_task import MODEL, write_task
 
 OUTPUT = RESULTS / "search_kills.jsonl"
-SEARCH_KILLS_CODE = (
-    *(f"megatron_deberta/{name}" for name in (
-        "rank_process.py", "cli/compare.py", "cli/ensemble.py", "cli/search.py", "checkpoint",
-        "evaluate", "finetune", "train",
-    )),
-    "tests/faults/search_kills.py",
-)  # fmt: skip
 CASES = 60
 KINDS = ("search", "compare", "search", "ensemble")
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT")
@@ -369,20 +362,6 @@ class SearchKills:
         }
 
 
-def table(lines: list[dict[str, Any]]) -> str:
-    """Return passed and completed cases of the present code by command, signal and phase."""
-    code = code_digest(SEARCH_KILLS_CODE)
-    found = [line for line in lines if line["code_digest"] == code]
-    rows = []
-    for kind, phase in sorted({(line["kind"], line["phase"]) for line in found}):
-        cells = [
-            [line["ok"] for line in found if (line["kind"], line["phase"], line["signal"]) == key]
-            for key in ((kind, phase, name) for name in SIGNALS)
-        ]
-        rows.append([kind, phase, *(f"{sum(x)} / {len(x)}" if x else "" for x in cells)])
-    return markdown(("command", "phase", *SIGNALS), rows)
-
-
 def main() -> int:
     """Run the missing cases; return 1 if one failed."""
     parser = argparse.ArgumentParser(
@@ -392,9 +371,6 @@ def main() -> int:
     parser.add_argument("--only", type=int, nargs="+", default=[], metavar="NUMBER")
     campaign.add_options(parser, OUTPUT)
     args = parser.parse_args()
-    if args.summary:
-        sys.stdout.write(table(read_lines(args.output)))
-        return 0
     program = "python -m tests.faults.search_kills --only"
     cases = [(f"{program} {n}", {"case": n}) for n in args.only or range(args.cases)]
     with tempfile.TemporaryDirectory(prefix="search_kills.") as folder:

@@ -36,11 +36,10 @@ def test_forty_cases_have_every_kind_and_moment() -> None:
 @pytest.mark.parametrize(
     "number",
     [
-        11, 14,
-        pytest.param(22, marks=pytest.mark.slow), pytest.param(13, marks=pytest.mark.slow),
-        *(pytest.param(number, marks=pytest.mark.nightly) for number in (6, 9, 27, 29)),
+        *(pytest.param(number, marks=pytest.mark.slow) for number in (11, 14)),
+        *(pytest.param(number, marks=pytest.mark.nightly) for number in (22, 13, 6, 9, 27, 29)),
     ],
-)  # fmt: skip
+)
 def test_the_best_checkpoint_is_that_of_the_uninterrupted_run(
     faults: FinetuneFaults, number: int
 ) -> None:

@@ -63,6 +63,7 @@ def test_sixty_cases_have_every_command_signal_and_moment() -> None:
     assert any(plan["again_seconds"] for plan in plans)
 
 
+@pytest.mark.slow
 def test_a_stopped_comparison_gives_the_same_when_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
