@@ -8,9 +8,9 @@
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-# Half of a test's time is waiting for processes to start and end, so twice as many workers as cores.
+# Half of a test's time is waiting for processes to start and end, so three pytest workers for two cores.
 # nproc would answer with OMP_NUM_THREADS where that is set.
-workers="$(($(env -u OMP_NUM_THREADS nproc) < 2 ? 1 : 4))"
+workers="$(($(env -u OMP_NUM_THREADS nproc) < 2 ? 1 : 3))"
 parallel=(-n "$workers" --dist loadfile --junitxml=.pytest_cache/junit.xml)
 case "${1:-}" in
   "") set -- "${parallel[@]}" -m "not slow and not nightly" ;;

@@ -347,7 +347,7 @@ def wait_for_a_save(rank: int, folder: str) -> dict[str, Any]:
     trainer = trainer_at(
         1,
         groups=run.groups,
-        metadata=describe,
+        checkpoint_metadata=describe,
         sample_log=SimpleNamespace(sync=sync),
         records=SimpleNamespace(writer=SimpleNamespace(write=write)),
     )

@@ -9,7 +9,7 @@ import pytest
 from tests.faults.layout_moves import Campaign
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_run_resumes_on_another_layout(tmp_path: Path) -> None:
     with Campaign(tmp_path, end=15) as campaign:
         case = campaign.run_case(3)

@@ -33,9 +33,12 @@ SETTINGS = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "limit"), [(torch.float32, 1e-4), (torch.float64, 1e-7)], ids=["fp32", "fp64"]
+    ("dtype", "limit"),
+    [
+        pytest.param(torch.float32, 1e-4, id="fp32", marks=pytest.mark.slow),
+        pytest.param(torch.float64, 1e-7, id="fp64", marks=pytest.mark.nightly),
+    ],
 )
 def test_training_losses_are_those_of_transformers(
     dtype: torch.dtype,

@@ -124,7 +124,7 @@ def test_with_the_peers_everything_is_imported(tmp_path: Path) -> None:
     assert failures((), modules(), tmp_path, packages) == {}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_only_the_kernels_need_triton(tmp_path: Path) -> None:
     names = sorted(COMPILED)
     assert failures((), names, tmp_path) == {}
@@ -160,12 +160,17 @@ FINETUNE = ("seqeval", "sklearn")
 @pytest.mark.parametrize(
     ("extra", "hidden", "folders"),
     [
-        ("text", (*TRAIN, *FINETUNE), ("text", "tokenizer", "data/shards")),
+        pytest.param(
+            "text", (*TRAIN, *FINETUNE), ("text", "tokenizer", "data/shards"),
+            marks=pytest.mark.nightly,
+        ),
         (
             "train", (*TEXT, *FINETUNE, "pyarrow"),
             ("train", "engine", "checkpoint", "cluster", "report", "hf", "objectives", "data"),
         ),
-        ("finetune", TEXT, ("finetune", "evaluate", "tasks")),
+        pytest.param(
+            "finetune", TEXT, ("finetune", "evaluate", "tasks"), marks=pytest.mark.nightly
+        ),
         (
             "onnx", (*TRAIN, *TEXT, *FINETUNE, "pyarrow", "rich", "scipy", "matplotlib", "psutil"),
             ("hf/onnx", "tokenizer/tokenizer", "tokenizer/loading", "cli/convert"),

@@ -141,7 +141,7 @@ shift 4
     ("script", "wrong"),
     [
         (SANITIZER + '"$@" && echo "RACECHECK SUMMARY: 0 hazards"', []),
-        (SANITIZER + "exit 9", ["exit code 9"]),
+        pytest.param(SANITIZER + "exit 9", ["exit code 9"], marks=pytest.mark.nightly),
         pytest.param("#!/bin/sh", ["the kernels did not run"], marks=pytest.mark.nightly),
     ],
     ids=["passed", "race", "nothing"],

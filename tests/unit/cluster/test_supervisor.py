@@ -296,7 +296,7 @@ def stop_reports(ranks: WatchedRanks, node: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_frozen_report_of_a_healthy_node_ends_nothing(ranks_of: Any, node: int) -> None:
     limit = 2 * LIMIT
     ranks = ranks_of(nodes=2, steps=700, limit=limit, exit_wait=HEALTHY_EXIT_SECONDS)
@@ -308,7 +308,7 @@ def test_frozen_report_of_a_healthy_node_ends_nothing(ranks_of: Any, node: int) 
     assert ranks.diagnosis() is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_hang_is_named_although_another_node_is_silent(ranks_of: Any) -> None:
     fault = {"rank": 0, "place": "step", "step": 100, "how": "stop"}
     ranks = ranks_of(nodes=2, steps=100_000, startup=5, **fault)

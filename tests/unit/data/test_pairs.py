@@ -90,13 +90,13 @@ def test_every_sentence_is_used_once_per_epoch(corpus, vocabulary, packing):
     """First halves and second halves that go on make up the text, each sentence once."""
     rows = packed(corpus, vocabulary, packing, length=64)
     for epoch in (0, 3):
-        layout = rows._layout
-        index = layout._pairs(epoch)
+        pairs = rows._packing
+        index = pairs._pairs(epoch)
         begins = index["begins"]
         used = Counter()
         for begin, size in zip(begins, index["firsts"] + index["seconds"], strict=True):
             used.update(range(begin, begin + int(size)))
-        assert used == Counter(range(corpus.sentences(layout._cache).ends.size - 1))
+        assert used == Counter(range(corpus.sentences(pairs._cache).ends.size - 1))
         assert (np.diff(begins) > 0).all()
 
 
@@ -190,7 +190,7 @@ def test_split_documents_keep_their_sentences(write_sentences, vocabulary):
     train, validation = split_validation([shard], 0.3, seed=1)
     everything = {sum(document, ()) for document in documents_of(Corpus([shard]))}
     for corpus in (train, validation):
-        ends, bounds = corpus.sentences(packed(corpus, vocabulary, "segment_pair")._layout._cache)
+        ends, bounds = corpus.sentences(packed(corpus, vocabulary, "segment_pair")._packing._cache)
         assert bounds.size == len(corpus) + 1
         np.testing.assert_array_equal(np.diff(ends[bounds]), corpus.lengths)
         for row in epoch_rows(packed(corpus, vocabulary, "sentence_pair", 64)):
