@@ -303,8 +303,8 @@ def write_atomically(final: str | Path, content: bytes, *, durable: bool = True)
     Args:
         final: the file.
         content: its new content.
-        durable: flush it to disk, so that it outlives a power failure. What killed processes of
-            this machine have left for ``final`` is removed, unless it has started again since.
+        durable: flush it to disk, so that it outlives a power failure. Temporary files of
+            ``final`` that killed processes have left since this machine was started are removed.
 
     Raises:
         OSError: the disk is full or the folder not writable; ``final`` is then unchanged.

@@ -23,6 +23,7 @@ not belong in the same file.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import gzip
 import json
 import math
@@ -309,7 +310,7 @@ def judge_recipes(judge: Judge, command: Commands) -> dict[str, Any]:
         )
     prepare(judge)
     measure(judge, record)
-    write_json(judge.output, summarize(judge, record))
+    update(judge, record)
     # The first seed of every recipe, then the next.
     for seed in range(1, judge.seeds + 1):
         for recipe in judge.recipes:
@@ -321,12 +322,27 @@ def judge_recipes(judge: Judge, command: Commands) -> dict[str, Any]:
             model = train(judge, command, recipe, seed, steps)
             row = model and evaluate(judge, command, recipe, seed, model)
             if row is None:
-                return summarize(judge, record)
-            # Other programs may have written since.
-            record["rows"] = read_json(judge.output, record)["rows"] | {key: row}
-            write_json(judge.output, summarize(judge, record))
+                return update(judge, record)
+            record["rows"][key] = row
+            update(judge, record)
             shutil.rmtree(judge.run(recipe, seed), ignore_errors=True)
-    return summarize(judge, record)
+    return update(judge, record)
+
+
+def update(judge: Judge, record: dict[str, Any]) -> dict[str, Any]:
+    """Add what other programs have written since to the record; write and return the result."""
+    judge.output.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(judge.output.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        written = read_json(judge.output, {})
+        for name in ("seconds_per_step", "rows"):
+            record[name] = written.get(name, {}) | record[name]
+        result = summarize(judge, record)
+        write_json(judge.output, result)
+    finally:
+        os.close(folder)
+    return result
 
 
 def summarize(judge: Judge, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -459,7 +475,6 @@ def main() -> None:
         args.corpus.resolve(), args.work.resolve(), args.output, args.rounds,
     )  # fmt: skip
     record = judge_recipes(judge, Commands(time.monotonic() + args.hours * 3600))
-    write_json(judge.output, record)
     json.dump(record["comparison"], sys.stdout, indent=1)
     wanted = {f"{name}/{seed}" for name in judge.recipes for seed in range(1, judge.seeds + 1)}
     if missing := wanted - record["rows"].keys():

@@ -447,7 +447,7 @@ class SaveCheckpoints(Callback):
             callback.on_save(trainer, saved)
 
     def _record_best(self, trainer: Trainer, run_dir: Path) -> None:
-        """Write ``best.json``; on a full disk go on, and write it after the next save."""
+        """Write ``best.json``; with ``on_failure=continue``, retry after the next save."""
         self._is_recorded = False
         try:
             record_selection(run_dir, trainer.selection)

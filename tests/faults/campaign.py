@@ -7,11 +7,11 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.campaigns import append_line, code_digest, read_lines
+from benchmarks.lib.campaigns import RESULTS, append_line, code_digest, read_lines
 from benchmarks.lib.provenance import provenance
 from tests.faults.forked_ranks import preload
 from tests.support.jobs import prepare
@@ -21,6 +21,39 @@ def add_options(parser: argparse.ArgumentParser, output: Path) -> None:
     """Add the options of all campaigns of numbered cases."""
     parser.add_argument("--seconds", type=float, default=1e9, help="start no case after this time")
     parser.add_argument("--output", type=Path, default=output)
+
+
+def run_numbered(
+    doc: str,
+    name: str,
+    count: int,
+    places: Iterable[str],
+    open_cases: Callable[[], AbstractContextManager[Callable[..., dict[str, Any]]]],
+) -> int:
+    """Parse the options of a campaign and run its missing cases; return 1 if a case failed.
+
+    Args:
+        doc: description of the program.
+        name: of the program and of its file of results.
+        count: number of cases.
+        places: on whose code results depend.
+        open_cases: yields a function that runs the ``case`` with a number.
+    """
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", type=int, default=count, help=f"number of cases ({count})")
+    parser.add_argument(
+        "--only", type=int, nargs="+", default=[], metavar="NUMBER", help="repeat these cases"
+    )
+    add_options(parser, RESULTS / f"{name}.jsonl")
+    args = parser.parse_args()
+    cases = [
+        (f"python -m tests.faults.{name} --only {number}", {"case": number})
+        for number in args.only or range(args.cases)
+    ]
+    with open_cases() as run_case:
+        return run_missing(args, places, cases, run_case, repeat=bool(args.only))
 
 
 @contextmanager

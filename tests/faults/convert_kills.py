@@ -10,29 +10,26 @@ with a line about the present code are skipped.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import random
 import shutil
 import signal
 import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.campaigns import RESULTS
 from benchmarks.tables.faults import CONVERT_KILLS_CODE
-from megatron_deberta.cli.main import main as command
-from tests.faults.campaign import add_options, corpus_folder, run_missing
+from tests.faults.campaign import corpus_folder, run_numbered
+from tests.faults.forked_ranks import Fork
+from tests.support.jobs import run_rank
 from tests.support.tiny_task import MODEL, write_task
 
-OUTPUT = RESULTS / "convert_kills.jsonl"
 CASES = 40
 FORMATS: dict[str, tuple[str, ...]] = {
     "hf": ("--checkpoint", "{run}", "--to", "hf", "--dtype", "bf16"),
@@ -65,6 +62,38 @@ class Undisturbed:
     first_write: float
 
 
+class Command(Fork):
+    """``megatron-deberta`` in a fork of this process, which has imported what it needs.
+
+    Args:
+        arguments: of the command.
+        log: file that its output is appended to.
+    """
+
+    def __init__(self, arguments: list[str], log: Path) -> None:
+        self._log = log
+        self._begin = time.monotonic()
+        pid = os.fork()
+        if pid == 0:
+            run_rank(dict(os.environ), arguments, str(log))
+        super().__init__(pid)
+
+    @property
+    def seconds(self) -> float:
+        """Return the time since the start."""
+        return time.monotonic() - self._begin
+
+    def wait_until(self, is_reached: Callable[[], bool]) -> None:
+        """Wait for a state or the end of the process."""
+        while not is_reached() and self.poll() is None:
+            assert self.seconds < TIMEOUT_SECONDS, self.output()
+            time.sleep(0.001)
+
+    def output(self) -> str:
+        """Return the end of what has been printed."""
+        return self._log.read_text(errors="replace")[-2000:]
+
+
 class Fixture:
     """Runs to convert, and what undisturbed commands write.
 
@@ -84,10 +113,14 @@ class Fixture:
         )  # fmt: skip
         for arguments, run_dir in ((pretrain, run), (finetune, task)):
             # In a process of its own: the threads of a run would not survive a fork.
-            training = Forked([*arguments, *plain, *small, f"train.run_dir={run_dir}"])
-            assert training.wait() == 0, training.log()
+            training = self.start([*arguments, *plain, *small, f"train.run_dir={run_dir}"])
+            assert training.wait() == 0, training.output()
         self._places = {"run": str(run), "task": str(task), "model": str(MODEL)}
         self._undisturbed: dict[str, Undisturbed] = {}
+
+    def start(self, arguments: list[str]) -> Command:
+        """Start a command."""
+        return Command(arguments, self._folder / "log")
 
     def arguments(self, name: str, output: Path) -> list[str]:
         """Return the command of a format."""
@@ -98,9 +131,10 @@ class Fixture:
         """Return what a format's command writes that is not killed, run once."""
         if name not in self._undisturbed:
             with self.place() as output:
-                process = Forked(self.arguments(name, output))
-                first_write = process.wait_until(lambda: bool(names(output.parent)))
-                assert process.wait() == 0, process.log()
+                process = self.start(self.arguments(name, output))
+                process.wait_until(lambda: bool(names(output.parent)))
+                first_write = process.seconds
+                assert process.wait() == 0, process.output()
                 found = Undisturbed(digests(output), process.seconds, first_write)
             assert found.files
             self._undisturbed[name] = found
@@ -118,57 +152,6 @@ class Fixture:
             yield folder / "out"
         finally:
             shutil.rmtree(folder)
-
-
-class Forked:
-    """``megatron-deberta`` in a forked process, which has imported everything.
-
-    Args:
-        arguments: of the command.
-    """
-
-    def __init__(self, arguments: list[str]) -> None:
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self._begin = time.monotonic()
-        self.seconds = 0.0
-        self._pid = os.fork()
-        if self._pid == 0:
-            code = 1
-            try:
-                os.setsid()
-                os.dup2(self._log.fileno(), 1)
-                os.dup2(self._log.fileno(), 2)
-                code = command(arguments)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                os._exit(code)
-
-    def wait_until(self, is_reached: Callable[[], bool]) -> float:
-        """Wait for a state or the end of the process; return the seconds since its start."""
-        while not is_reached() and os.waitid(
-            os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT
-        ) is None:  # fmt: skip
-            assert time.monotonic() - self._begin < TIMEOUT_SECONDS, self.log()
-            time.sleep(0.001)
-        return time.monotonic() - self._begin
-
-    def kill(self) -> bool:
-        """Kill the process and its children; return False if it had ended."""
-        os.killpg(self._pid, signal.SIGKILL)
-        return self.wait() == -signal.SIGKILL
-
-    def wait(self) -> int:
-        """Wait for the end; return the exit code, or minus the signal."""
-        _, status = os.waitpid(self._pid, 0)
-        self.seconds = time.monotonic() - self._begin
-        return os.waitstatus_to_exitcode(status)
-
-    def log(self) -> str:
-        """Return what the command has printed."""
-        self._log.seek(0)
-        return self._log.read()
 
 
 def names(folder: Path) -> list[str]:
@@ -225,13 +208,14 @@ def run_case(fixture: Fixture, case: int) -> dict[str, Any]:
     undisturbed, begin = fixture.undisturbed(name), time.monotonic()
     with fixture.place() as output:
         while True:
-            process = Forked(fixture.arguments(name, output))
+            process = fixture.start(fixture.arguments(name, output))
             if is_writing:
                 process.wait_until(lambda: bool(names(output.parent)))
             left = undisturbed.seconds - is_writing * undisturbed.first_write
             wait_end = time.monotonic() + share * left
             process.wait_until(lambda: time.monotonic() >= wait_end)  # noqa: B023
-            if process.kill():
+            process.kill()
+            if process.wait() == -signal.SIGKILL:
                 break
             # It was faster than the undisturbed one.
             shutil.rmtree(output)
@@ -241,35 +225,31 @@ def run_case(fixture: Fixture, case: int) -> dict[str, Any]:
         if output.exists() and name != "every":
             # Complete, so that the command refuses to write it again.
             shutil.rmtree(output)
-        again = Forked(fixture.arguments(name, output))
+        again = fixture.start(fixture.arguments(name, output))
         code = again.wait()
         different = digests(output) != undisturbed.files
         left_over = [each for each in names(output.parent) if each != output.name]
         left_over += [str(path) for path in output.rglob("*") if temporary(path, output)]
-        message = again.log() if code else ""
+        message = again.output() if code else ""
     return {
         "format": name, "is_writing": is_writing, "share": round(share, 3), "at_kill": at_kill,
         "wrong": wrong, "left_over": left_over, "is_different": different,
-        "message": message[-2000:], "seconds": round(time.monotonic() - begin, 1),
+        "message": message, "seconds": round(time.monotonic() - begin, 1),
         "ok": code == 0 and not (wrong or left_over or different),
     }  # fmt: skip
 
 
+@contextmanager
+def open_cases() -> Iterator[Callable[[int], dict[str, Any]]]:
+    """Yield the function that runs a case."""
+    with corpus_folder("convert_kills.") as folder:
+        yield partial(run_case, Fixture(folder))
+
+
 def main() -> int:
     """Run the missing cases; return 1 if one failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", type=int, default=CASES)
-    add_options(parser, OUTPUT)
-    args = parser.parse_args()
-    with corpus_folder("convert_kills.") as folder:
-        fixture = Fixture(folder)
-        cases = [
-            (f"python -m tests.faults.convert_kills: case {number}", {"case": number})
-            for number in range(args.cases)
-        ]
-        return run_missing(args, CONVERT_KILLS_CODE, cases, lambda case: run_case(fixture, case))
+    assert __doc__
+    return run_numbered(__doc__, "convert_kills", CASES, CONVERT_KILLS_CODE, open_cases)
 
 
 if __name__ == "__main__":

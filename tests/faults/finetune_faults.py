@@ -8,8 +8,8 @@ uninterrupted run, and the best checkpoint is the first one with the highest sco
 could be saved: it is intact, has the uninterrupted run's tensors, and ``evaluate`` computes its
 score. After each fault the run's results would be those of the best checkpoint that is there.
 
-Each case is determined by its number and appends one JSON line to --output. Lines about other code
-do not count.
+Each case is determined by its number and appends one JSON line to the output. Lines about other
+code do not count.
 
   python -m tests.faults.finetune_faults            all missing cases
   python -m tests.faults.finetune_faults --only 17  repeat one case
@@ -17,7 +17,6 @@ do not count.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import importlib
 import json
@@ -29,13 +28,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.campaigns import RESULTS, read_lines
 from benchmarks.tables.faults import FINETUNE_FAULTS_CODE
 from megatron_deberta.checkpoint.layout import (
     committed_steps,
@@ -47,12 +45,11 @@ from megatron_deberta.checkpoint.layout import (
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.errors import EXIT_DONE, EXIT_FAILURE, EXIT_REQUEUE, MegatronDebertaError
 from megatron_deberta.evaluate.outputs import find_runs, finished_validation
-from tests.faults import campaign
+from tests.faults.campaign import run_numbered
 from tests.faults.finetune_points import FULL, KILLED, OF_ALL_RANKS, POINTS, Injection, Point
 from tests.support import jobs
 from tests.support.tiny_task import MODEL, write_task
 
-OUTPUT = RESULTS / "finetune_faults.jsonl"
 CASES = 40
 STEPS, EVAL_EVERY, SAVE_EVERY = 18, 2, 3
 RUN = (
@@ -74,7 +71,7 @@ KINDS = ("kill", "kill", "preempt", "full disk", "full disk, continue")
 
 
 def plan_case(number: int) -> dict[str, Any]:
-    """Choose kind, ranks and faults.
+    """Return the kind, the number of ranks and the faults of a case.
 
     ``at`` chooses a fault's step, of those at which it can come; the disk is full for ``lasting``
     more steps, and three steps later the run ``is_killed``.
@@ -110,7 +107,7 @@ def _run_process(
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     if fault is not None:
         Injection(fault)
-    jobs._run_rank(environment, command, str(log))
+    jobs.run_rank(environment, command, str(log))
 
 
 Scores = Mapping[int, tuple[float, float]]
@@ -118,7 +115,7 @@ Scores = Mapping[int, tuple[float, float]]
 
 
 def read_losses(run_dir: Path) -> dict[int, float]:
-    """Return the recorded losses of training, by step."""
+    """Return the recorded training loss of each step."""
     return {step: record["loss"] for step, record in jobs.records(run_dir).items()}
 
 
@@ -357,32 +354,21 @@ def read_text(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the missing cases; return 0 if all passed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", type=int, default=CASES, help="number of cases")
-    parser.add_argument("--only", type=int, nargs="+", default=[], metavar="NUMBER")
-    campaign.add_options(parser, OUTPUT)
-    args = parser.parse_args(arguments)
-    if args.summary:
-        results = Counter((line["kind"], line["ok"]) for line in read_lines(args.output))
-        for (kind, ok), count in sorted(results.items()):
-            print(f"{kind}: {count} {'passed' if ok else 'failed'}")
-        return 0
-    program = "python -m tests.faults.finetune_faults --only"
-    numbers = args.only or range(args.cases)
-    cases = [(f"{program} {number}", {"case": number}) for number in numbers]
+@contextmanager
+def open_cases() -> Iterator[Callable[[int], dict[str, Any]]]:
+    """Yield the function that runs a case."""
     # Not a TemporaryDirectory: forked processes would remove it.
     folder = Path(tempfile.mkdtemp(prefix="finetune_faults."))
     try:
-        run_case = FinetuneFaults(folder).run_case
-        return campaign.run_missing(
-            args, FINETUNE_FAULTS_CODE, cases, run_case, repeat=bool(args.only)
-        )
+        yield FinetuneFaults(folder).run_case
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def main() -> int:
+    """Run the missing cases; return 1 if one failed."""
+    assert __doc__
+    return run_numbered(__doc__, "finetune_faults", CASES, FINETUNE_FAULTS_CODE, open_cases)
 
 
 if __name__ == "__main__":

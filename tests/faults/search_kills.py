@@ -16,7 +16,6 @@ for the same code are skipped, so the campaign can be interrupted.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import hashlib
@@ -29,13 +28,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
-from benchmarks.lib.campaigns import RESULTS
 from benchmarks.lib.provenance import program_environment
 from benchmarks.tables.faults import SEARCH_KILLS_CODE
 from megatron_deberta.checkpoint.reader import CheckpointReader
@@ -44,7 +42,6 @@ from tests.faults import campaign
 from tests.support.jobs import recorded_steps
 from tests.support.tiny_task import MODEL, write_task
 
-OUTPUT = RESULTS / "search_kills.jsonl"
 CASES = 60
 KINDS = ("search", "compare", "search", "ensemble")
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT")
@@ -121,7 +118,7 @@ def processes(text: str) -> list[psutil.Process]:
 
 
 def wait(process: psutil.Process, seconds: float) -> int | None:
-    """Return the exit code, negative for a signal; None: the process runs after this time."""
+    """Return the exit code, negative for a signal; None if the process still runs after a time."""
     try:
         return int(process.wait(seconds))
     except psutil.TimeoutExpired:
@@ -177,7 +174,7 @@ def check_whole(path: Path) -> None:
 
 
 class SearchKills:
-    """Cases on one tiny task and model.
+    """Interrupts commands on one tiny task and model, and compares their results.
 
     Args:
         folder: working folder.
@@ -241,7 +238,7 @@ class SearchKills:
         return self._unbroken[kind]
 
     def make_runs(self) -> None:
-        """Make the runs that are compared, unless they are there."""
+        """Run the search whose runs are compared, unless it has been run."""
         self.unbroken("search")
 
     def start(self, arguments: Sequence[str], *before: str) -> psutil.Process:
@@ -352,7 +349,7 @@ class SearchKills:
         return problems
 
     def _last_lines(self) -> dict[str, list[str]]:
-        """Return the ends of what the command and the runs of a search have printed."""
+        """Return the last lines of the output of the command and of a search's runs."""
         logs = [self.folder / PRINTED, self.folder / "errors"]
         logs += [folder / "search.log" for folder in self._run_folders()]
         return {
@@ -362,20 +359,17 @@ class SearchKills:
         }
 
 
+@contextlib.contextmanager
+def open_cases() -> Iterator[Callable[[int], dict[str, Any]]]:
+    """Yield the function that runs a case."""
+    with tempfile.TemporaryDirectory(prefix="search_kills.") as folder:
+        yield SearchKills(Path(folder)).run
+
+
 def main() -> int:
     """Run the missing cases; return 1 if one failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", type=int, default=CASES, help="number of cases")
-    parser.add_argument("--only", type=int, nargs="+", default=[], metavar="NUMBER")
-    campaign.add_options(parser, OUTPUT)
-    args = parser.parse_args()
-    program = "python -m tests.faults.search_kills --only"
-    cases = [(f"{program} {n}", {"case": n}) for n in args.only or range(args.cases)]
-    with tempfile.TemporaryDirectory(prefix="search_kills.") as folder:
-        run = SearchKills(Path(folder)).run
-        return campaign.run_missing(args, SEARCH_KILLS_CODE, cases, run, repeat=bool(args.only))
+    assert __doc__
+    return campaign.run_numbered(__doc__, "search_kills", CASES, SEARCH_KILLS_CODE, open_cases)
 
 
 if __name__ == "__main__":

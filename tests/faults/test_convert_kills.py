@@ -1,4 +1,4 @@
-"""A few cases of the campaign ``tests.faults.convert_kills``."""
+"""Tests one case of each format of ``tests.faults.convert_kills``."""
 
 from __future__ import annotations
 

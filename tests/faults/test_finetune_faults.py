@@ -1,4 +1,4 @@
-"""A case of every kind of the campaign ``tests.faults.finetune_faults``."""
+"""Tests one case of each kind of ``tests.faults.finetune_faults``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few cases of the campaign ``tests.faults.search_kills``: one of each command."""
+"""Tests one case of each command of ``tests.faults.search_kills``."""
 
 from __future__ import annotations
 

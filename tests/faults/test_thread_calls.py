@@ -1,4 +1,4 @@
-"""A few calls of the campaign ``tests.faults.thread_calls``."""
+"""Tests some calls of ``tests.faults.thread_calls``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from megatron_deberta.hf import fast_attention
 from tests.faults.thread_calls import run_case
@@ -16,16 +17,15 @@ def test_threads_have_the_results_of_calls_alone() -> None:
     assert found["ok"], found
 
 
-def test_a_state_that_threads_share_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the threads get the operator's results of another call."""
-    original, last = fast_attention.packed_attention, []
+def test_a_difference_in_threads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = fast_attention.packed_attention
 
-    def mixed(*arguments: Any, **options: Any) -> Any:
-        last.append(original(*arguments, **options))
-        is_other = threading.current_thread() is not threading.main_thread()
-        return last[-1] + 1e-3 * is_other
+    def different(*arguments: Any, **options: Any) -> Tensor:
+        is_alone = threading.current_thread() is threading.main_thread()
+        result: Tensor = original(*arguments, **options)
+        return result if is_alone else result + 1e-3
 
-    monkeypatch.setattr(fast_attention, "packed_attention", mixed)
+    monkeypatch.setattr(fast_attention, "packed_attention", different)
     found = run_case(0, calls=40)
     assert found["different"]
     assert not found["ok"]

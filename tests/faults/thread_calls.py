@@ -11,25 +11,22 @@ output; cases with a line about the present code are skipped.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.lib.campaigns import RESULTS
 from benchmarks.tables.faults import THREAD_CALLS_CODE
 from megatron_deberta.hf import use_fast_attention
-from tests.faults.campaign import add_options, run_missing
+from tests.faults.campaign import run_numbered
 from tests.support.stock_models import assert_same, build, inputs, labelled
 
-OUTPUT = RESULTS / "thread_calls.jsonl"
 CASES, CALLS, THREADS = 10, 1000, 8
 MODELS = (
     ("v1", "ForTokenClassification", True), ("v2", "Model", True), ("v2", "ForMaskedLM", False),
@@ -145,18 +142,11 @@ def run_case(case: int, calls: int = CALLS) -> dict[str, Any]:
 
 def main() -> int:
     """Run the missing cases; return 1 if one failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", type=int, default=CASES)
-    add_options(parser, OUTPUT)
-    args = parser.parse_args()
+    assert __doc__
     torch.set_num_threads(1)
-    cases = [
-        (f"python -m tests.faults.thread_calls: case {case}", {"case": case})
-        for case in range(args.cases)
-    ]
-    return run_missing(args, THREAD_CALLS_CODE, cases, run_case)
+    return run_numbered(
+        __doc__, "thread_calls", CASES, THREAD_CALLS_CODE, lambda: nullcontext(run_case)
+    )
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ class ForkedRank:
 
     def __init__(self, environment: dict[str, str], arguments: list[str], log: Path) -> None:
         self._process = fork_server().Process(
-            target=_run_rank, args=(environment, arguments, str(log))
+            target=run_rank, args=(environment, arguments, str(log))
         )
         self._process.start()
         assert self._process.pid is not None
@@ -148,7 +148,7 @@ class ForkedRank:
         self._process.kill()
 
 
-def _run_rank(environment: dict[str, str], arguments: list[str], log: str) -> None:
+def run_rank(environment: dict[str, str], arguments: list[str], log: str) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)

@@ -160,17 +160,12 @@ FINETUNE = ("seqeval", "sklearn")
 @pytest.mark.parametrize(
     ("extra", "hidden", "folders"),
     [
-        pytest.param(
-            "text", (*TRAIN, *FINETUNE), ("text", "tokenizer", "data/shards"),
-            marks=pytest.mark.nightly,
-        ),
+        ("text", (*TRAIN, *FINETUNE), ("text", "tokenizer", "data/shards")),
         (
             "train", (*TEXT, *FINETUNE, "pyarrow"),
             ("train", "engine", "checkpoint", "cluster", "report", "hf", "objectives", "data"),
         ),
-        pytest.param(
-            "finetune", TEXT, ("finetune", "evaluate", "tasks"), marks=pytest.mark.nightly
-        ),
+        ("finetune", TEXT, ("finetune", "evaluate", "tasks")),
         (
             "onnx", (*TRAIN, *TEXT, *FINETUNE, "pyarrow", "rich", "scipy", "matplotlib", "psutil"),
             ("hf/onnx", "tokenizer/tokenizer", "tokenizer/loading", "cli/convert"),

@@ -13,6 +13,8 @@ import torch
 from benchmarks.learn import judge as judges
 from benchmarks.learn import judge_train
 from benchmarks.learn.finetune_study import Cell
+from benchmarks.tables.figures import draw_recipes, shown_numbers
+from benchmarks.tables.learn import which_recipe
 from megatron_deberta.config import load_config
 from megatron_deberta.config.phases import segments
 from megatron_deberta.config.schema import OptimizerConfig
@@ -129,9 +131,14 @@ def test_finished_runs_are_kept_and_stopped_ones_continue(
     assert list(judges.judge_recipes(judge, judges.Commands())["rows"]) == [
         "baseline/1", "averaging/1", "baseline/2", "mask_20/1", "averaging/2",
     ]  # fmt: skip
-    assert judges.curves(found) == {
-        "baseline": [[0.17, 0.0, 2.0]], "averaging": [[0.21, 0.0, 2.0]],
-    }  # fmt: skip
+    curves = judges.curves(found)
+    assert curves == {"baseline": [[0.17, 0.0, 2.0]], "averaging": [[0.21, 0.0, 2.0]]}
+    picture = tmp_path / "which-recipe.png"
+    picture.write_bytes(draw_recipes(curves))
+    assert shown_numbers(picture) == curves
+    assert "| `averaging` |" in which_recipe(found)
+    assert "| +0.150 ± 0.635 |" in which_recipe(found)
+    assert "| no difference seen |" in which_recipe(found)
     other = judges.Judge(("baseline",), 50.0, 1, tmp_path, tmp_path, judge.output)
     with pytest.raises(SystemExit, match=r"budget of 100\.0 s"):
         judges.judge_recipes(other, judges.Commands())

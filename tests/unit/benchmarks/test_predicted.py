@@ -141,7 +141,7 @@ shift 4
     ("script", "wrong"),
     [
         (SANITIZER + '"$@" && echo "RACECHECK SUMMARY: 0 hazards"', []),
-        pytest.param(SANITIZER + "exit 9", ["exit code 9"], marks=pytest.mark.nightly),
+        (SANITIZER + "exit 9", ["exit code 9"]),
         pytest.param("#!/bin/sh", ["the kernels did not run"], marks=pytest.mark.nightly),
     ],
     ids=["passed", "race", "nothing"],

@@ -111,7 +111,8 @@ def test_raise_if_locked(tmp_path: Path, quick: None, monkeypatch: pytest.Monkey
 
 
 def test_pretrain_checks_the_lock_before_importing_torch() -> None:
-    program = "import sys, megatron_deberta.rank_process; print('torch' in sys.modules)"
+    modules = "megatron_deberta.cli.pretrain, megatron_deberta.rank_process"
+    program = f"import sys, {modules}; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
     )
