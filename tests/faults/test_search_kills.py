@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -45,6 +46,9 @@ class ForkedCommands(SearchKills):
     def start(self, arguments: Sequence[str], *before: str) -> psutil.Process:
         if (pid := os.fork()) == 0:
             code = 1
+            # A fixture of another test may have set a handler.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             try:
                 with (self.folder / PRINTED).open("w") as out, redirect_stdout(out):
                     with (self.folder / "errors").open("w") as err, redirect_stderr(err):

@@ -145,7 +145,7 @@ def test_distributions_are_fit_for_the_index(distributions: Path) -> None:
     assert {"LICENSE", "README.md", "configs/runs/small.yaml"} <= names
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_extras_the_models_and_fast_attention_run(
     with_torch_alone: Path, tmp_path: Path
 ) -> None:
