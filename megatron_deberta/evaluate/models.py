@@ -39,6 +39,7 @@ from megatron_deberta.distributed.parallelize.build import build_model
 from megatron_deberta.distributed.topology import (
     ProcessGroups,
     choose_device,
+    flush_denormal_numbers,
     init_process_groups,
     shutdown,
 )
@@ -289,10 +290,13 @@ def open_ranks(config: RunConfig, source: SourceModel) -> Iterator[tuple[nn.Modu
     # The weights that are read contain the adapters.
     config = replace(config, finetune=replace(config.finetune, lora_rank=None))
     validate_for_world(config, environment.world_size)
+    device = choose_device(config)
+    if device.type == "cpu":
+        flush_denormal_numbers()
     try:
         groups = init_process_groups(
             config.parallel.tensor_parallel_size,
-            choose_device(config),
+            device,
             config.cluster.collective_timeout_minutes,
             environment,
         )

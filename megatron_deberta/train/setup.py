@@ -28,7 +28,7 @@ from megatron_deberta.distributed.control import (
 from megatron_deberta.distributed.environment import RankEnvironment, read_environment
 from megatron_deberta.distributed.parallelize.build import ShardedModel, build_model
 from megatron_deberta.distributed.parallelize.plan import ParameterSpec
-from megatron_deberta.distributed.topology import ProcessGroups
+from megatron_deberta.distributed.topology import ProcessGroups, flush_denormal_numbers
 from megatron_deberta.model.low_rank import is_trained
 from megatron_deberta.observe.throughput import StepWork, ThroughputMeter, measure_matmul_rate
 
@@ -97,11 +97,12 @@ def _began_with(config: RunConfig, groups: ProcessGroups) -> tuple[DType, Engine
 
 
 def set_determinism(device: torch.device, environment: RankEnvironment) -> None:
-    """Set deterministic algorithms, precision of fp32, CUDA's allocator, and threads on CPU.
+    """Set deterministic algorithms, precision of fp32, CUDA's allocator, threads on CPU.
 
-    Call it before CUDA starts. On CPU, a nondeterministic operator is an error (tested: runs,
-    resumes and kills repeat bit for bit). On CUDA it is a warning, because the set of such
-    operators depends on the versions of torch and cuBLAS; bitwise repetition is not tested there.
+    Call it before CUDA starts and before torch starts threads. On CPU, a nondeterministic operator
+    is an error (tested: runs, resumes and kills repeat bit for bit), and denormal numbers become
+    zero. On CUDA it is a warning, because the set of such operators depends on the versions of
+    torch and cuBLAS; bitwise repetition is not tested there.
     """
     on_gpu = device.type == "cuda"
     # As torch.use_deterministic_algorithms, without importing the compiler, which takes seconds;
@@ -118,9 +119,11 @@ def set_determinism(device: torch.device, environment: RankEnvironment) -> None:
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         # cuBLAS reads this at start-up; without it the order of its sums is not fixed.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    elif not os.environ.get("OMP_NUM_THREADS"):
+        return
+    if not os.environ.get("OMP_NUM_THREADS"):
         # Every rank would use all cores.
         torch.set_num_threads(max(1, torch.get_num_threads() // environment.local_world_size))
+    flush_denormal_numbers()
 
 
 def build_rank_model(config: RunConfig, groups: ProcessGroups) -> ShardedModel:

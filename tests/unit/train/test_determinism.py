@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,7 @@ def _own_process_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     yield
+    torch.set_flush_denormal(False)
     torch.use_deterministic_algorithms(False)
     for backend, value in zip(backends, before, strict=True):
         backend.allow_tf32 = value
@@ -86,3 +88,22 @@ def test_no_operator_of_a_step_on_a_gpu_adds_in_an_order_of_its_own() -> None:
     names = {name.split("::")[1] for counts in operators.values() for name in counts}
     assert "embedding" in names
     assert not {name for name in names if re.match("scatter|index_add|index_put|put_|cumsum", name)}
+
+
+@pytest.mark.parametrize(("device", "is_zero"), [("cpu", True), ("cuda", False)])
+def test_a_cpu_takes_denormal_numbers_as_zero_in_all_threads(device: str, is_zero: bool) -> None:
+    def count_of_new_threads() -> int:
+        set_determinism(torch.device(device), ALONE)
+        # Large enough to be divided among all threads.
+        product = torch.full((1 << 20,), 1e-39) * torch.full((1 << 20,), 0.5)
+        return int(product.view(torch.int32).count_nonzero())
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        # A thread has an OpenMP team of its own, which starts here.
+        with ThreadPoolExecutor(1) as pool:
+            nonzero = pool.submit(count_of_new_threads).result()
+    finally:
+        torch.set_num_threads(before)
+    assert nonzero == (0 if is_zero else 1 << 20)
