@@ -75,7 +75,7 @@ PYTHON
 )"
 # The same number on every machine that is fast enough: the same text then gives the same model on the
 # same processor.
-full_steps=1100
+full_steps=1600
 pretrain() {
   # torchrun's own log has nothing to say here unless a rank fails.
   torchrun --nproc-per-node 2 --log-dir "$out/torchrun" -m megatron_deberta pretrain \
@@ -110,15 +110,17 @@ psutil.wait_procs(processes, timeout=30)
 PYTHON
 }
 trap kill_job EXIT
-committed() { compgen -G "$out/run/checkpoints/$1/COMMITTED" >/dev/null; }
-# The speed of the first seconds may not last, so it is measured after two minutes; on a fast
-# machine after 500 steps, before the last one.
-until committed "step_00000[5-9]*" ||
-  { [[ $((SECONDS - pretrain_started)) -ge 120 ]] && committed "step_*"; }; do
+newest() { compgen -G "$out/run/checkpoints/step_*/COMMITTED" | sort | tail -n 1; }
+# The speed of the first seconds may not last, so the job is killed after 90 seconds, on a fast machine
+# after 500 steps; just after it saved a checkpoint, so that few steps are lost.
+saved=""
+until now="$(newest)"; [[ "$now" != "$saved" ]] &&
+  [[ $((SECONDS - pretrain_started)) -ge 90 || "$now" == *step_00000[5-9]* ]]; do
+  saved="$now"
   if ! kill -0 "$job" 2>/dev/null; then
     wait "$job"
   fi
-  sleep 1
+  sleep 0.5
 done
 trap - EXIT
 # The shell would announce the death of its child.
@@ -134,8 +136,8 @@ from megatron_deberta.observe.metrics import read_metrics
 run, left, full = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
 train = [r for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "train"][-4:]
 tokens_per_second = sum(r["tokens_per_second"] for r in train) / len(train)
-# The start, validations, export and filling of masks take 65 seconds.
-steps = max(committed_steps(run)) + (left - 65) * tokens_per_second / (32 * 64)
+# The start, validations, export and filling of masks take 30 seconds.
+steps = max(committed_steps(run)) + (left - 30) * tokens_per_second / (32 * 64)
 print(full if steps > 0.9 * full else 4 * round(max(500, steps) / 4))
 PYTHON
 )"

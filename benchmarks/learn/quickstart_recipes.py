@@ -1,7 +1,10 @@
-"""Search of the quickstart's recipe: equal numbers of tokens, one change per row.
+"""Search of the quickstart's recipe: equal processor time, few changes per row.
 
-Each recipe is a ``megatron-deberta pretrain`` of one process on the files of a quickstart, then
-an export and ``tools/fill_held_out.py``. Finished recipes are kept when the program starts again.
+Each recipe is trained by one process on the files of a quickstart, for as many steps as the
+processor time of its steps allows. Judged are the validation loss, with the masks of the recipe,
+and what does not depend on it: bits per byte of held-out text, one masked piece in seven, and 400
+held-out words, exported and filled by ``tools/fill_held_out.py``. Finished recipes are kept when
+the program starts again.
 
     launch/quickstart.sh
     python -m benchmarks.learn.quickstart_recipes --quickstart runs/quickstart \
@@ -11,6 +14,7 @@ an export and ``tools/fill_held_out.py``. Finished recipes are kept when the pro
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shutil
 import subprocess
@@ -22,88 +26,101 @@ from benchmarks.lib.measuring import read_json, write_json
 from benchmarks.lib.provenance import ROOT, program_environment, provenance
 from megatron_deberta.observe.metrics import read_metrics
 
-PRIOR_WEIGHT = 0.6
-CONFIG = "configs/runs/quickstart.yaml"
-COMMON = (
-    "parallel.tensor_parallel_size=1", "precision.dtype=bf16", "train.steps=300",
-    "train.eval_every=300", "checkpoint.save_every=300", "model.num_layers=4",
-    "model.hidden_size=256", "model.num_heads=4", "model.ffn_hidden_size=1024",
-    "objective.mask_probability=0.15", "model.mask_decoder_passes=2",
-)  # fmt: skip
-WIDE = (
-    "model.num_layers=2", "model.hidden_size=384", "model.num_heads=6",
-    "model.ffn_hidden_size=1536",
-)  # fmt: skip
-THOUSAND = (
-    *WIDE, "objective.mask_probability=0.3", "model.conv_init=normal", "train.steps=1000",
-    "train.eval_every=500", "checkpoint.save_every=1000",
-)  # fmt: skip
-# Config overrides by name; every recipe sees 0.6 million tokens unless its name has other steps.
+PRIOR_WEIGHT = 0.5
+HELD_OUT_CHARACTERS = 60_000
+CONFIG = "benchmarks/learn/recipes/baseline.yaml"
+NARROW = ("model.ffn_hidden_size=384",)
+MIDDLE = ("model.ffn_hidden_size=768",)
+HALF_BATCH = ("train.global_batch_size=16", "train.micro_batch_size=16")
 RECIPES: dict[str, tuple[str, ...]] = {
-    "4 layers of 256, length 64": (),
-    "length 128": (
-        "data.sequence_length=128", "train.global_batch_size=16", "train.micro_batch_size=16",
-    ),
-    "fp32": ("precision.dtype=fp32",),
-    "half the batch": (
-        "train.global_batch_size=16", "train.micro_batch_size=16", "train.steps=600",
-    ),
-    "rate 1e-3": ("optimizer.learning_rate=1e-3",),
-    "initial range 0.04": ("model.initializer_range=0.04",),
-    "no mask decoder": ("model.mask_decoder_passes=0", "model.absolute_positions=none"),
+    "baseline": (),
+    "rate 1.4e-3": ("optimizer.learning_rate=1.4e-3",),
+    "rate 3e-3": ("optimizer.learning_rate=3e-3",),
+    "half the batch": HALF_BATCH,
+    "half the batch, rate 1.5e-3": (*HALF_BATCH, "optimizer.learning_rate=1.5e-3"),
+    "epsilon 1e-8": ("optimizer.eps=1e-8",),
+    "mask 20 %": ("objective.mask_probability=0.2",),
     "no convolution": ("model.conv_kernel_size=null",),
-    "mask 30 %": ("objective.mask_probability=0.3",),
-    "2 layers of 384": WIDE,
-    "2 layers of 384, mask 30 %": (*WIDE, "objective.mask_probability=0.3"),
-    "the last, 1,000 steps": THOUSAND,
-    "1,000 steps, rate 3e-3": (*THOUSAND, "optimizer.learning_rate=3e-3"),
-    "2,000 steps of half the batch": (
-        *THOUSAND, "train.global_batch_size=16", "train.micro_batch_size=16", "train.steps=2000",
-        "optimizer.warmup_steps=100", "train.eval_every=2000",
-    ),
-    "1,000 steps, convolution of 5 tokens": (*THOUSAND, "model.conv_kernel_size=5"),
-    "1,000 steps, one pass of the mask decoder": (*THOUSAND, "model.mask_decoder_passes=1"),
-    "1,700 steps, one pass": (
-        *THOUSAND, "model.mask_decoder_passes=1", "model.conv_init=microsoft", "train.steps=1700",
-        "train.eval_every=1700", "checkpoint.save_every=1700",
-    ),
+    "FFN of 768": MIDDLE,
+    "FFN of 768, convolution of 5 tokens": (*MIDDLE, "model.conv_kernel_size=5"),
+    "FFN of 768, mask 40 %": (*MIDDLE, "objective.mask_probability=0.4"),
+    "FFN of 384": NARROW,
+    "FFN of 384, rate 1.4e-3": (*NARROW, "optimizer.learning_rate=1.4e-3"),
+    "FFN of 384, 3 layers": (*NARROW, "model.num_layers=3"),
 }  # fmt: skip
+"""Overrides of the judge's baseline, by name."""
 
 
-def train(quickstart: Path, folder: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """Train and export one recipe and fill 400 held-out words; return its row."""
-    parts = {part: f"{quickstart}/shards/{part}_text_document" for part in ("train", "validation")}
+def train(quickstart: Path, folder: Path, overrides: tuple[str, ...], budget: float) -> None:
+    """Measure the steps of a recipe, and train it for the budget in seconds of processor time."""
+    command = [
+        "-m", "benchmarks.learn.judge_train", CONFIG, f"tokenizer.path={quickstart}/tokenizer",
+        *(f"data.{part}={_shard(quickstart, part)}" for part in ("train", "validation")),
+        "checkpoint.save_every=null", "train.eval_batches=40", *overrides,
+    ]  # fmt: skip
+    measured = folder / "seconds.json"
+    if not measured.exists():
+        _run(
+            *command, f"train.run_dir={folder}/measured", "train.steps=40", "train.eval_every=null",
+            "--measure", str(measured),
+        )  # fmt: skip
+    steps = round(budget / json.loads(measured.read_text()))
+    _run(*command, f"train.run_dir={folder}/run", f"train.steps={steps}",
+         f"train.eval_every={steps}")  # fmt: skip
+
+
+def judge(quickstart: Path, folder: Path) -> dict[str, Any]:
+    """Return the scores of a trained recipe."""
+    validation = sorted((quickstart / "text/validation").glob("part-*.jsonl"))
+    held_out = folder / "held_out.txt"
+    held_out.write_text(held_out_text(validation))
+    perplexity = folder / "perplexity.json"
     _run(
-        "-m", "megatron_deberta", "pretrain", CONFIG, f"train.run_dir={folder}",
-        f"tokenizer.path={quickstart}/tokenizer", *(f"data.{k}=[{v}]" for k, v in parts.items()),
-        *COMMON, *overrides,
+        "-m", "megatron_deberta", "evaluate", "perplexity", "--model", f"{folder}/run", "--data",
+        str(held_out), "--form", "masked", "--output", str(perplexity), "data.sequence_length=64",
+        "train.device=cpu",
     )  # fmt: skip
     exported = f"{folder}/exported"
     shutil.rmtree(exported, ignore_errors=True)
-    _run(
-        *("-m", "megatron_deberta", "convert", "--checkpoint", f"{folder}"),
-        *("--to", "hf", "--output", exported),
-    )
-    held_out = map(str, sorted((quickstart / "text/validation").glob("part-*.jsonl")))
-    command = ["tools/fill_held_out.py", "--model", exported, "--sentences", "400", "--input"]
-    command += held_out
-    plain = _run(*command)
-    prior = ("--prior-weight", str(PRIOR_WEIGHT), "--prior-shards", parts["train"])
-    weighted = _run(*command, *prior)
-    records = list(read_metrics(folder / "metrics.jsonl"))
+    _run("-m", "megatron_deberta", "convert", "--checkpoint", f"{folder}/run", "--to", "hf",
+         "--output", exported)  # fmt: skip
+    fill = [
+        "tools/fill_held_out.py", "--model", exported, "--sentences", "400", "--input",
+        *map(str, validation),
+    ]  # fmt: skip
+    prior = ("--prior-weight", str(PRIOR_WEIGHT), "--prior-shards", _shard(quickstart, "train"))
+    records = list(read_metrics(folder / "run" / "metrics.jsonl"))
     last = [r for r in records if r["kind"] == "validation" and "loss" in r][-1]
-    unigram = next(r["unigram_loss"] for r in records if "unigram_loss" in r)
     return {
-        "overrides": list(overrides),
+        "seconds_per_step": json.loads((folder / "seconds.json").read_text()),
+        "steps": last["step"],
         "loss": last["loss"],
-        "unigram_loss": unigram,
-        "accuracy": last["masked_accuracy"],
-        "right_of_400": _number("right in first place", plain),
-        "most_frequent_of_400": _number("most frequent answer", plain),
-        "with_prior_weight": {
-            "right_of_400": _number("right in first place", weighted),
-            "most_frequent_of_400": _number("most frequent answer", weighted),
-        },
+        "unigram_loss": next(r["unigram_loss"] for r in records if "unigram_loss" in r),
+        "bits_per_byte": json.loads(perplexity.read_text())["bits_per_byte"],
+        **_words(_run(*fill)),
+        "with_prior_weight": _words(_run(*fill, *prior)),
+    }
+
+
+def held_out_text(parts: list[Path]) -> str:
+    """Return the first documents of JSON Lines files, about ``HELD_OUT_CHARACTERS`` long."""
+    texts: list[str] = []
+    for part in parts:
+        for line in part.read_text(encoding="utf-8").splitlines():
+            if sum(map(len, texts)) > HELD_OUT_CHARACTERS:
+                return "\n".join(texts)
+            texts.append(json.loads(line)["text"])
+    return "\n".join(texts)
+
+
+def _shard(quickstart: Path, part: str) -> str:
+    return f"{quickstart}/shards/{part}_text_document"
+
+
+def _words(table: str) -> dict[str, int]:
+    return {
+        "right_of_400": _number("right in first place", table),
+        "most_frequent_of_400": _number("most frequent answer", table),
     }
 
 
@@ -129,6 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quickstart", type=Path, required=True, help="folder of a quickstart")
     parser.add_argument("--runs", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--budget-seconds", type=float, default=300, help="of processor time")
     parser.add_argument("--output", type=Path, required=True, help="result file")
     parser.add_argument("--recipe", action="append", choices=RECIPES, help="only this one")
     args = parser.parse_args()
@@ -136,11 +154,13 @@ def main() -> None:
         record = read_json(args.output, {"recipes": {}})
         if name not in record["recipes"]:
             folder = args.runs.resolve() / re.sub(r"\W+", "-", name)
-            row = train(args.quickstart.resolve(), folder, RECIPES[name])
+            folder.mkdir(parents=True, exist_ok=True)
+            quickstart, overrides = args.quickstart.resolve(), RECIPES[name]
+            train(quickstart, folder, overrides, args.budget_seconds)
+            row = {"overrides": list(overrides), **judge(quickstart, folder), **provenance()}
             record = read_json(args.output, {"recipes": {}})
-            record = {**provenance(), "common": list(COMMON), "recipes": record["recipes"]}
             record["recipes"][name] = row
-            write_json(args.output, record)
+            write_json(args.output, {"budget_seconds": args.budget_seconds, **record})
 
 
 if __name__ == "__main__":

@@ -64,6 +64,7 @@ VOCABULARY = 4096
 COMMON = (
     "model.hidden_dropout=0", "model.attention_dropout=0", "stability.spike_sigmas=null",
     "precision.dtype=fp32", "parallel.engine=plain", "train.device=cpu", "data.num_workers=0",
+    "optimizer.learning_rate=2e-3",
     "train.eval_every=100", "train.eval_batches=25", "checkpoint.save_every=500",
     "checkpoint.keep_last=1", "log.every=1", "log.samples=0", "log.tensorboard=false",
 )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from benchmarks.learn.ablations import VARIANTS, mean_curves
 from benchmarks.learn.forms import MODELS as FORMS
@@ -125,46 +125,29 @@ def _with_interval(mean: float, half: float) -> str:
     return f"{mean:+.3f}" if math.isinf(half) else f"{mean:+.3f} ± {half:.3f}"
 
 
-def _changed(overrides: Sequence[str], shared: Sequence[str]) -> list[str]:
-    """Return the overrides that are not shared; of several for a key, the last."""
-    keys = {item.partition("=")[0]: item for item in overrides if item not in shared}
-    return list(keys.values())
-
-
 def _held_out(found: dict[str, int]) -> str:
-    frequent = found.get("most_frequent_of_400")
-    right = f"{found['right_of_400'] / 400:.0%}"
-    return right if frequent is None else f"{right}, {frequent / 400:.1%}"
+    return f"{found['right_of_400'] / 400:.0%}, {found['most_frequent_of_400'] / 400:.1%}"
 
 
 def quickstart_recipes(record: Result) -> str:
-    """Validation loss and held-out words of the quickstart's recipes."""
-    overrides = [row["overrides"] for row in record["recipes"].values()]
-    shared = [item for item in overrides[0] if all(item in others for others in overrides)]
+    """Loss and held-out words of the quickstart's recipes after equal processor time."""
     rows = [
         (
-            name,
-            f"{row['loss']:.3f}",
-            f"{row['unigram_loss'] - row['loss']:.2f}",
-            *(
-                _held_out(found)
-                for found in (row, row.get("with_prior_weight"))
-                if found is not None
-            ),
-            f"`{' '.join(changed)}`" if (changed := _changed(row["overrides"], shared)) else "",
+            name, f"{row['seconds_per_step']:.3f}", f"{row['steps']:,}",
+            f"{row['unigram_loss'] - row['loss']:.2f}", f"{row['bits_per_byte']:.3f}",
+            _held_out(row), _held_out(row["with_prior_weight"]),
         )
         for name, row in record["recipes"].items()
-    ]
-    weighted = any("with_prior_weight" in row for row in record["recipes"].values())
-    columns = ["held-out words right"]
-    if weighted:
-        columns = ["held-out words right, most frequent answer", "the same with prior weight 0.6"]
-    header = ("recipe", "validation loss", "below the unigram", *columns, "changed")
-    common = (
-        "\nCommon overrides of `configs/runs/quickstart.yaml`: "
-        f"`{' '.join(_changed([*record['common'], *shared], []))}`.\n"
+    ]  # fmt: skip
+    header = (
+        "recipe", "s per step", "steps", "nat below the unigram", "bits per byte",
+        "held-out words right, most frequent answer", "the same with prior weight 0.5",
+    )  # fmt: skip
+    first = next(iter(record["recipes"].values()))
+    return markdown(header, rows) + (
+        f"\n({record['budget_seconds']:.0f} s of processor time each, two recipes at a time; "
+        f"{first['hardware']}, revision {first['revision']}.)\n"
     )
-    return markdown(header, rows) + common
 
 
 def forms(record: Result) -> str:

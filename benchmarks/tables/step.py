@@ -268,6 +268,21 @@ def save_stalls(record: Result) -> str:
     return markdown(header, cells) + f"\n({layout}; {place}; revision {record['revision']}.)\n"
 
 
+def denormals(record: Result) -> str:
+    """Attention with denormal numbers kept and taken as zero."""
+    header = ("standard deviation of scores", "denormal probabilities",
+              "native: kept, ms", "zero, ms", "eager: kept, ms", "zero, ms")  # fmt: skip
+    cells = [
+        (row["spread"], f"{row['denormal_share']:.1%}",
+         *(f"{1e3 * row[backend][name]:.1f}"
+           for backend in ("native", "reference") for name in ("kept", "zero")))
+        for row in record["results"]
+    ]  # fmt: skip
+    return (
+        markdown(header, cells) + f"\n({record['hardware']}, one thread, load {record['load']}.)\n"
+    )
+
+
 def finetune(record: Result) -> str:
     """Fine-tuning steps against transformers' Trainer."""
     header = ("task", "side", "s per step", "our speed / theirs", "by processor time", "required",
