@@ -242,8 +242,10 @@ def evaluate(
     log = run / "judge.txt"
     config = load_config(run / "config.yaml")
     curve = []
+    every = config.checkpoint.save_every or 1
     steps = committed_steps(str(run))
-    for step in steps:
+    # Without the checkpoints of stopped runs.
+    for step in (step for step in steps if step % every == 0 or step == steps[-1]):
         is_last = step == steps[-1]
         path = model if is_last else Path(step_dir(str(run), step))
         bits = _bits_per_byte(judge, command, path, run / f"held_out_{step}.json")

@@ -273,7 +273,7 @@ def denormals(record: Result) -> str:
     header = ("standard deviation of scores", "denormal probabilities",
               "native: kept, ms", "zero, ms", "eager: kept, ms", "zero, ms")  # fmt: skip
     cells = [
-        (row["spread"], f"{row['denormal_share']:.1%}",
+        (f"{row['spread']}", f"{row['denormal_share']:.1%}",
          *(f"{1e3 * row[backend][name]:.1f}"
            for backend in ("native", "reference") for name in ("kept", "zero")))
         for row in record["results"]
