@@ -178,12 +178,14 @@ def test_a_run_is_judged_by_its_average_and_tasks(
             output.parent.mkdir(parents=True, exist_ok=True)
             output.write_text(json.dumps({"bits_per_byte": len(commands), "accuracy": 0.75}))
         else:
-            for step in (20, 40):
+            for step in (20, 33, 40):
                 folder = run / "checkpoints" / f"step_{step:08d}"
                 folder.mkdir(parents=True)
                 (folder / "COMMITTED").touch()
             text = judge.file("averaging").read_text()
             text = text.replace("baseline.yaml", str(judges.RECIPES / "baseline.yaml"))
+            # Step 33 is that of a run that was stopped.
+            text += "checkpoint:\n  save_every: 20\n"
             (run / "config.yaml").write_text(text)
         return True
 
