@@ -97,11 +97,12 @@ HOSTILE_FILES_CODE = (
         "config/yaml_reader.py", "config/loader.py", "checkpoint/layout.py", "checkpoint/reader.py",
         "cluster/profile.py", "cluster/run_lock.py", "cluster/slurm/history.py",
         "cluster/slurm/status.py", "cluster/watchdog/reports.py",
-        "data/sample_log.py", "data/shards", "hf/config.py", "hf/published.py",
-        "observe/metrics.py", "text/jobs/folder.py", "tokenizer",
-        "train/stability/rollback.py",
+        "data/sample_log.py", "data/shards", "evaluate", "finetune", "hf/config.py",
+        "hf/heads.py", "hf/published.py", "observe", "report", "tasks", "text/jobs/folder.py",
+        "text/readers", "tokenizer", "train/stability/rollback.py",
     )),
     "tests/faults/hostile_files.py", "tests/faults/hostile_kinds.py",
+    "tests/faults/hostile_result_kinds.py", "tests/faults/hostile_task_kinds.py",
 )  # fmt: skip
 
 

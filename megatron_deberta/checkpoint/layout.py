@@ -269,6 +269,11 @@ def commit_mark(manifest: bytes) -> bytes:
     return hashlib.sha256(manifest).hexdigest().encode() + b"\n"
 
 
+def read_mark(checkpoint: Path) -> str:
+    """Return what ``COMMITTED`` of a checkpoint holds, without the newline; damage stays in it."""
+    return (checkpoint / COMMITTED_FILE).read_text(encoding="ascii", errors="replace").strip()
+
+
 def committed_steps(run_dir: str | os.PathLike[str]) -> list[int]:
     """List the steps of a run's committed checkpoints, ascending."""
     return [step for step in _steps(run_dir) if (step_dir(run_dir, step) / COMMITTED_FILE).exists()]

@@ -340,14 +340,13 @@ def _revisions_lock(output: Path) -> Iterator[None]:
 
 def _revision(args: argparse.Namespace, checkpoint: Path, step: int) -> dict[str, object]:
     """Return the entry of ``revisions.json`` for a checkpoint: what is exported, and how."""
-    from megatron_deberta.checkpoint.layout import COMMITTED_FILE
+    from megatron_deberta.checkpoint.layout import read_mark
 
-    mark = (checkpoint / COMMITTED_FILE).read_text(encoding="ascii", errors="replace").strip()
     return {
         "revision": checkpoint.name,
         "step": step,
         "folder": checkpoint.name,
-        "checkpoint": mark,
+        "checkpoint": read_mark(checkpoint),
         **{name: getattr(args, name) for name in ("to", "dtype", "form", "encoder")},
         "moving_average": args.moving_average,
     }

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
-from megatron_deberta.checkpoint.layout import COMMITTED_FILE, committed_steps, find_best, step_dir
+from megatron_deberta.checkpoint.layout import committed_steps, find_best, read_mark, step_dir
 from megatron_deberta.checkpoint.store import find_newest
 from megatron_deberta.config import load_config
 from megatron_deberta.config.phases import last_step
@@ -305,7 +305,7 @@ def read_outputs(run: FinetunedRun, split: str, data: str = "") -> tuple[Split, 
     config = run.config
     config = replace(config, finetune=replace(config.finetune, data=data))
     found = read_split(config, run.task, split, tokenizer, run.folder)
-    weights = (run.checkpoint / COMMITTED_FILE).read_text(encoding="utf-8").strip()
+    weights = read_mark(run.checkpoint)
     fingerprint = found.encoded.fingerprint
     key = hashlib.sha256(f"{weights} {fingerprint}".encode()).hexdigest()[:16]
     path = run.folder / FOLDER / f"{split}-{run.checkpoint.name}-{key}.npy"
@@ -334,10 +334,7 @@ def read_outputs(run: FinetunedRun, split: str, data: str = "") -> tuple[Split, 
 
 def _remove_orphans(run_dir: Path) -> None:
     """Remove the kept outputs of checkpoints that exist no longer, and files without a record."""
-    marks = {
-        (step_dir(run_dir, step) / COMMITTED_FILE).read_text(encoding="utf-8").strip()
-        for step in committed_steps(run_dir)
-    }
+    marks = {read_mark(step_dir(run_dir, step)) for step in committed_steps(run_dir)}
     used = set()
     # Another process may just write files.
     before = time.time() - _WRITING_SECONDS

@@ -14,7 +14,7 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
-from megatron_deberta.checkpoint.layout import COMMITTED_FILE
+from megatron_deberta.checkpoint.layout import COMMITTED_FILE, read_mark
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.files import sha256_file, write_atomically
 from megatron_deberta.hf.loading import load_model_tokenizer
@@ -56,9 +56,8 @@ def fingerprint_inputs(task: TaskConfig, data: str, tokenizer: str) -> dict[str,
 
 def fingerprint_weights(path: Path) -> str:
     """Return a fingerprint of a checkpoint, export or release: of its manifest or its files."""
-    committed = path / COMMITTED_FILE
-    if committed.exists():
-        return committed.read_text(encoding="utf-8").strip()
+    if (path / COMMITTED_FILE).exists():
+        return read_mark(path)
     digest = hashlib.sha256()
     for suffix in ("json", "safetensors", "bin"):
         for file in sorted(path.glob(f"*.{suffix}")):

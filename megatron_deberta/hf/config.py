@@ -334,7 +334,8 @@ def _deberta_config(
     v1 = model_type == "deberta"
     norms = fields.get("norm_rel_ebd", "none").lower().split("|")
     normalized = "layer_norm" in map(str.strip, norms)
-    kernel = 0 if v1 else fields.get("conv_kernel_size", 0)
+    # As in transformers' class, any number below 1 stands for no convolution.
+    kernel = 0 if v1 else max(0, fields.get("conv_kernel_size", 0))
     buckets = fields.get("position_buckets", -1)
     model = ModelConfig(
         **shared,

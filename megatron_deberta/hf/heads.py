@@ -129,12 +129,13 @@ def head_of(fields: Mapping[str, Any]) -> Head:
     if EMBEDDINGS_FIELD in fields:
         return "embed"
     labels = fields.get("id2label")
-    count = fields.get("num_labels") if labels is None else len(labels)
+    count = len(labels) if isinstance(labels, dict) else fields.get("num_labels")
     problem = fields.get("problem_type")
     of_classes: Head = "multilabel" if problem == "multi_label_classification" else "classification"
     is_ranking = "problem_type" not in fields and "activation_fn" in _cross_encoder(fields)
     of_score: Head = "rerank" if is_ranking else "regression"
-    for architecture in fields.get("architectures") or ():
+    architectures = fields.get("architectures")
+    for architecture in architectures if isinstance(architectures, list) else ():
         kind = str(architecture).rpartition("For")[2]
         if kind == "SequenceClassification":
             return of_score if problem == "regression" or count == 1 else of_classes
@@ -192,9 +193,11 @@ def task_head(fields: Mapping[str, Any]) -> HeadFields:
             "start and end, can be imported"
         )
     # transformers' classes use the dropout of hidden states where the file has none of its own.
-    given = [fields[key] for key in _DROPOUTS if fields.get(key) is not None]
-    dropout = float(given[0]) if given else ModelConfig().hidden_dropout
-    return HeadFields(head, labels if head in CLASS_HEADS else (), dropout)
+    given = {key: fields[key] for key in _DROPOUTS if fields.get(key) is not None}
+    key, dropout = next(iter(given.items()), ("", ModelConfig().hidden_dropout))
+    if type(dropout) not in (int, float):
+        raise malformed(f"{key}={dropout!r} is not a number below 1, or null")
+    return HeadFields(head, labels if head in CLASS_HEADS else (), float(dropout))
 
 
 def cross_encoder_fields(loss: RankingLoss = "bce") -> dict[str, Any]:
@@ -248,6 +251,7 @@ def _labels(fields: Mapping[str, Any]) -> tuple[str, ...]:
     if count is not None and count != len(names):
         raise malformed(f"num_labels={count} contradicts the {len(names)} classes of id2label")
     for name, number in label2id.items():
-        if name in names and (number not in range(len(names)) or names[number] != name):
+        is_id = isinstance(number, int) and number in range(len(names))
+        if name in names and (not is_id or names[number] != name):
             raise malformed(f"label2id says {name!r}: {number!r}, which contradicts id2label")
     return tuple(names)

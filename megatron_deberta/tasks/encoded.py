@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_deberta.config.schema import CLASS_HEADS
 from megatron_deberta.errors import DataError
 from megatron_deberta.files import NPY_ERRORS, published_folder
+from megatron_deberta.tasks.task import Head
 
 IGNORED = -100
 """Integer label of what is not labelled or not scored."""
@@ -95,32 +98,60 @@ class EncodedDataset:
         """Return the arrays by name."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
-    def find_problem(self, vocab_size: int, num_labels: int) -> str:
+    def find_problem(
+        self, head: Head, num_words: Sequence[int], vocab_size: int, num_labels: int
+    ) -> str:
         """Return what is wrong with the arrays; empty: each index lies in what it refers to.
 
         Args:
+            head: of the task.
+            num_words: words of each example that was encoded, for the head tokens.
             vocab_size: token ids are below it.
-            num_labels: classes of rows or tokens; 0: the head has none.
+            num_labels: of the task; 0: the head has none.
         """
-        ids, types, rows, examples = (
-            self.input_ids, self.token_type_ids, self.row_offsets, self.example_index,
-        )  # fmt: skip
-        tokens = len(ids)
-        per_token = (len(types), len(self.char_offsets) or tokens, len(self.word_index) or tokens)
-        if set(per_token) != {tokens} or len(rows) != len(examples) + 1:
-            return "arrays of different lengths"
-        if rows[0] != 0 or rows[-1] != tokens or np.any(np.diff(rows) <= 0):
+        ids, rows, examples = self.input_ids, self.row_offsets, self.example_index
+        tokens, size, num_examples = ids.size, examples.size, len(num_words)
+        shapes: dict[str, tuple[str, tuple[int, ...]]] = {
+            "input_ids": ("int32", (tokens,)),
+            "token_type_ids": ("uint8", (tokens,)),
+            "row_offsets": ("int64", (size + 1,)),
+            "example_index": ("int64", (size,)),
+            "labels": {
+                "multilabel": ("int8", (size, num_labels)),
+                "regression": ("float32", (size,)),
+                "rerank": ("float32", (size,)),
+                "spans": ("int64", (size, 2)),
+                "tokens": ("int32", (tokens,)),
+                "choices": ("int64", (num_examples,)),
+                "embed": ("float32", (num_examples,)),
+            }.get(head, ("int64", (size,))),
+            "char_offsets": ("int32", (tokens if head == "spans" else 0, 2)),
+            "word_index": ("int32", (tokens if head == "tokens" else 0,)),
+        }
+        for name, array in self.arrays().items():
+            kind, shape = shapes[name]
+            if array.dtype != kind or array.shape != shape:
+                return f"{name} {array.dtype} {list(array.shape)} instead of {kind} {list(shape)}"
+        # Differences of huge offsets would overflow.
+        if rows[0] != 0 or rows[-1] != tokens or np.any(rows[1:] <= rows[:-1]):
             return "row_offsets do not divide the tokens into rows"
-        if len(examples) and (examples[0] != 0 or not set(np.diff(examples)) <= {0, 1}):
+        steps = set(np.diff(examples, prepend=-1, append=num_examples).tolist())
+        if not steps <= {0, 1}:
             return "example_index does not number the examples"
         if tokens and not 0 <= ids.min() <= ids.max() < vocab_size:
             return f"input_ids {ids.min()} to {ids.max()} with a vocabulary of {vocab_size}"
-        if tokens and types.max() > 1:
+        if tokens and self.token_type_ids.max() > 1:
             return "token_type_ids other than 0 and 1"
-        if num_labels and self.labels.size:
+        words = self.word_index[self.word_index >= 0]
+        if head == "tokens" and not np.array_equal(
+            words, np.concatenate([*map(np.arange, num_words)])
+        ):
+            return "word_index does not number the words"
+        if head in CLASS_HEADS and self.labels.size:
+            most = 2 if head == "multilabel" else num_labels
             known = self.labels[self.labels != IGNORED]
-            if known.size and not 0 <= known.min() <= known.max() < num_labels:
-                return f"labels {known.min()} to {known.max()} of {num_labels} classes"
+            if known.size and not 0 <= known.min() <= known.max() < most:
+                return f"labels {known.min()} to {known.max()} of {most} classes"
         return ""
 
     def save(self, folder: Path) -> None:

@@ -517,9 +517,9 @@ def encode(
         if not folder.is_dir():
             encoder(task, examples, tokenizer, length).save(folder)
         encoded = EncodedDataset.load(folder)
-        num_labels = len(task.labels) if task.head in ("classification", "tokens") else 0
-        num_labels = 2 if task.head == "multilabel" else num_labels
-        if problem := encoded.find_problem(tokenizer.vocab_size, num_labels):
+        num_words = [len(example.words) for example in examples]
+        problem = encoded.find_problem(task.head, num_words, tokenizer.vocab_size, len(task.labels))
+        if problem:
             raise DataError(f"{folder}: damaged ({problem}); remove this folder")
     if task.head == "spans":
         _report_unplaced(task, examples, encoded)

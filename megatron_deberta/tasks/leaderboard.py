@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -14,6 +15,9 @@ from megatron_deberta.files import write_atomically
 from megatron_deberta.tasks.examples import Example, Prediction, sentences
 from megatron_deberta.tasks.metrics import ranks
 from megatron_deberta.tasks.task import SCORE_HEADS, TaskConfig, entities, entity_labels
+
+_ANSWER_ID = re.compile("-".join(["(-?[0-9]{1,18})"] * 3))
+"""Identifier of an answer of MultiRC."""
 
 
 def json_lines(
@@ -141,7 +145,13 @@ def _superglue_label(task: TaskConfig, prediction: Prediction) -> Any:
 def _multirc_passages(predictions: Sequence[Prediction]) -> list[Any]:
     passages: dict[int, dict[int, list[Any]]] = {}
     for prediction in predictions:
-        passage, question, answer = map(int, prediction.id.split("-"))
+        found = _ANSWER_ID.fullmatch(prediction.id)
+        if found is None:
+            raise ConfigError(
+                f"--leaderboard: id {prediction.id!r} does not name passage, question and answer, "
+                "as 3-0-1 does; correct the ids of the data"
+            )
+        passage, question, answer = map(int, found.groups())
         answers = passages.setdefault(passage, {}).setdefault(question, [])
         answers.append({"idx": answer, "label": prediction.index})
     return [

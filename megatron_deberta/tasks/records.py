@@ -463,6 +463,8 @@ def _batches(
 ) -> Iterator[Record]:
     """Yield the rows of Arrow batches; integers of class columns become their names."""
     for batch in batches:
+        # Offsets that lead out of the buffers of a damaged file would end the process.
+        batch.validate(full=True)
         for values in batch.to_pylist():
             for column, classes in names.items():
                 if column in values:

@@ -388,6 +388,7 @@ def _best_pieces(
         return -np.inf, (0, 0)
     # The passage's tokens are contiguous in a row.
     first, last = inside[0], inside[-1] + 1
+    longest = min(longest, last - first)
     starts, ends = logits[first:last, 0], logits[first:last, 1]
     padded = np.concatenate([ends, np.full(longest - 1, -np.inf)])
     windows = np.lib.stride_tricks.sliding_window_view(padded, longest)

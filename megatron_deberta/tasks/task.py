@@ -29,6 +29,7 @@ from megatron_deberta.config.schema import CLASS_HEADS
 from megatron_deberta.config.yaml_reader import PlainScalar, TextLoader, parse_yaml, read_yaml
 from megatron_deberta.errors import ConfigError, MissingInputError
 from megatron_deberta.files import write_atomically
+from megatron_deberta.parsing import conform
 
 Head = Literal[
     "classification", "multilabel", "regression", "spans", "tokens", "choices", "embed", "rerank"
@@ -284,11 +285,16 @@ def task_from_dict(data: Mapping[str, Any], source: str) -> TaskConfig:
     try:
         merged = OmegaConf.merge(OmegaConf.structured(TaskConfig), expanded)
         task = cast(TaskConfig, OmegaConf.to_object(merged))
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, OverflowError, TypeError, ValueError) as error:
         problem = str(error).split("\n")[0]
         key = getattr(error, "full_key", "") or getattr(error, "key", "")
-        raise ConfigError(f"{source}: {key}: {problem}") from error
+        # Errors of Python do not name the key.
+        place = key or "a value of the wrong type"
+        raise ConfigError(f"{source}: {place}: {problem}") from error
     task = replace(task, **labels)
+    # OmegaConf does not check the items of lists.
+    remedy = "correct this key"
+    conform(asdict(task), TaskConfig, source, "a task", error=ConfigError, remedy=remedy)
     _check_file_names(task, source)
     _check(task, source)
     return replace(task, metrics=_metrics_of_scheme(task, source))
@@ -578,6 +584,12 @@ def _check(task: TaskConfig, source: str) -> None:
             require(
                 role in allowed,
                 f"{split}columns.{role}: head {task.head} has the columns {', '.join(allowed)}",
+            )
+            column = columns[role]
+            parts = column if isinstance(column, list) else [column]
+            require(
+                not any(isinstance(part, (dict, list)) for part in parts),
+                f"{split}columns.{role}={column!r}: write the name of a column, or a list of names",
             )
         missing = [role for role in required if role not in columns]
         if task.hypothesis and missing == ["choices"]:

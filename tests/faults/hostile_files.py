@@ -32,8 +32,11 @@ from benchmarks.lib.campaigns import RESULTS, append_line, code_digest, read_lin
 from benchmarks.lib.provenance import provenance
 from benchmarks.tables.faults import HOSTILE_FILES_CODE
 from megatron_deberta.errors import MegatronDebertaError
-from tests.faults.hostile_kinds import KINDS, Kind
+from tests.faults.hostile_kinds import RUN_KINDS, Kind
+from tests.faults.hostile_result_kinds import RESULT_KINDS
+from tests.faults.hostile_task_kinds import TASK_KINDS
 
+KINDS = (*RUN_KINDS, *TASK_KINDS, *RESULT_KINDS)
 OUTPUT = RESULTS / "hostile_files.jsonl"
 PER_LINE = 1000
 LIMIT_SECONDS = 10
@@ -206,9 +209,8 @@ class Case:
 
     def replaced(self, old: str, new: str) -> bytes:
         """Return the valid content with the first of a part replaced."""
-        text = self._content.decode()
-        assert old in text, (old, text[:200])
-        return text.replace(old, new, 1).encode()
+        assert old.encode() in self._content, (old, self._content[:200])
+        return self._content.replace(old.encode(), new.encode(), 1)
 
 
 def run_thousand(case: Case, first: int, count: int = PER_LINE) -> dict[str, Any]:

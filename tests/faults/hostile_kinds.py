@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from megatron_deberta.checkpoint import layout, writer
+from megatron_deberta.checkpoint import layout
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.resume import changes
 from megatron_deberta.cli.status import describe
@@ -93,7 +93,8 @@ def _no_slurm(command: Any) -> str:
     raise slurm.SlurmError(f"{command[0]} is not installed")
 
 
-def _make_run(folder: Path) -> None:
+def make_run(folder: Path) -> None:
+    """Write the records of a run under SLURM into a folder."""
     history = JobHistory(folder)
     history.append("submit", links=2, nodes=2)
     history.append("jobs", jobs=["7", "8"])
@@ -119,7 +120,7 @@ def _make_run(folder: Path) -> None:
 
 def _make_run_with_config(folder: Path) -> None:
     """Reading the config takes most of the time of a status, so the other files do without."""
-    _make_run(folder)
+    make_run(folder)
     (folder / "config.yaml").write_text(_CONFIG)
 
 
@@ -186,7 +187,7 @@ def _make_best(folder: Path) -> None:
 def _make_part_index(folder: Path) -> None:
     files = [layout.FileEntry("part-00000-0000.safetensors", 10, "0" * 64)]
     fragments = [layout.Fragment("head.bias", files[0].name, 0, 0, 10)]
-    content = writer.part_index_json(files, fragments)
+    content = layout.part_index_json(files, fragments)
     (folder / layout.part_index_file(0)).write_bytes(content)
 
 
@@ -274,7 +275,11 @@ def _byte_level_files() -> dict[str, str]:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    options = {"vocab_size": 300, "initial_alphabet": alphabet, "show_progress": False}
+    options: dict[str, Any] = {
+        "vocab_size": 300,
+        "initial_alphabet": alphabet,
+        "show_progress": False,
+    }
     backend.train_from_iterator(["a b c the the then"] * 9, trainers.BpeTrainer(**options))
     model = json.loads(backend.to_str())["model"]
     merges = "\n".join(" ".join(pair) for pair in model["merges"])
@@ -374,12 +379,12 @@ def _read_plan(folder: Path) -> None:
     _begun(folder)
 
 
-KINDS = (
-    Kind("history", "lines", _file(_make_run, "chain.jsonl"), _history),
-    Kind("bad_nodes", "lines", _file(_make_run, "bad_nodes.jsonl"), _status),
-    Kind("metrics", "lines", _file(_make_run, "metrics.jsonl"), _metrics),
+RUN_KINDS = (
+    Kind("history", "lines", _file(make_run, "chain.jsonl"), _history),
+    Kind("bad_nodes", "lines", _file(make_run, "bad_nodes.jsonl"), _status),
+    Kind("metrics", "lines", _file(make_run, "metrics.jsonl"), _metrics),
     Kind("resolved_config", "yaml", _file(_make_run_with_config, "config.yaml"), _status),
-    Kind("lock", "json", _file(_make_run, "lock/00000003.json"), _lock),
+    Kind("lock", "json", _file(make_run, "lock/00000003.json"), _lock),
     Kind(
         "rollback", "json", _file(_make_rollback, rollback.FILE_NAME),
         lambda folder: rollback._read(folder),

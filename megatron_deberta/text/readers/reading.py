@@ -440,15 +440,40 @@ def _batches(
             _refuse_ambiguous(source, table.schema_arrow.names, keys)
             present = [key for key in keys if key in table.schema_arrow.names]
             for batch in table.iter_batches(_BATCH_ROWS, groups, present, use_threads=False):
+                _check_columns(batch, keys)
                 yield row, batch
                 row += batch.num_rows
             return
         for index, batch in enumerate(table):
             _refuse_ambiguous(source, batch.schema.names, keys)
             if begin <= index < end:
+                _check_columns(batch, keys)
                 for first in range(0, batch.num_rows, _BATCH_ROWS):
                     yield row + first, batch.slice(first, _BATCH_ROWS)
             row += batch.num_rows
+
+
+def _check_columns(batch: Any, keys: Sequence[str]) -> None:
+    """Check that the offsets and indices of columns are inside what they refer to.
+
+    Those of a damaged file would end the process. Whether text is UTF-8 is seen row by row.
+
+    Raises:
+        pyarrow.ArrowException: they are not.
+    """
+    import pyarrow
+
+    as_bytes = {
+        pyarrow.string(): pyarrow.binary(),
+        pyarrow.large_string(): pyarrow.large_binary(),
+        pyarrow.string_view(): pyarrow.binary_view(),
+    }
+    for key in keys:
+        if key in batch.schema.names:
+            column = batch.column(key)
+            if column.type in as_bytes:
+                column = column.view(as_bytes[column.type])
+            column.validate(full=True)
 
 
 def _refuse_ambiguous(source: Source, columns: Sequence[str], keys: Sequence[str]) -> None:
@@ -506,14 +531,20 @@ def _opened(source: Source) -> Iterator[Any]:
             return
         with pyarrow.memory_map(source.path) as content:
             yield _arrow_batches(pyarrow, content)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{source.name}: damaged {source.text_format} file ({error})") from error
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        problem = " ".join(str(error).split())
+        raise DataError(f"{source.name}: damaged {source.text_format} file ({problem})") from error
 
 
 def _arrow_batches(pyarrow: Any, content: Any) -> Any:
-    """Open either of Arrow's formats; datasets are kept in the one without a footer."""
+    """Yield the batches of either of Arrow's formats; datasets are in the one without a footer."""
     if content.read(6) == b"ARROW1":
         reader = pyarrow.ipc.open_file(content)
-        return (reader.get_batch(index) for index in range(reader.num_record_batches))
-    content.seek(0)
-    return pyarrow.ipc.open_stream(content)
+        batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+    else:
+        content.seek(0)
+        batches = pyarrow.ipc.open_stream(content)
+    for batch in batches:
+        # Buffers of a damaged file may be smaller than their batch.
+        batch.validate()
+        yield batch

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_deberta.checkpoint import writer
-from megatron_deberta.checkpoint.layout import checkpoints_dir
+from megatron_deberta.checkpoint.layout import COMMITTED_FILE, checkpoints_dir, read_mark
 from megatron_deberta.checkpoint.reader import CheckpointReader
 from megatron_deberta.checkpoint.writer import write_tensors
 from megatron_deberta.errors import CheckpointError
@@ -108,3 +108,11 @@ def test_a_file_that_is_corrupted_while_it_is_written_does_not_verify(
     assert damaged
     with pytest.raises(CheckpointError, match=Path(damaged[0]).name):
         CheckpointReader(path).verify()
+
+
+def test_a_damaged_mark_is_that_of_no_manifest(tmp_path: Path) -> None:
+    path = save_alone(tmp_path, 1)
+    mark = read_mark(path)
+    assert len(mark) == 64
+    (path / COMMITTED_FILE).write_bytes(b"\xff" + mark[1:].encode())
+    assert read_mark(path) == "\ufffd" + mark[1:]

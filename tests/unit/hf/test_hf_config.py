@@ -158,6 +158,15 @@ def test_dropout_of_a_head_is_that_of_the_first_field() -> None:
     assert task_head(fields).dropout == 0.25
 
 
+def test_no_number_below_1_is_a_convolution() -> None:
+    fields = to_hf_config(V2, "deberta-v2", SpecialIds(), "float32") | {"conv_kernel_size": -1}
+    assert from_hf_config(fields, "deberta-v2").conv_kernel_size is None
+
+
+def test_architectures_that_are_no_list_name_no_head() -> None:
+    assert task_head({"architectures": 1, "id2label": True}).head == "mlm"
+
+
 def test_positions_that_are_all_padding_are_refused() -> None:
     fields = to_hf_config(ROBERTA, "roberta", SpecialIds(), "float32")
     with pytest.raises(CheckpointError, match="max_position_embeddings=1 "):

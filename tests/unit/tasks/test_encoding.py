@@ -6,6 +6,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -210,6 +211,10 @@ def cached(tokenizer: Tokenizer, cache: Path) -> Path:
     return folder
 
 
+OVERFLOW = (1 << 62, -(1 << 62) - 8)
+"""The difference of these 64-bit numbers is one above 0."""
+
+
 @pytest.mark.parametrize("name", ["input_ids", "token_type_ids", "labels", "example_index"])
 def test_a_flipped_bit_of_the_cache_is_found(
     tokenizer: Tokenizer, tmp_path: Path, name: str
@@ -260,12 +265,14 @@ def test_a_damaged_header_of_the_cache_is_an_error_of_one_line(
         ("labels", 1, -1, "labels -1 to 2 of 3 classes"),
         ("row_offsets", 0, 1, "row_offsets do not divide the tokens into rows"),
         ("row_offsets", 1, 1 << 40, "row_offsets do not divide the tokens into rows"),
+        ("row_offsets", slice(1, 3), OVERFLOW, "row_offsets do not divide the tokens into rows"),
         ("example_index", -1, 9, "example_index does not number the examples"),
-        ("token_type_ids", -1, None, "arrays of different lengths"),
+        ("token_type_ids", -1, None, r"token_type_ids uint8 \[\d+\] instead of"),
+        ("labels", -1, None, r"labels int64 \[4\] instead of int64 \[5\]"),
     ],
 )
 def test_indices_of_the_cache_lie_in_what_they_refer_to(
-    tokenizer: Tokenizer, tmp_path: Path, name: str, index: int, value: int | None, problem: str
+    tokenizer: Tokenizer, tmp_path: Path, name: str, index: Any, value: Any, problem: str
 ) -> None:
     """Also if the fingerprint was written for the wrong arrays."""
     folder = cached(tokenizer, tmp_path)

@@ -69,6 +69,9 @@ def test_multirc_is_nested(tmp_path: Path) -> None:
         {"idx": 0, "passage": {"questions": [first, second]}},
         {"idx": 1, "passage": {"questions": [{"idx": 2, "answers": [{"idx": 5, "label": 0}]}]}},
     ]
+    found = [Prediction(id="3", index=1, value="1")]
+    with pytest.raises(ConfigError, match="id '3' does not name passage, question and answer"):
+        written(tmp_path, "multirc", found)
 
 
 def test_squad(tmp_path: Path) -> None:
