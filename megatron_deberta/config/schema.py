@@ -10,6 +10,7 @@ import difflib
 import functools
 import math
 import re
+import sys
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
@@ -100,7 +101,8 @@ NOT_NEGATIVE = Range("0 or more", 0)
 
 def positive(default: _Number) -> _Number:
     """Declare a config key above 0."""
-    allowed = Range("a number above 0", math.nextafter(0, 1))
+    # A smaller number equals 0 once ``flush_denormal_numbers`` was called.
+    allowed = Range("a number above 0", sys.float_info.min)
     return field(default=default, metadata={"range": allowed})
 
 

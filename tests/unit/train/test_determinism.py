@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from benchmarks.step.operators import count_pass
+from megatron_deberta.config import config_from_dict
 from megatron_deberta.distributed.environment import RankEnvironment
+from megatron_deberta.errors import ConfigError
 from megatron_deberta.model.fused import compiled
 from megatron_deberta.train.setup import set_determinism
 from tests.support.labelled import SMALL
@@ -107,3 +109,9 @@ def test_a_cpu_takes_denormal_numbers_as_zero_in_all_threads(device: str, is_zer
     finally:
         torch.set_num_threads(before)
     assert nonzero == (0 if is_zero else 1 << 20)
+
+
+def test_zero_is_no_positive_number_where_denormal_numbers_are_zero() -> None:
+    set_determinism(torch.device("cpu"), ALONE)
+    with pytest.raises(ConfigError, match=r"train\.steps=0 .*above 0"):
+        config_from_dict({"train": {"steps": 0}}, "run.yaml")
