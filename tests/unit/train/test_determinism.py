@@ -26,6 +26,7 @@ ALONE = RankEnvironment("none", 0, 1, 0, 1, "127.0.0.1", 12000)
 @pytest.fixture(autouse=True)
 def _own_process_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
+    torch.set_flush_denormal(False)
     backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn]
     before = [backend.allow_tf32 for backend in backends]
     for backend in backends:
