@@ -37,7 +37,7 @@ from megatron_deberta.evaluate.compare import holds_predictions
 from megatron_deberta.evaluate.models import open_source_model
 from megatron_deberta.evaluate.outputs import FinetunedRun, find_runs, finished_validation
 from megatron_deberta.evaluate.predict import model_task
-from megatron_deberta.evaluate.splits import read_split
+from megatron_deberta.evaluate.splits import Split, read_split
 from megatron_deberta.evaluate.thresholds import model_thresholds
 from megatron_deberta.finetune import checkpoint_curve
 from megatron_deberta.finetune.inputs import (
@@ -65,6 +65,7 @@ from megatron_deberta.report.training_facts import training_facts
 from megatron_deberta.tasks import encode, json_lines, predict, read_examples
 from megatron_deberta.tasks.class_scores import FILE_NAME as CLASS_SCORES
 from megatron_deberta.tasks.class_scores import class_scores
+from megatron_deberta.tasks.scoring import Outputs
 from megatron_deberta.tasks.task import TASK_FILE, TaskConfig, load_task, save_task
 from tests.faults.hostile_kinds import Kind, Syntax, make_run
 from tests.faults.hostile_task_kinds import (
@@ -145,7 +146,7 @@ def _make_search(name: str, folder: Path) -> Path:
     for run in finished:
         run.write_config()
         _write_records(run.folder, run.config, task)
-        (step_dir(run.folder, _STEP)).mkdir(parents=True)
+        step_dir(run.folder, _STEP).mkdir(parents=True)
         (step_dir(run.folder, _STEP) / COMMITTED_FILE).write_text("0" * 64)
     _command(search_command, str(folder / _SEARCH), "--table")
     return folder / name
@@ -217,15 +218,17 @@ def _with_scores(run_dir: Path) -> FinetunedRun:
 
 
 def _read_outputs(run: FinetunedRun) -> None:
-    """Read the outputs of a run for its dev split; a model of zeros computes those not kept."""
+    """Read the outputs of a run; those that are not kept are zeros in place of a model's."""
     config = run.config
     tokenizer = load_model_tokenizer(config.tokenizer.path or "")
 
     @contextmanager
     def open_predictor(*_: object) -> Iterator[Any]:
-        split = read_split(config, run.task, "dev", tokenizer, run.folder)
-        found = zero_outputs(run.task, split.encoded)
-        yield SimpleNamespace(run=lambda _: (split, found, 0.0))
+        def predict_split(name: str) -> tuple[Split, Outputs, float]:
+            split = read_split(config, run.task, name, tokenizer, run.folder)
+            return split, zero_outputs(run.task, split.encoded), 0.0
+
+        yield SimpleNamespace(run=predict_split)
 
     with mock.patch.object(outputs, "open_predictor", open_predictor):
         ensemble = outputs.build_ensemble(run.task, [run], 1)
@@ -303,7 +306,6 @@ def _make_card(objective: str, name: str, folder: Path) -> Path:
         model=replace(run.model, head="rtd" if objective == "rtd" else "mlm"),
         objective=replace(run.objective, name=objective),  # type: ignore[arg-type]
     )
-    folder.mkdir(exist_ok=True)
     save_config(config, folder / outputs.CONFIG_FILE)
     losses = {"loss": 2.5, "perplexity": 12.2, "masked_accuracy": 0.5, "num_targets": 100}
     if objective == "rtd":

@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from megatron_deberta.tasks.class_scores import class_scores
 from megatron_deberta.tasks.encoded import FINGERPRINT_FILE, EncodedDataset
 from megatron_deberta.tasks.encoding import encode
 from megatron_deberta.tasks.examples import Example, Prediction
-from megatron_deberta.tasks.scoring import with_best_thresholds
+from megatron_deberta.tasks.scoring import Outputs, with_best_thresholds
 from megatron_deberta.tasks.task import TASK_FILE, TaskConfig, is_labelled, load_task, save_task
 from megatron_deberta.tasks.texts import TEXT_KEYS, check_text_files, read_text_files, text_examples
 from megatron_deberta.text.jobs.units import plan_units
@@ -124,7 +125,7 @@ TASKS: dict[str, tuple[dict[str, Any], Records]] = {
          {"id": 2, "query": "Who fell?", "positive": ["She fell."], "negative": "He slept."}],
     ),
 }  # fmt: skip
-"""Task file and records of each head; every key of a task is in one of them."""
+"""Task file and records of each head."""
 
 
 def write_task(folder: Path, head: str) -> None:
@@ -151,7 +152,7 @@ def run_each(steps: Iterable[Callable[[], object]]) -> None:
         raise refusal
 
 
-def zero_outputs(task: TaskConfig, encoded: EncodedDataset) -> Any:
+def zero_outputs(task: TaskConfig, encoded: EncodedDataset) -> Outputs:
     """Return outputs of the shape that a model with the task's head has."""
     width = _WIDTH if task.head == "embed" else task.num_labels
     return np.zeros(output_shape(task.head, encoded, width), np.float32)
@@ -217,8 +218,6 @@ def _task_kinds(head: str) -> Iterable[Kind]:
 @cache
 def _own_task(head: str, *overrides: str) -> TaskConfig:
     """Return a task of `TASKS`, which is always the same."""
-    from tempfile import TemporaryDirectory
-
     with TemporaryDirectory() as folder:
         write_task(Path(folder), head)
         return load_task(Path(folder) / TASK, overrides)
@@ -401,7 +400,7 @@ _ENCODED = {
 }  # fmt: skip
 
 _TEXTS: dict[str, Records] = {
-    "classification": [{"id": 3, "text": "It rains.", "text_pair": "It is wet."}] * 1,
+    "classification": [{"id": 3, "text": "It rains.", "text_pair": "It is wet."}],
     "tokens": [{"words": ["Dana", "slept"]}, {"text": "It rains"}],
     "choices": [{"text": "It rains.", "choices": ["It is wet.", "It is dry."]}],
     "rerank": [
