@@ -52,7 +52,7 @@ def start(
     monkeypatch.setattr(first_contact.FirstContact, "_prepare_shards", lambda _: Finished())
     arguments = {
         "out": folder / "out", "work": folder / "work", "previous": folder / "none", "only": None,
-        "device": "cpu", "small": False, "total_seconds": TOTAL_SECONDS,
+        "device": "cpu", "small": False, "total_seconds": TOTAL_SECONDS, "limit_factor": None,
     }  # fmt: skip
     code = FirstContact(argparse.Namespace(**(arguments | changes))).run()
     lines = (folder / "out" / "stages.jsonl").read_text().splitlines()
