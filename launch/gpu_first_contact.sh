@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# First contact with a GPU in at most nine minutes: correctness, attention, whole steps.
+# First contact with a GPU: correctness, attention, whole steps. A start takes at most nine minutes;
+# the next one goes on where it ended.
 #
 #   launch/gpu_carry.sh                                  before, on a machine with network
 #   launch/gpu_first_contact.sh [--only STAGE ...]       on the machine with the GPU

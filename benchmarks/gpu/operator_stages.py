@@ -65,9 +65,10 @@ PEERS = ("DisentangledFlash", "FlashDeBERTa")
 EAGER_LENGTH = 512
 # Warps and pipeline stages to compare, by kernel, for tiles of 64.
 CANDIDATES = {
-    "forward": ((4, 1), (4, 2), (4, 3)),
-    "key": ((4, 1), (4, 2), (8, 1)),
-    "table_gradient": ((4, 2), (8, 2)),
+    "key": ((4, 1), (8, 1)),
+    "query_gradient": ((4, 2), (4, 1)),
+    "key_gradient": ((4, 2), (4, 3)),
+    "table_gradient": ((4, 2), (4, 1), (8, 2)),
 }
 
 

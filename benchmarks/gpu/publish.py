@@ -67,11 +67,11 @@ def publish(suite_results: Path, results: Path) -> list[Path]:
 def publish_first_contact(stages: list[dict[str, Any]], target: Path) -> Path:
     """Write the stages of a first contact; return the file.
 
-    The copy on the GPU's machine has no repository: its revision is this checkout's if both have
-    the same source.
+    The copy on the GPU's machine has no repository, or an older one: its revision is this
+    checkout's if both have the same source.
     """
     for stage in stages:
-        if not stage["revision"] and stage["source"] == source_digest():
+        if stage["source"] == source_digest():
             stage["revision"] = revision()
     write_json(target, {"stages": stages})
     return target

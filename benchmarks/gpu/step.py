@@ -95,14 +95,29 @@ def shards_of(record: Record) -> Shards:
     return prepare_shards(record.options.work, *((0.6, 500) if small else (8.0, 8192)))
 
 
-def micro_batches(device: str, rows: int) -> list[int]:
-    """Return micro batch sizes to try, largest first; smaller ones for small GPUs."""
+def micro_batches(options: Options, settings: list[str], rows: int) -> list[int]:
+    """Return micro batch sizes to try, from the largest that fits by the memory formula.
+
+    Args:
+        options: of the suite.
+        settings: of the run.
+        rows: of a step.
+    """
     sizes = [rows]
-    if device == "cuda" and torch.cuda.get_device_properties(0).total_memory < 100e9:
-        sizes = [max(1, rows // 2)]
     while sizes[-1] > 1:
         sizes.append(sizes[-1] // 2)
+    if options.device == "cuda":
+        most = rows_that_fit(settings)
+        sizes = [size for size in sizes if size <= most] or sizes[-1:]
     return sizes[:4]
+
+
+def rows_that_fit(settings: list[str]) -> int:
+    """Return the largest micro batch on this GPU by the memory formula."""
+    memory = torch.cuda.get_device_properties(0).total_memory
+    attention = "triton" if torch.cuda.get_device_capability() >= (8, 0) else "chunked"
+    config = load_config(RUN, settings)
+    return largest_micro_batch(config, 1, (1 - RESERVED) * memory, attention=attention)
 
 
 def measure(record: Record, work: Measurement, extra: Sequence[str] = ()) -> Item:
@@ -116,9 +131,10 @@ def measure(record: Record, work: Measurement, extra: Sequence[str] = ()) -> Ite
     options = record.options
     settings = overrides(record, shards_of(record), work.tokens, work.length)
     flags = ["--plain-attention"] * work.plain + ["--small"] * options.small + list(extra)
+    settings += work.settings
     too_large = []
-    for micro in micro_batches(options.device, work.tokens // work.length):
-        found = one_step(options, [*settings, *work.settings], micro, flags)
+    for micro in micro_batches(options, settings, work.tokens // work.length):
+        found = one_step(options, settings, micro, flags)
         if found is not None:
             found |= {"did_not_fit": too_large}
             return found | {"wrong": wrong_losses(found)}
@@ -149,12 +165,8 @@ def largest(record: Record) -> Item:
     """Check that the largest micro batch by the memory formula fits, with an error below 10 %."""
     options, length = record.options, 64 if record.options.small else 512
     on_gpu = options.device == "cuda"
-    memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else 12e6
     settings = overrides(record, shards_of(record), length, length)
-    attention = "triton" if on_gpu and torch.cuda.get_device_capability() >= (8, 0) else "chunked"
-    rows = largest_micro_batch(
-        load_config(RUN, settings), 1, (1 - RESERVED) * memory, attention=attention
-    )
+    rows = rows_that_fit(settings) if on_gpu else 2
     settings.append(f"train.global_batch_size={rows}")
     found = one_step(options, settings, rows, ["--small"])
     if found is None:

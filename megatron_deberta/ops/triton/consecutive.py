@@ -398,10 +398,16 @@ def query_gradient_kernel(
     )
     d_q = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
     previous = tl.zeros([BLOCK, BLOCK], dtype)
+    column = tile % width
+    following = tl.zeros([BLOCK, BLOCK], dtype)
+    if near_begin < near_end:
+        following = tl.load(band_tile(BAND, near_begin * width + column, BLOCK))
     for key_tile in range(near_begin, near_end):
         first = key_tile * BLOCK
         k = load_rows(k_pointer, K.row_stride, first, length, EVEN, BLOCK, HEAD_DIM)
-        d_scores = tl.trans(tl.load(band_tile(BAND, key_tile * width + tile % width, BLOCK)))
+        d_scores = tl.trans(following)
+        upcoming = tl.minimum(key_tile + 1, near_end - 1)
+        following = tl.load(band_tile(BAND, upcoming * width + column, BLOCK))
         d_q = dot(d_scores, k, d_q)
         if C2P:
             zero = opaque_zero(length, key_tile)

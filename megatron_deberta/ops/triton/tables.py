@@ -161,6 +161,30 @@ def add_blocks(
 
 
 @triton.jit
+def diagonal_tile(
+    BAND, KEY_BEGIN, KEY_END, batch, key_tile, offset, head, heads, length, width,
+    RANGES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Load dS of a tile of keys and the tile of queries that is ``offset`` tiles further.
+
+    Arguments as in ``table_gradient_kernel``.
+    """
+    query_tile = key_tile + offset
+    pair = batch.to(tl.int64) * heads + head
+    index = (pair * tl.cdiv(length, BLOCK) + key_tile) * width + query_tile % width
+    pointers = band_tile(BAND, index, BLOCK)
+    if not RANGES:
+        return tl.load(pointers)
+    # Tiles without a visible element were never written.
+    row = batch * length
+    last_query = tl.minimum(query_tile * BLOCK + BLOCK, length) - 1
+    written = tl.load(KEY_BEGIN + row + query_tile * BLOCK) < key_tile * BLOCK + BLOCK
+    written = written & (tl.load(KEY_END + row + last_query) > key_tile * BLOCK)
+    rows = tl.where(written, BLOCK, 0)
+    return tl.load(pointers, mask=tl.arange(0, BLOCK)[:, None] < rows, other=0.0)
+
+
+@triton.jit
 def table_gradient_kernel(
     Q, K, BAND, KEY_BEGIN, KEY_END, KEY_PARTS, QUERY_PARTS, batches, heads, length, near, width,
     splits, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, C2P: tl.constexpr,
@@ -199,32 +223,36 @@ def table_gradient_kernel(
     key_low = tl.zeros([BLOCK, CHUNK], tl.float32)
     query_high = tl.zeros([BLOCK, CHUNK], tl.float32)
     query_low = tl.zeros([BLOCK, CHUNK], tl.float32)
+    batch, key_tile = first, key_begin
+    following = tl.zeros([BLOCK, BLOCK], dtype)
+    if steps * (last - first) > 0:
+        following = diagonal_tile(
+            BAND, KEY_BEGIN, KEY_END, batch, key_tile, offset, head, heads, length, width, RANGES,
+            BLOCK,
+        )  # fmt: skip
     for step in range(0, steps * (last - first)):
-        batch = (first + step // steps).to(tl.int64)
-        key_tile = key_begin + step % steps
-        query_tile = key_tile + offset
-        index = ((batch * heads + head) * tiles + key_tile) * width + query_tile % width
-        pointers = band_tile(BAND, index, BLOCK)
-        if RANGES:  # tiles without a visible element were never written
-            row = batch * length
-            last_query = tl.minimum(query_tile * BLOCK + BLOCK, length) - 1
-            written = tl.load(KEY_BEGIN + row + query_tile * BLOCK) < key_tile * BLOCK + BLOCK
-            written = written & (tl.load(KEY_END + row + last_query) > key_tile * BLOCK)
-            rows = tl.where(written, BLOCK, 0)
-            d_scores = tl.load(pointers, mask=tl.arange(0, BLOCK)[:, None] < rows, other=0.0)
-        else:
-            d_scores = tl.load(pointers)
+        d_scores = following
+        first_key, first_query = key_tile * BLOCK, (key_tile + offset) * BLOCK
+        row = batch.to(tl.int64)
+        # The next tile of the diagonal, or the first of the next row; the last step's is not used.
+        is_last = key_tile + 1 == key_begin + steps
+        batch = tl.minimum(tl.where(is_last, batch + 1, batch), last - 1)
+        key_tile = tl.where(is_last, key_begin, key_tile + 1)
+        following = diagonal_tile(
+            BAND, KEY_BEGIN, KEY_END, batch, key_tile, offset, head, heads, length, width, RANGES,
+            BLOCK,
+        )  # fmt: skip
         by_query_high, by_query_low, by_key_high, by_key_low = block_parts(
             d_scores, opaque_zero(length, step), dtype, C2P, P2C, BLOCK
         )
         if C2P:
             key_high, key_low = add_blocks(
-                key_high, key_low, by_query_high, by_query_low, Q, batch, head, query_tile * BLOCK,
+                key_high, key_low, by_query_high, by_query_low, Q, row, head, first_query,
                 length, CHUNK, chunk, EVEN, BLOCK,
             )  # fmt: skip
         if P2C:
             query_high, query_low = add_blocks(
-                query_high, query_low, by_key_high, by_key_low, K, batch, head, key_tile * BLOCK,
+                query_high, query_low, by_key_high, by_key_low, K, row, head, first_key,
                 length, CHUNK, chunk, EVEN, BLOCK,
             )  # fmt: skip
 
