@@ -36,7 +36,7 @@ from triton.compiler import ASTSource
 from benchmarks.lib.compiling import SHARED_BYTES, resources, write_by_version
 from benchmarks.lib.shared_memory import wavefronts_of_loops
 from megatron_deberta.ops.triton import consecutive, gathered, tables
-from megatron_deberta.ops.triton.settings import WIDE_HEAD, tile_size, warps_and_stages
+from megatron_deberta.ops.triton.settings import WIDE_HEAD, launch_setting, tile_size
 from megatron_deberta.ops.triton.tiles import DropoutArguments, HeadTensor
 
 KERNELS = {
@@ -202,13 +202,13 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
         elif signature[name].startswith("*"):
             aligned = ((index,),)
         attributes.update({path: [["tt.divisibility", 16]] for path in aligned})
-    setting = warps_and_stages(
+    setting = launch_setting(
         variant.kernel, variant.dtype, variant.tile, variant.head_size, variant.capability
     )
     compiled = triton.compile(
         ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes),
         target=GPUTarget("cuda", variant.sm, 32),
-        options={"num_warps": setting.warps, "num_stages": setting.stages},
+        options=setting.options,
     )
     wavefronts = wavefronts_of_loops(compiled.asm["ptx"], setting.warps)
     return {

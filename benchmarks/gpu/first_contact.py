@@ -324,6 +324,8 @@ class FirstContact:
 
     def _pack(self) -> None:
         """Copy logs, trace and compiled kernels to the results, if they fit."""
+        for log in self.work.glob("*.log"):  # of the runs that stages start
+            shutil.copyfile(log, self.work / "logs" / log.name)
         pack(self.work / "logs", self.out / "logs.tar.xz")
         if (self.work / "triton").exists():
             pack(self.work / "triton", self.out / "triton.tar.xz")

@@ -63,12 +63,13 @@ SMALL_CASES = [Case(2, 2, 96, 0.1)]
 PEERS = ("DisentangledFlash", "FlashDeBERTa")
 # Eager attention at this length takes more memory and time than everything else together.
 EAGER_LENGTH = 512
-# Warps and pipeline stages to compare, by kernel, for tiles of 64.
+# Warps, pipeline stages and registers to compare, by kernel, for tiles of 64. With 168 registers a
+# multiprocessor holds three programs of four warps, with more two.
 CANDIDATES = {
-    "key": ((4, 1), (8, 1)),
-    "query_gradient": ((4, 2), (4, 1)),
-    "key_gradient": ((4, 2), (4, 3)),
-    "table_gradient": ((4, 2), (4, 1), (8, 2)),
+    "forward": ((4, 2), (4, 1, 168), (4, 2, 168)),
+    "key": ((4, 1), (4, 1, 168)),
+    "query_gradient": ((4, 2), (4, 1), (4, 2, 168)),
+    "table_gradient": ((4, 2), (4, 1), (4, 2, 168)),
 }
 
 
@@ -291,11 +292,13 @@ def launch_settings(record: Record) -> None:
     """Warps and pipeline stages of the kernels that take most of the time."""
     on_gpu = record.options.device == "cuda"
     case = ATTENTION_CASES[0] if on_gpu else replace(SMALL_CASES[0], batch=1, heads=1, dtype="fp16")
-    kernels = CANDIDATES if on_gpu else {"forward": ((4, 1), (4, 2))}
+    kernels = CANDIDATES if on_gpu else {"forward": ((4, 2), (4, 1, 168))}
     for kernel, candidates in kernels.items():
         for candidate in candidates:
-            name = f"{kernel}, {candidate[0]} warps, {candidate[1]} stages"
-            record.run(name, partial(time_setting, case, kernel, LaunchSetting(*candidate)))
+            setting = LaunchSetting(*candidate)
+            name = f"{kernel}, {setting.warps} warps, {setting.stages} stages"
+            name += f", {setting.registers} registers" if setting.registers else ""
+            record.run(name, partial(time_setting, case, kernel, setting))
 
 
 def time_setting(case: Case, kernel: str, setting: LaunchSetting) -> Item:

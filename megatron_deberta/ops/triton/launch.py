@@ -17,8 +17,8 @@ from megatron_deberta.ops.triton import consecutive, tables
 from megatron_deberta.ops.triton.settings import (
     MAX_POSITIONS,
     WIDE_HEAD,
+    launch_setting,
     tile_size,
-    warps_and_stages,
 )
 from megatron_deberta.ops.triton.tiles import DropoutArguments, head_tensor
 
@@ -183,14 +183,12 @@ class LaunchPlan:
             grid: number of programs; None: one per tile of keys of each head and row.
             **constants: its compile-time arguments that are not in ``flags``, or differ.
         """
-        warps, stages = warps_and_stages(
+        setting = launch_setting(
             kernel.__name__.removesuffix("_kernel"),
             self.call.q.dtype, self.tile, self.head_dim, self.capability,
         )  # fmt: skip
         flags = {name: flag for name, flag in self.flags.items() if name in kernel.arg_names}
-        kernel[grid or self.grid](
-            *arguments, **(flags | constants), num_warps=warps, num_stages=stages
-        )
+        kernel[grid or self.grid](*arguments, **(flags | constants), **setting.options)
 
     def packed_tables(self) -> tuple[Tensor, ...]:
         """Return the tables times ``pack_scale``, so that scaled products fit float16."""

@@ -14,10 +14,22 @@ import torch
 
 
 class LaunchSetting(NamedTuple):
-    """Launch settings of one kernel."""
+    """Launch settings of one kernel.
+
+    Attributes:
+        registers: most registers per thread, so that more programs fit a multiprocessor; the rest
+            is spilled. None: as many as the compiler uses.
+    """
 
     warps: int
     stages: int
+    registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Return the settings under Triton's names."""
+        found = {"num_warps": self.warps, "num_stages": self.stages}
+        return found if self.registers is None else found | {"maxnreg": self.registers}
 
 
 TILES = {torch.float16: 64, torch.bfloat16: 64, torch.float32: 16}
@@ -82,7 +94,7 @@ def tile_size(dtype: torch.dtype, gathered: bool, capability: tuple[int, int] | 
     return min(TILES[dtype], SMALL_TILE) if small else TILES[dtype]
 
 
-def warps_and_stages(
+def launch_setting(
     kernel: str, dtype: torch.dtype, tile: int, head_dim: int, capability: tuple[int, int] | None
 ) -> LaunchSetting:
     """Return the launch settings of a kernel.
@@ -100,5 +112,5 @@ def warps_and_stages(
     if capability is not None and capability[0] == 10:
         setting = BLACKWELL.get((kernel, tile), setting)
     if dtype == torch.float32 and kernel != "fold":
-        setting = LaunchSetting(8, setting.stages)
+        setting = setting._replace(warps=8)
     return setting
