@@ -121,6 +121,7 @@ def content(run_dir: Path) -> dict[tuple[str, str], Tensor]:
     }
 
 
+@pytest.mark.slow
 def test_state_is_unchanged_after_all_layouts(four_ranks: RankPool, tmp_path: Path) -> None:
     losses = four_ranks.run(train_and_save, str(tmp_path / "0"), CHAIN[0])
     assert all(rank == losses[0] for rank in losses)

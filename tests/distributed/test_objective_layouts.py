@@ -12,6 +12,7 @@ import pytest
 from tests.support.layout_matrix import Layout, compare
 from tests.support.objective_layouts import ALTERNATING, RTD, run_retromae, run_rtd, run_two_forms
 from tests.support.ranks import RankPool
+from tests.support.selection import every
 
 Run = Callable[..., dict[str, Any]]
 ES = replace(RTD, embedding_sharing="es")
@@ -54,7 +55,7 @@ def reference(run: Run, options: tuple[Any, ...], steps: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("run", "options", "layout", "steps"),
     [
-        *((*case, 3 if case[0] is run_two_forms else 2) for case in QUICK),
+        *every(2, [(*case, 3 if case[0] is run_two_forms else 2) for case in QUICK]),
         *(pytest.param(*case, 2, marks=pytest.mark.slow) for case in SLOW),
         *(pytest.param(*case, 20, marks=pytest.mark.nightly) for case in (*QUICK, *SLOW, *MORE)),
     ],

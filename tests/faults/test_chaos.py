@@ -69,6 +69,7 @@ def test_four_ranks_resume_after_a_kill_and_a_signal(run_yaml: Path, tmp_path: P
     assert stopped["ok"], stopped
 
 
+@pytest.mark.slow
 def test_table_ignores_results_of_other_code() -> None:
     code = CHAOS_CASES["damage"].digest()
     line = {"case": "damage", "ok": True, "revision": "abc"}

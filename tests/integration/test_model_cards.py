@@ -40,6 +40,7 @@ from megatron_deberta.objectives.rtd import ReplacedTokenModel
 from megatron_deberta.tasks.reading import split_to_predict
 from megatron_deberta.tasks.scoring import score
 from megatron_deberta.tokenizer import load_tokenizer
+from tests.support.selection import every
 from tests.support.tiny_runs import export_run
 from tests.support.tiny_task import MODEL, WORDS
 
@@ -384,7 +385,7 @@ def task_rows(head: str) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", every(3, HEADS))
 def test_figures_of_a_fine_tuned_model(
     head: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

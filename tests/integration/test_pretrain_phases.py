@@ -72,6 +72,7 @@ def test_phases_that_change_nothing_are_the_plain_run(pretrain: Run, tmp_path: P
     assert losses(tmp_path / "run") == losses(tmp_path / "plain")
 
 
+@pytest.mark.slow
 def test_a_decay_from_a_stable_checkpoint_is_the_wsd_run(pretrain: Run, tmp_path: Path) -> None:
     common = ("train.exit_step=null", "optimizer.warmup_steps=1", "train.eval_every=null")
     wsd = ("optimizer.schedule=wsd", "optimizer.decay_steps=2", "train.steps=4", *common)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from megatron_deberta.checkpoint.reader import CheckpointReader
@@ -28,6 +29,7 @@ def newest(run_dir: Path) -> CheckpointReader:
     return CheckpointReader(path)
 
 
+@pytest.mark.slow
 def test_from_a_masked_run_to_embeddings(pretrain: Run, tmp_path: Path) -> None:
     assert pretrain("train.exit_step=1", run_dir="mlm")[0] == EXIT_DONE
     start = (*RETROMAE, f"checkpoint.load_from={tmp_path / 'mlm'}")

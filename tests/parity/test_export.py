@@ -28,6 +28,7 @@ from megatron_deberta.hf.loading import build_model, temporary_module_cache
 from megatron_deberta.hf.model_card import loading_lines
 from megatron_deberta.hf.published import open_release
 from megatron_deberta.model.inputs import ModelInputs
+from tests.support.selection import every
 from tests.support.tiny_models import V1, V2, random_weights, reader, tiny_tokenizer
 from tests.support.tolerances import FP32_MODEL
 
@@ -108,7 +109,7 @@ def our_logits(config: ModelConfig, ids: Tensor, mask: Tensor | None) -> Tensor:
         )
 
 
-@pytest.mark.parametrize("name", STOCK)
+@pytest.mark.parametrize("name", every(3, STOCK))
 def test_stock_encoder_and_exported_fill_mask_load(name: str, exported: Exported) -> None:
     config = STOCK[name]
     folder, result = exported(name)

@@ -164,7 +164,7 @@ def test_import_and_export_are_bit_identical(kind: str, dtype: str, tmp_path: Pa
         assert torch.equal(back[name], value), name
 
 
-@pytest.mark.parametrize("kind", ["v1", "v2", "v3"])
+@pytest.mark.parametrize("kind", [pytest.param("v1", marks=pytest.mark.slow), "v2", "v3"])
 def test_microsoft_files(kind: str, tmp_path: Path) -> None:
     """First releases: prefix ``bert.``, a config without type, an RTD head; v1 is a pickle."""
     state = released_files(kind, tmp_path / "hf")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -53,6 +54,11 @@ def test_messages_of_the_troubleshooting_page_are_those_of_the_package() -> None
             assert fragment.strip() in texts, f"no message has {fragment!r}"
 
 
+@functools.cache
+def key_names() -> set[str]:
+    return {key.name for key in list_keys()}
+
+
 @pytest.mark.parametrize(
     "page",
     # It names keys that are gone.
@@ -60,7 +66,7 @@ def test_messages_of_the_troubleshooting_page_are_those_of_the_package() -> None
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_configuration_keys_exist(page: Path) -> None:
-    keys = {key.name for key in list_keys()}
+    keys = key_names()
     sections = "|".join({name.partition(".")[0] for name in keys})
     named = re.compile(rf"(?<![\w/.])((?:{sections})\.[a-z_]+)\b(?!\.?\()")
     for code in re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8")):

@@ -131,6 +131,7 @@ def test_only_the_kernels_need_triton(tmp_path: Path) -> None:
     assert failures(("triton",), names, tmp_path).keys() == COMPILED
 
 
+@pytest.mark.slow
 def test_models_and_operator_need_no_extra(tmp_path: Path) -> None:
     hidden = (
         *OPTIONAL, "deepspeed", "orjson", "pydantic", "rich", "pyarrow", "rensa", "zstandard",

@@ -113,6 +113,7 @@ def test_bundle_contains_wheels_for_the_target_but_not_torch(index, tmp_path):
     assert not list(tmp_path.glob("*.tmp"))
 
 
+@pytest.mark.slow
 def test_markers_are_evaluated_for_the_target_and_a_subset_is_kept(index, tmp_path):
     options = ["--python", "3.10", "--only", "Beta,old"]
     lines = [line for line in LINES if line != "gamma"]

@@ -30,7 +30,10 @@ MODEL = ModelConfig(
 )
 
 
-@pytest.mark.parametrize("side", SIDES, ids=lambda side: side.device)
+@pytest.mark.parametrize(
+    "side", [SIDES[0], *(pytest.param(x, marks=pytest.mark.slow) for x in SIDES[1:])],
+    ids=lambda side: side.device,
+)  # fmt: skip
 def test_flops_are_those_of_the_formula(side: Side) -> None:
     """Backward of attention repeats the scores, which the formula does not count."""
     found = predict(MODEL, 4, side)
@@ -64,6 +67,7 @@ def test_smoke_checks_of_the_kernels_pass(dtype: torch.dtype) -> None:
         assert not item["wrong"], item
 
 
+@pytest.mark.slow
 def test_attention_at_full_size_is_compared_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     for name, value in (("FULL_BATCH", 1), ("FULL_HEADS", 3), ("CPU_REPEATS", 1)):

@@ -318,7 +318,8 @@ def killed_save(run_dir: Path, call: int, background: bool) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-@pytest.mark.parametrize("background", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [False, True])
 def test_a_kill_anywhere_in_a_save_leaves_a_good_checkpoint(
     tmp_path: Path, background: bool
 ) -> None:

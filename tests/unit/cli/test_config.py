@@ -50,6 +50,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert "model.num_layers" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_packaged_runs_and_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--runs"]) == 0
     header, *lines = lines_of(capsys)

@@ -65,6 +65,7 @@ def test_every_check_on_this_machine(tmp_path: Path) -> None:
     assert node_check.failures(str(tmp_path), "7.0", 1) == {}
 
 
+@pytest.mark.slow
 def test_all_reduce_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert node_check.all_reduce_on_node(spec_of(tmp_path)).endswith(" GB/s")
     monkeypatch.setattr(node_check, "_all_reduce", lambda places: 1.0)

@@ -140,6 +140,7 @@ def test_shares_are_kept_far_out_without_a_short_period(seed):
         assert furthest_from_share(blend, weights, begin, begin + (1 << 14) + 100) < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [[594141, 329844, 124625], [0.18, 0.1234567, 0.6965433]])
 def test_shares_are_kept_over_a_whole_period(weights):
     blend = blend_of(weights)
@@ -151,6 +152,7 @@ def test_shares_are_kept_over_a_whole_period(weights):
         assert counts.tolist() == weights
 
 
+@pytest.mark.slow
 def test_many_sources_and_rare_ones_keep_their_shares():
     """Blocks as long as the rarest source needs, and edges that a plain rounding would miss."""
     draw = np.random.default_rng(1)

@@ -227,6 +227,7 @@ for worker in multiprocessing.active_children():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "code"),
     [("raise SystemExit(3)", 3), ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL)],

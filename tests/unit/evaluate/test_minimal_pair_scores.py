@@ -49,7 +49,9 @@ def loss_model() -> MaskedLanguageModel:
     return model
 
 
-@pytest.mark.parametrize("metric", ["original", "within_word_l2r"])
+@pytest.mark.parametrize(
+    "metric", [pytest.param("original", marks=pytest.mark.slow), "within_word_l2r"]
+)
 def test_scores_are_those_of_one_sentence_and_one_mask_at_a_time(
     tmp_path: Path, metric: Metric
 ) -> None:

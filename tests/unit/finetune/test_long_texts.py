@@ -76,8 +76,10 @@ def finetune(data: Path, run_dir: Path, *overrides: str) -> float:
     ("head", "long_text", "overrides"),
     [
         ("classification", "mean", ("finetune.pack_rows=true",)),
-        ("multilabel", "max", ()),
-        ("regression", "mean", ("finetune.batch_by_length=false",)),
+        pytest.param("multilabel", "max", (), marks=pytest.mark.slow),
+        pytest.param(
+            "regression", "mean", ("finetune.batch_by_length=false",), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_end_of_a_document_is_learned_in_windows(

@@ -418,6 +418,7 @@ def script(text: str) -> Command:
     return command
 
 
+@pytest.mark.slow
 def test_as_many_runs_at_a_time_as_slots(runs: list[ConfiguredRun]) -> None:
     # The first two runs wait for each other's start, so both must be active at once.
     code = """

@@ -386,6 +386,7 @@ def test_prior_weight_divides_by_the_frequency_in_the_shards(
     )
 
 
+@pytest.mark.slow
 def test_generator_of_a_release_fills_masks_and_its_discriminator_is_refused(
     exported: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -215,6 +215,7 @@ def test_a_folder_of_graphs_without_weights_says_so(model: Path) -> None:
         read(model)
 
 
+@pytest.mark.slow
 def test_generator_beside_its_discriminator(model: Path) -> None:
     """Files of a DeBERTaV3 release."""
     whole = load_file(model / "model.safetensors")

@@ -29,6 +29,7 @@ from tests.support.attention import (
 pytest.importorskip("triton", reason="the fused kernels are written in Triton")
 from megatron_deberta.ops.triton import gathered as gathered_kernels
 from megatron_deberta.ops.triton import settings as triton_settings
+from tests.support.selection import every
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILE = 16
@@ -45,14 +46,14 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(triton_settings.TILES, dtype, TILE)
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", every(2, MASKS))
 def test_every_mask(mask: str) -> None:
     options = {"dropout_p": 0.2, "seed": 3, "head_offset": 4, **MASKS[mask]}
     assert_matches((2, 1, LENGTH, 32), LINEAR, torch.float16, **options)
 
 
 @pytest.mark.parametrize("positions", [LINEAR, BUCKETS, WIDE], ids=["linear", "buckets", "wide"])
-@pytest.mark.parametrize("p2c_index", ["microsoft", "paper"])
+@pytest.mark.parametrize("p2c_index", ["microsoft", pytest.param("paper", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)]
 )
@@ -77,7 +78,9 @@ def test_every_head_size(size: int, gathered: bool) -> None:
     assert_matches((1, 1, LENGTH, size), LINEAR, torch.float16, **options)
 
 
-@pytest.mark.parametrize("length", [1, 2, 15, 17, 48])
+@pytest.mark.parametrize(
+    "length", [1, 15, 17, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 48))]
+)
 def test_odd_lengths(length: int) -> None:
     seed = torch.tensor([-5, 1 << 50])
     assert_matches((2, 1, length, 32), LINEAR, torch.float32, dropout_p=0.1, seed=seed)

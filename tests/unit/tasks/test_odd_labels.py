@@ -462,6 +462,7 @@ def test_many_columns_and_labels_take_linear_time(tmp_path: Path) -> None:
     assert len(str(error.value)) < 1_000
 
 
+@pytest.mark.slow
 def test_a_kept_task_is_the_same_task(tmp_path: Path) -> None:
     from megatron_deberta.tasks.task import TASK_FILE, run_task_name, save_task, task_names
 

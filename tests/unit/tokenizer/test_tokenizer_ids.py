@@ -20,7 +20,12 @@ from tests.support.machine_text import HOSTILE_PIECES, hostile_lines, real_lines
 LINES = [*real_lines(5000), *hostile_lines(5000)]
 
 
-@pytest.fixture(params=["unigram_dir", "bpe_dir", "gpt2_dir"])
+@pytest.fixture(
+    params=[
+        "unigram_dir",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("bpe_dir", "gpt2_dir")),
+    ]
+)
 def exported(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A directory as an exported model has it."""
     path = str(tmp_path / "model")

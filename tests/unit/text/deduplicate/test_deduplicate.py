@@ -274,6 +274,7 @@ def test_another_plan_does_not_take_over_unfinished_work(corpus, tmp_path, monke
         run(corpus, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_restart_forgets_unfinished_work(corpus, tmp_path, monkeypatch):
     folder = unfinished_folder(tmp_path / "out")
     folder.mkdir()
@@ -323,7 +324,7 @@ def test_a_result_is_read_without_its_reports(tmp_path):
     assert len(list((tmp_path / "out").iterdir())) == 5
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_cut_file_is_an_error_but_not_the_end(tmp_path, cli, workers):
     texts = distinct_texts(3000)
     content = gzip.compress("".join(json.dumps({"text": t}) + "\n" for t in texts).encode())
