@@ -40,6 +40,7 @@ def check_kernels(record: Record, dtype: torch.dtype) -> None:
     """Check the kernels outside of attention."""
     device = record.options.device
     record.run(f"layer norm {name_of(dtype)}", lambda: layer_norm(device, dtype))
+    record.run(f"bias and GELU {name_of(dtype)}", lambda: bias_gelu(device, dtype))
     record.run(f"cross-entropy {name_of(dtype)}", lambda: cross_entropy(device, dtype))
 
 
@@ -140,6 +141,17 @@ def layer_norm(device: str, dtype: torch.dtype) -> Item:
         mock.patch.object(fused, "runs_kernels", uses_kernels(device)),
     ):
         return compare(normalise, leaves, device, dtype)
+
+
+def bias_gelu(device: str, dtype: torch.dtype) -> Item:
+    """Bias + GELU; on a CPU in the interpreter."""
+    features = 3072 if device == "cuda" else 100
+    leaves = random_tensors(dtype, (2, LENGTH if device == "cuda" else 3, features), (features,))
+    with (
+        torch.compiler.set_stance("force_eager"),
+        mock.patch.object(fused, "runs_kernels", uses_kernels(device)),
+    ):
+        return compare(fused.bias_gelu, leaves, device, dtype)
 
 
 def cross_entropy(device: str, dtype: torch.dtype) -> Item:

@@ -1,7 +1,8 @@
 """Compile the Triton kernels outside of attention without a GPU and check their resource limits.
 
 Dropout + residual + LayerNorm (``ops.triton.layer_norm``) at the widths of DeBERTa-base and of the
-1.5B model, and the vocabulary's cross-entropy (``ops.triton.cross_entropy``):
+1.5B model, bias + GELU (``ops.triton.gelu``), and the vocabulary's cross-entropy
+(``ops.triton.cross_entropy``):
 ``python -m benchmarks.step.compiled_kernels --output FILE`` (``offline/step_kernels.json``).
 ``--quick`` compiles for one architecture. Exits with 1 if a limit is exceeded.
 """
@@ -25,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.lib.compiling import SHARED_BYTES, narrow_accesses, resources, write_by_version
-from megatron_deberta.ops.triton import cross_entropy, layer_norm
+from megatron_deberta.ops.triton import cross_entropy, gelu, layer_norm
 from megatron_deberta.ops.triton.tiles import DropoutArguments
 
 WIDTHS = {"base": 768, "1.5B": 1536}
@@ -34,10 +35,13 @@ _KERNELS = {
     "drop_add_norm": layer_norm.drop_add_norm_kernel,
     "drop_add_norm_backward": layer_norm.drop_add_norm_backward_kernel,
     "layer_norm_sum": layer_norm.layer_norm_sum_kernel,
+    "bias_gelu": gelu.bias_gelu_kernel,
+    "bias_gelu_backward": gelu.bias_gelu_backward_kernel,
     "cross_entropy_statistics": cross_entropy.cross_entropy_statistics_kernel,
     "cross_entropy_gradient": cross_entropy.cross_entropy_gradient_kernel,
 }
 _OF_ROWS = ("drop_add_norm", "drop_add_norm_backward")
+_GELU = ("bias_gelu", "bias_gelu_backward")
 _FLOATS32 = ("MEAN", "RSTD", "PARTS", "STATISTICS", "TOP", "SUM", "D_BIAS")
 _SCALARS = ("eps", "factor")
 # Known to be multiples of 16 at the launch: the vectors of loads depend on them.
@@ -63,6 +67,8 @@ class Variant(NamedTuple):
             return {"GROUPS": layer_norm.num_groups(WIDTHS[self.width])}
         if self.kernel == "layer_norm_sum":
             return {"ROWS": layer_norm.SUM_ROWS, "COLUMNS": layer_norm.SUM_COLUMNS}
+        if self.kernel in _GELU:
+            return {"ROWS": gelu.ROWS, "COLUMNS": gelu.COLUMNS}
         if self.kernel == "cross_entropy_statistics":
             return {"COLUMNS": cross_entropy.COLUMNS}
         return dict(zip(("ROWS", "COLUMNS"), cross_entropy.GRADIENT_TILE, strict=True))
@@ -72,6 +78,8 @@ class Variant(NamedTuple):
         """Return the warps of a program."""
         if self.kernel in _OF_ROWS:
             return layer_norm.num_warps(self.constants()["GROUPS"])
+        if self.kernel in _GELU:
+            return gelu.WARPS
         return cross_entropy.WARPS.get(self.kernel, layer_norm.SUM_WARPS)
 
 

@@ -1,8 +1,8 @@
 """Fused dropout + residual + LayerNorm and bias + GELU (``parallel.fuse``).
 
-Dropout + residual + LayerNorm runs in the Triton kernels of ``ops.triton.layer_norm`` where they
-are supported. The rest is compiled with torch.compile for static shapes. The unfused equivalents
-are `Dropout`, `F.layer_norm` and `F.gelu`.
+They run in the Triton kernels of ``ops.triton.layer_norm`` and ``ops.triton.gelu`` where those are
+supported. Elsewhere the functions here are compiled with torch.compile for static shapes. The
+unfused equivalents are `Dropout`, `F.layer_norm` and `F.gelu`.
 """
 
 from __future__ import annotations
@@ -119,14 +119,23 @@ class _BiasGelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, product: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(product, bias)
-        return cast(Tensor, compiled(_bias_gelu)(product, bias))
+        run, _ = _bias_gelu_of(product)
+        return cast(Tensor, run(product, bias))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return cast(
-            "tuple[Tensor, Tensor]", compiled(_bias_gelu_backward)(grad, *ctx.saved_tensors)
-        )
+        _, run = _bias_gelu_of(grad)
+        return cast("tuple[Tensor, Tensor]", run(grad, *ctx.saved_tensors))
+
+
+def _bias_gelu_of(x: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return forward and backward: the kernels where they are supported, else compiled ones."""
+    if runs_kernels(x):
+        from megatron_deberta.ops.triton import gelu as kernels
+
+        return kernels.forward, kernels.backward
+    return compiled(_bias_gelu), compiled(_bias_gelu_backward)
 
 
 @cache

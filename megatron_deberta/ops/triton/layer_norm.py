@@ -252,11 +252,21 @@ def backward(
             _dropout(seed, probability), rows, per_program, tokens, features,
             *positions.stride(), GROUPS=groups, num_warps=num_warps(groups),
         )  # fmt: skip
-        layer_norm_sum_kernel[(triton.cdiv(2 * features, SUM_COLUMNS),)](
-            parts, d_parameters, num_parts, 2 * features,
-            ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=SUM_WARPS,
-        )  # fmt: skip
+        sum_parts(parts, d_parameters)
     return d_x, d_residual, d_parameters[0], d_parameters[1]
+
+
+def sum_parts(parts: Tensor, out: Tensor) -> None:
+    """Sum a matrix over its rows, in a fixed order.
+
+    Args:
+        parts: fp32 ``[programs, columns]``.
+        out: of ``columns`` elements, contiguous.
+    """
+    num_parts, columns = parts.shape
+    layer_norm_sum_kernel[(triton.cdiv(columns, SUM_COLUMNS),)](
+        parts, out, num_parts, columns, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS, num_warps=SUM_WARPS
+    )
 
 
 def _dropout(seed: Tensor, probability: float) -> DropoutArguments:
