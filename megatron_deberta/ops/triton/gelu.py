@@ -105,7 +105,13 @@ def forward(product: Tensor, bias: Tensor) -> Tensor:
 
 
 def backward(grad: Tensor, product: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of product and bias; arguments as in `forward`, ``grad`` of its result."""
+    """Return the gradients of product and bias.
+
+    Args:
+        grad: gradient of the result of `forward`, like ``product``.
+        product: as in `forward`.
+        bias: as in `forward`.
+    """
     grad, product = grad.contiguous(), product.contiguous()
     d_product, d_bias = torch.empty_like(product), torch.zeros_like(bias)
     features = product.size(-1)
