@@ -116,7 +116,9 @@ def which_recipe(record: Result) -> str:
 
 def _verdict(difference: float, half: float | None) -> str:
     """Return what a difference in bits per byte says about a recipe."""
-    if half is None or abs(difference) < half:
+    if half is None:
+        return "one seed"
+    if abs(difference) < half:
         return "no difference seen"
     return "better" if difference < 0 else "worse"
 
