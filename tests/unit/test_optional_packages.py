@@ -21,7 +21,7 @@ COMPILED = {
     *(
         f"megatron_deberta.ops.triton.{name}"
         for name in (
-            "backend", "consecutive", "cross_entropy", "gathered", "launch", "layer_norm",
+            "backend", "consecutive", "cross_entropy", "gathered", "gelu", "launch", "layer_norm",
             "tables", "tiles",
         )
     ),

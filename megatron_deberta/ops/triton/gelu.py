@@ -108,7 +108,7 @@ def backward(grad: Tensor, product: Tensor, bias: Tensor) -> tuple[Tensor, Tenso
     """Return the gradients of product and bias.
 
     Args:
-        grad: gradient of the result of `forward`, like ``product``.
+        grad: gradient of the result of `forward`, ``[..., D]``.
         product: as in `forward`.
         bias: as in `forward`.
     """
