@@ -86,8 +86,7 @@ SLOTS = {"dropout": 4900, "plain": 4300}
 """Maximum issue slots per tile of all main kernels together."""
 
 CONFLICTS = 1.5
-"""Cycles of shared memory in loops over those without bank conflicts. On an H100 a kernel with 5.4
-times as many took twice the time of one with twice its instructions."""
+"""Maximum ratio of the cycles of shared memory in loops to those without bank conflicts."""
 
 SCHEDULERS = 4
 """Of a multiprocessor; each issues one instruction of a warp per cycle."""

@@ -372,9 +372,9 @@ def problems(items: dict[str, Item]) -> list[str]:
 
 
 def attention_is_wrong(numerics: dict[str, Any]) -> bool:
-    """Return whether an attention kernel gave a wrong result, or the stage ended without a word.
+    """Return whether an attention kernel gave a wrong result, or the stage failed without results.
 
-    Kernels that were only slow, and those of other operators, change nothing for the next stages.
+    Slow kernels and kernels of other operators do not count.
     """
     wrong = numerics["wrong"]
     ended = numerics["state"] == "failed" and not wrong

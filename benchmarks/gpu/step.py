@@ -96,7 +96,7 @@ def shards_of(record: Record) -> Shards:
 
 
 def micro_batches(options: Options, settings: list[str], rows: int) -> list[int]:
-    """Return micro batch sizes to try, from the largest that fits by the memory formula.
+    """Return the micro batch sizes to try: those that the memory formula allows, largest first.
 
     Args:
         options: of the suite.
@@ -107,15 +107,16 @@ def micro_batches(options: Options, settings: list[str], rows: int) -> list[int]
     while sizes[-1] > 1:
         sizes.append(sizes[-1] // 2)
     if options.device == "cuda":
-        most = rows_that_fit(settings)
+        most = rows_that_fit(options.device, settings)
         sizes = [size for size in sizes if size <= most] or sizes[-1:]
     return sizes[:4]
 
 
-def rows_that_fit(settings: list[str]) -> int:
-    """Return the largest micro batch on this GPU by the memory formula."""
-    memory = torch.cuda.get_device_properties(0).total_memory
-    attention = "triton" if torch.cuda.get_device_capability() >= (8, 0) else "chunked"
+def rows_that_fit(device: str, settings: list[str]) -> int:
+    """Return the largest micro batch by the memory formula, on a CPU in 12 MB."""
+    on_gpu = device == "cuda"
+    memory = torch.cuda.get_device_properties(0).total_memory if on_gpu else 12e6
+    attention = "triton" if on_gpu and torch.cuda.get_device_capability() >= (8, 0) else "chunked"
     config = load_config(RUN, settings)
     return largest_micro_batch(config, 1, (1 - RESERVED) * memory, attention=attention)
 
@@ -166,7 +167,7 @@ def largest(record: Record) -> Item:
     options, length = record.options, 64 if record.options.small else 512
     on_gpu = options.device == "cuda"
     settings = overrides(record, shards_of(record), length, length)
-    rows = rows_that_fit(settings) if on_gpu else 2
+    rows = rows_that_fit(options.device, settings)
     settings.append(f"train.global_batch_size={rows}")
     found = one_step(options, settings, rows, ["--small"])
     if found is None:

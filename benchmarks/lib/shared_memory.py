@@ -62,7 +62,7 @@ class Access(NamedTuple):
 
 
 def wavefronts_of_loops(ptx: str, warps: int) -> list[tuple[int, int]]:
-    """Return wavefronts and the least possible ones of an iteration of each loop.
+    """Return the wavefronts per iteration of each loop, and those without bank conflicts.
 
     Args:
         ptx: of one kernel.
@@ -77,7 +77,12 @@ def wavefronts_of_loops(ptx: str, warps: int) -> list[tuple[int, int]]:
 
 
 def wavefronts(addresses: Values, width: int) -> int:
-    """Return the wavefronts of a group of lanes that access ``width`` bytes each at once."""
+    """Return the wavefronts of an access of ``width`` bytes per lane.
+
+    Args:
+        addresses: of the lanes that are served together, in bytes, int64 ``[lanes]``.
+        width: bytes per lane.
+    """
     words = {int(at) // WORD + i for at in addresses for i in range(max(1, width // WORD))}
     return int(np.bincount([word % BANKS for word in words]).max())
 
@@ -129,7 +134,7 @@ def _accesses(ptx: str, warps: int) -> list[Access]:
 
 
 def _cost(name: str, operands: str, start: Values) -> tuple[int, int]:
-    """Return the wavefronts of an access of all warps, and the least possible ones."""
+    """Return the wavefronts of an access by all warps, and those without bank conflicts."""
     lanes = start.reshape(-1, LANES)
     if "matrix" in name:
         matrices = int(re.findall(r"\.x(\d)", name)[0])

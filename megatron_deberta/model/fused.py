@@ -105,7 +105,7 @@ class _DropAddNorm(torch.autograd.Function):
 
 
 def _drop_add_norm_of(x: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return forward and backward: the kernels where they are supported, else compiled ones."""
+    """Return the forward and backward functions: Triton kernels where supported, else compiled."""
     if runs_kernels(x) and x.size(-1) <= MAX_FEATURES:
         from megatron_deberta.ops.triton import layer_norm as kernels
 
@@ -130,7 +130,7 @@ class _BiasGelu(torch.autograd.Function):
 
 
 def _bias_gelu_of(x: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return forward and backward: the kernels where they are supported, else compiled ones."""
+    """Return the forward and backward functions: Triton kernels where supported, else compiled."""
     if runs_kernels(x):
         from megatron_deberta.ops.triton import gelu as kernels
 

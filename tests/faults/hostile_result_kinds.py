@@ -218,7 +218,7 @@ def _with_scores(run_dir: Path) -> FinetunedRun:
 
 
 def _read_outputs(run: FinetunedRun) -> None:
-    """Read the outputs of a run; those that are not kept are zeros in place of a model's."""
+    """Read the kept outputs of a run; zeros replace missing ones, which a model would compute."""
     config = run.config
     tokenizer = load_model_tokenizer(config.tokenizer.path or "")
 

@@ -1,4 +1,4 @@
-"""Which cases of a test run in ``tests/run.sh``, and which only with ``--all``."""
+"""Marks for the cases of parametrized tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def every(step: int, cases: Iterable[Any]) -> list[Any]:
-    """Return the cases, marked as slow but for the first of every ``step``.
+    """Return test cases; all but every ``step``-th are marked ``slow``, so ``--all`` runs them.
 
     Args:
         step: 1 marks none.

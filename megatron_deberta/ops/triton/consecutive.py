@@ -398,6 +398,7 @@ def query_gradient_kernel(
     )
     d_q = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
     previous = tl.zeros([BLOCK, BLOCK], dtype)
+    # Each step loads the tile of the next one, as in ``tables.table_gradient_kernel``.
     column = tile % width
     following = tl.zeros([BLOCK, BLOCK], dtype)
     if near_begin < near_end:

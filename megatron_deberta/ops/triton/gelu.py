@@ -3,8 +3,7 @@
 Backward reads the output's gradient and the product once and writes the product's gradient; a
 program also sums it over its rows for the bias, and ``layer_norm_sum_kernel`` adds up the programs'
 results in a fixed order. Compiled by torch, the two gradients are two kernels that both read and
-compute everything. Twins: ``model.fused._bias_gelu`` and
-``_bias_gelu_backward``.
+compute everything. Twins: ``model.fused._bias_gelu`` and ``_bias_gelu_backward``.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ DENSITY = tl.constexpr(1 / math.sqrt(2 * math.pi))
 
 @triton.jit
 def bias_gelu_kernel(PRODUCT, BIAS, OUT, rows, features, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Compute GELU(product + bias) of a tile.
+    """Compute GELU(product + bias) for one tile.
 
     Args:
         PRODUCT: ``[rows, features]``, contiguous.
@@ -92,10 +91,10 @@ def forward(product: Tensor, bias: Tensor) -> Tensor:
     """
     product = product.contiguous()
     out = torch.empty_like(product)
-    features = product.size(-1)
-    rows = product.numel() // max(features, 1)
     if product.numel() == 0:
         return out
+    features = product.size(-1)
+    rows = product.numel() // features
     grid = (triton.cdiv(rows, ROWS), triton.cdiv(features, COLUMNS))
     with torch.cuda.device_of(product):
         bias_gelu_kernel[grid](
@@ -114,10 +113,10 @@ def backward(grad: Tensor, product: Tensor, bias: Tensor) -> tuple[Tensor, Tenso
     """
     grad, product = grad.contiguous(), product.contiguous()
     d_product, d_bias = torch.empty_like(product), torch.zeros_like(bias)
-    features = product.size(-1)
-    rows = product.numel() // max(features, 1)
     if product.numel() == 0:
         return d_product, d_bias
+    features = product.size(-1)
+    rows = product.numel() // features
     per_program = -(-rows // (MAX_PARTS * ROWS)) * ROWS
     num_parts = -(-rows // per_program)
     parts = product.new_empty((num_parts, features), dtype=torch.float32)

@@ -17,8 +17,8 @@ class LaunchSetting(NamedTuple):
     """Launch settings of one kernel.
 
     Attributes:
-        registers: most registers per thread, so that more programs fit a multiprocessor; the rest
-            is spilled. None: as many as the compiler uses.
+        registers: maximum number of registers per thread; values that do not fit are spilled.
+            None: no limit.
     """
 
     warps: int

@@ -170,8 +170,10 @@ def diagonal_tile(
     Arguments as in ``table_gradient_kernel``.
     """
     query_tile = key_tile + offset
-    pair = batch.to(tl.int64) * heads + head
-    index = (pair * tl.cdiv(length, BLOCK) + key_tile) * width + query_tile % width
+    batch = batch.to(tl.int64)
+    index = (
+        (batch * heads + head) * tl.cdiv(length, BLOCK) + key_tile
+    ) * width + query_tile % width
     pointers = band_tile(BAND, index, BLOCK)
     if not RANGES:
         return tl.load(pointers)
@@ -223,36 +225,38 @@ def table_gradient_kernel(
     key_low = tl.zeros([BLOCK, CHUNK], tl.float32)
     query_high = tl.zeros([BLOCK, CHUNK], tl.float32)
     query_low = tl.zeros([BLOCK, CHUNK], tl.float32)
-    batch, key_tile = first, key_begin
+    # Each step loads the tile of the next one. Loaded where it is used, it would be pipelined
+    # through shared memory in an order with bank conflicts.
+    next_batch, next_key_tile = first, key_begin
     following = tl.zeros([BLOCK, BLOCK], dtype)
     if steps * (last - first) > 0:
         following = diagonal_tile(
-            BAND, KEY_BEGIN, KEY_END, batch, key_tile, offset, head, heads, length, width, RANGES,
-            BLOCK,
+            BAND, KEY_BEGIN, KEY_END, next_batch, next_key_tile, offset, head, heads, length, width,
+            RANGES, BLOCK,
         )  # fmt: skip
     for step in range(0, steps * (last - first)):
         d_scores = following
-        first_key, first_query = key_tile * BLOCK, (key_tile + offset) * BLOCK
-        row = batch.to(tl.int64)
-        # The next tile of the diagonal, or the first of the next row; the last step's is not used.
-        is_last = key_tile + 1 == key_begin + steps
-        batch = tl.minimum(tl.where(is_last, batch + 1, batch), last - 1)
-        key_tile = tl.where(is_last, key_begin, key_tile + 1)
+        batch, key_tile = next_batch.to(tl.int64), next_key_tile
+        query_tile = key_tile + offset
+        # The last step loads a tile again that is not used.
+        ends_row = key_tile + 1 == key_begin + steps
+        next_batch = tl.minimum(tl.where(ends_row, next_batch + 1, next_batch), last - 1)
+        next_key_tile = tl.where(ends_row, key_begin, key_tile + 1)
         following = diagonal_tile(
-            BAND, KEY_BEGIN, KEY_END, batch, key_tile, offset, head, heads, length, width, RANGES,
-            BLOCK,
+            BAND, KEY_BEGIN, KEY_END, next_batch, next_key_tile, offset, head, heads, length, width,
+            RANGES, BLOCK,
         )  # fmt: skip
         by_query_high, by_query_low, by_key_high, by_key_low = block_parts(
             d_scores, opaque_zero(length, step), dtype, C2P, P2C, BLOCK
         )
         if C2P:
             key_high, key_low = add_blocks(
-                key_high, key_low, by_query_high, by_query_low, Q, row, head, first_query,
+                key_high, key_low, by_query_high, by_query_low, Q, batch, head, query_tile * BLOCK,
                 length, CHUNK, chunk, EVEN, BLOCK,
             )  # fmt: skip
         if P2C:
             query_high, query_low = add_blocks(
-                query_high, query_low, by_key_high, by_key_low, K, row, head, first_key,
+                query_high, query_low, by_key_high, by_key_low, K, batch, head, key_tile * BLOCK,
                 length, CHUNK, chunk, EVEN, BLOCK,
             )  # fmt: skip
 

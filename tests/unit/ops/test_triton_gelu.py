@@ -32,7 +32,7 @@ def both_passes(product: Tensor, bias: Tensor, grad: Tensor) -> list[Tensor]:
 
 
 def exact(product: Tensor, bias: Tensor, grad: Tensor) -> list[Tensor]:
-    """Return the same by autograd in float64."""
+    """Return the output and the gradients of product and bias in float64, by autograd."""
     leaves = [x.double().requires_grad_() for x in (product, bias)]
     y = F.gelu(leaves[0] + leaves[1])
     return [y.detach(), *torch.autograd.grad(y, leaves, grad.double())]
@@ -62,7 +62,7 @@ def test_output_and_gradients(
 
 
 def test_far_from_zero() -> None:
-    """GELU is 0 or the identity there, and its slope 0 or 1."""
+    """Far from zero GELU is 0 or the identity, and its derivative 0 or 1."""
     product = torch.tensor([[-30.0, -9.0, 9.0, 30.0]], device=DEVICE)
     y, d_product, d_bias = both_passes(product, torch.zeros_like(product[0]), product + 1)
     assert y[0].tolist() == pytest.approx([0.0, 0.0, 9.0, 30.0], abs=1e-12)
