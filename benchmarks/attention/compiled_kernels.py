@@ -86,8 +86,8 @@ SLOTS = {"dropout": 4900, "plain": 4300}
 """Maximum issue slots per tile of all main kernels together."""
 
 CONFLICTS = 1.5
-"""Maximum ratio of the cycles of shared memory in loops to those without bank conflicts, for kernels
-with tensor cores. Those in float32, which is for comparisons, reach 5.5."""
+"""Maximum ratio of the cycles of shared memory in loops to those without bank conflicts, for
+kernels with tensor cores. Those in float32, which is for comparisons, reach 5.5."""
 
 SCHEDULERS = 4
 """Of a multiprocessor; each issues one instruction of a warp per cycle."""
