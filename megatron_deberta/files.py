@@ -313,7 +313,7 @@ def write_atomically(final: str | Path, content: bytes, *, durable: bool = True)
     # A killed process with the same id may have left one.
     temporary.unlink(missing_ok=True)
     if durable:
-        _remove_of_killed(Path(final))
+        remove_of_killed(Path(final).parent, re.escape(Path(final).name))
     try:
         _write_new(temporary, content, durable=durable)
         os.replace(temporary, final)
@@ -323,13 +323,18 @@ def write_atomically(final: str | Path, content: bytes, *, durable: bool = True)
         fsync_path(Path(final).parent)
 
 
-def _remove_of_killed(final: Path) -> None:
-    """Remove the temporary files of processes of this machine that run no longer."""
-    pattern = re.compile(re.escape(f"{final.name}.") + rf"(\d{{1,9}})\.{_NUMBERED_IN}\.tmp")
+def remove_of_killed(folder: Path, name: str) -> None:
+    """Remove files that processes of this machine that run no longer have left.
+
+    Args:
+        folder: their folder.
+        name: regular expression of the names for which `temporary_name` made theirs.
+    """
+    pattern = re.compile(rf"{name}\.(?P<pid>\d{{1,9}})\.{_NUMBERED_IN}\.tmp")
     with contextlib.suppress(OSError):
-        for name in os.listdir(final.parent):
-            if (found := pattern.fullmatch(name)) and not _is_running(int(found[1])):
-                (final.parent / name).unlink(missing_ok=True)
+        for each in os.listdir(folder):
+            if (found := pattern.fullmatch(each)) and not _is_running(int(found["pid"])):
+                (folder / each).unlink(missing_ok=True)
 
 
 def _is_running(pid: int) -> bool:

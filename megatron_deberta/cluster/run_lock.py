@@ -50,7 +50,7 @@ from megatron_deberta.errors import (
     MegatronDebertaError,
     describe_error,
 )
-from megatron_deberta.files import write_atomically
+from megatron_deberta.files import remove_of_killed, temporary_name, write_atomically
 from megatron_deberta.parsing import IsoTime, read_json, whole_number
 
 logger = logging.getLogger(__name__)
@@ -262,7 +262,8 @@ class RunLock:
 
     def _create(self, path: Path) -> bool:
         """Create the file, complete and locked; return False if another process was first."""
-        draft = self._folder / f".{self._holder.token}.tmp"
+        remove_of_killed(self._folder, r"\.[0-9a-f]{16}")
+        draft = temporary_name(self._folder / f".{self._holder.token}")
         try:
             with draft.open("xb") as stream:
                 flocked = _lock(stream.fileno(), fcntl.LOCK_EX) is True

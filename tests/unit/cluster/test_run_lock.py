@@ -96,6 +96,16 @@ def test_lock_is_exclusive_and_released(tmp_path: Path) -> None:
     assert len(list((tmp_path / "lock").iterdir())) == 1
 
 
+def test_files_of_a_process_killed_while_it_took_the_lock_are_removed(tmp_path: Path) -> None:
+    killed = "os.link = lambda *_: os.kill(os.getpid(), 9)\n"
+    command = [sys.executable, "-c", f"import os\n{killed}{HOLD}", str(tmp_path), "0"]
+    process = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
+    assert process.returncode == -signal.SIGKILL
+    assert len(list((tmp_path / "lock").iterdir())) == 1
+    with RunLock(tmp_path):
+        assert [path.name for path in (tmp_path / "lock").iterdir()] == ["00000001.json"]
+
+
 def test_raise_if_locked(tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     raise_if_locked(tmp_path)
     with RunLock(tmp_path):
