@@ -49,6 +49,7 @@ def start(
 ) -> tuple[int, Runs, list[dict[str, Any]]]:
     """Run all stages with stand-ins; return the exit code, the processes and the lines."""
     monkeypatch.setattr(first_contact, "run_restarting", runs)
+    monkeypatch.setattr(first_contact, "CARRIED", folder / "nothing carried")
     monkeypatch.setattr(first_contact.FirstContact, "_prepare_shards", lambda _: Finished())
     arguments = {
         "out": folder / "out", "work": folder / "work", "previous": folder / "none", "only": None,
