@@ -59,7 +59,7 @@ def test_hung_disk_neither_blocks_nor_ends_a_run(
     assert job.output().count("a local checkpoint takes longer than") == 1, job.output()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_full_disk_does_not_end_a_run(
     run_yaml: Path, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
