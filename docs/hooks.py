@@ -1,7 +1,8 @@
 """Links of the pages, for the site.
 
 On GitHub they are relative. On the site, links to files outside of ``docs/`` lead to the
-repository, pictures are copied, and a link that shows a page's file name shows its title.
+repository, pictures are copied, and a link that shows a page's file name shows its title. The page
+of the commands gets the help of each.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from posixpath import dirname, join, normpath
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+from megatron_deberta.cli.main import GROUPS, command_parsers, import_command
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:)([^)#\s]+)(#[^)]*)?\)")
@@ -52,4 +55,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         depth = page.file.src_uri.count("/")
         return f"![{text}]({'../' * depth}{copy})"
 
+    if page.file.src_uri == "commands.md":
+        markdown += command_help()
     return LINK.sub(replace, markdown)
+
+
+def command_help() -> str:
+    """Return the help of every command as Markdown."""
+    parts = []
+    for group in GROUPS:
+        parts.append(f"## {group.title[0].upper()}{group.title[1:]}")
+        for command in group.commands:
+            for name, parser in command_parsers(command, import_command(command)).items():
+                title = f"{command.name} {name}".strip()
+                parts.append(f"### {title}\n\n```text\n{parser.format_help()}```")
+    return "\n" + "\n\n".join(parts) + "\n"

@@ -25,6 +25,7 @@ def test_site_builds_without_warnings(tmp_path: Path) -> None:
     operator = (tmp_path / "api" / "ops" / "index.html").read_text()
     assert "disentangled_attention" in operator
     assert "key_padding" not in operator
+    assert "--max-new-tokens" in (tmp_path / "commands" / "index.html").read_text()
     assert (tmp_path / "search" / "search_index.json").stat().st_size > 100_000
     # Every public page is in the navigation of the first one.
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}

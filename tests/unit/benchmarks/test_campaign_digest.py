@@ -10,6 +10,7 @@ import pytest
 from benchmarks.lib import campaigns
 from benchmarks.lib.campaigns import canonical_code, code_digest
 from benchmarks.tables import faults
+from tests.faults.mutants import MUTANTS, OUTPUT
 
 SOURCE = '''
 """Module."""
@@ -158,3 +159,9 @@ def test_empty_constant_at_the_end_of_an_fstring_does_not_count() -> None:
     for node in [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]:
         node.values.append(ast.Constant(""))
     assert "".join(campaigns._Writer().tokens(tree)) == canonical_code(source)
+
+
+def test_recorded_mutants_are_in_the_list() -> None:
+    """The table shows what is recorded: a mutant that is no longer there must leave the record."""
+    recorded = {(line["mutant"], line["test"]) for line in campaigns.read_lines(OUTPUT)}
+    assert recorded <= {(mutant.name, mutant.test) for mutant in MUTANTS}
