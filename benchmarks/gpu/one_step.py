@@ -52,7 +52,7 @@ PARTS = (
 PLAIN_ATTENTION = ["model.position_terms=none", "model.normalize_position_table=false"]
 """Settings of a run without position terms."""
 # Modules whose kernels are named after the part that they belong to.
-OTHERS = ("layer_norm", "cross_entropy")
+OTHERS = ("layer_norm", "cross_entropy", "gelu")
 
 
 class Run:

@@ -204,7 +204,10 @@ def compile_kernels(device: str) -> Item:
             partial(kernel_checks.attention, device, torch.bfloat16, 64, kernels)
             for kernels in ("gathered", "spread")
         ]
-        tasks += [partial(kernel_checks.layer_norm, device, torch.bfloat16)]
+        tasks += [
+            partial(check, device, torch.bfloat16)
+            for check in (kernel_checks.layer_norm, kernel_checks.bias_gelu)
+        ]
     else:
         tasks = [partial(kernel_checks.attention, device, torch.float16, 32, "gathered")]
     context = multiprocessing.get_context("spawn")

@@ -178,4 +178,4 @@ def _width(name: str) -> int:
         return int(name.rsplit(".", 1)[-1]) if name[-1] in "24" else 1
     if ".128" in name:
         return 4
-    return 2 if ".64" in name or ".WIDE" in name else 1
+    return 2 if ".64" in name or ".WIDE" in name or name.startswith("CS2R") else 1

@@ -89,7 +89,7 @@ def forward(product: Tensor, bias: Tensor) -> Tensor:
     Returns:
         Like ``product``, contiguous.
     """
-    product = product.contiguous()
+    product, bias = product.contiguous(), bias.contiguous()
     out = torch.empty_like(product)
     if product.numel() == 0:
         return out
@@ -111,10 +111,10 @@ def backward(grad: Tensor, product: Tensor, bias: Tensor) -> tuple[Tensor, Tenso
         product: as in `forward`.
         bias: as in `forward`.
     """
-    grad, product = grad.contiguous(), product.contiguous()
-    d_product, d_bias = torch.empty_like(product), torch.zeros_like(bias)
+    grad, product, bias = grad.contiguous(), product.contiguous(), bias.contiguous()
+    d_product, d_bias = torch.empty_like(product), torch.empty_like(bias)
     if product.numel() == 0:
-        return d_product, d_bias
+        return d_product, d_bias.zero_()
     features = product.size(-1)
     rows = product.numel() // features
     per_program = -(-rows // (MAX_PARTS * ROWS)) * ROWS

@@ -187,6 +187,14 @@ def diagonal_tile(
 
 
 @triton.jit
+def next_on_diagonal(batch, key_tile, key_begin, steps, last):
+    """Return batch row and key tile of a diagonal's next step; the last row begins again."""
+    ends_row = key_tile + 1 == key_begin + steps
+    batch = tl.minimum(tl.where(ends_row, batch + 1, batch), last - 1)
+    return batch, tl.where(ends_row, key_begin, key_tile + 1)
+
+
+@triton.jit
 def table_gradient_kernel(
     Q, K, BAND, KEY_BEGIN, KEY_END, KEY_PARTS, QUERY_PARTS, batches, heads, length, near, width,
     splits, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, C2P: tl.constexpr,
@@ -226,22 +234,20 @@ def table_gradient_kernel(
     query_high = tl.zeros([BLOCK, CHUNK], tl.float32)
     query_low = tl.zeros([BLOCK, CHUNK], tl.float32)
     # Each step loads the tile of the next one. Loaded where it is used, it would be pipelined
-    # through shared memory in an order with bank conflicts.
-    next_batch, next_key_tile = first, key_begin
+    # through shared memory in an order with bank conflicts. The place of the next tile has
+    # variables of its own: what the pipelined loads of Q and K depend on is computed at the end of
+    # a step, and this load would wait for it.
+    batch, key_tile = first, key_begin
+    next_batch, next_key_tile = next_on_diagonal(batch, key_tile, key_begin, steps, last)
     following = tl.zeros([BLOCK, BLOCK], dtype)
     if steps * (last - first) > 0:
         following = diagonal_tile(
-            BAND, KEY_BEGIN, KEY_END, next_batch, next_key_tile, offset, head, heads, length, width,
-            RANGES, BLOCK,
+            BAND, KEY_BEGIN, KEY_END, batch, key_tile, offset, head, heads, length, width, RANGES,
+            BLOCK,
         )  # fmt: skip
     for step in range(0, steps * (last - first)):
         d_scores = following
-        batch, key_tile = next_batch.to(tl.int64), next_key_tile
-        query_tile = key_tile + offset
-        # The last step loads a tile again that is not used.
-        ends_row = key_tile + 1 == key_begin + steps
-        next_batch = tl.minimum(tl.where(ends_row, next_batch + 1, next_batch), last - 1)
-        next_key_tile = tl.where(ends_row, key_begin, key_tile + 1)
+        # The last step loads a tile that is not used.
         following = diagonal_tile(
             BAND, KEY_BEGIN, KEY_END, next_batch, next_key_tile, offset, head, heads, length, width,
             RANGES, BLOCK,
@@ -251,14 +257,18 @@ def table_gradient_kernel(
         )
         if C2P:
             key_high, key_low = add_blocks(
-                key_high, key_low, by_query_high, by_query_low, Q, batch, head, query_tile * BLOCK,
-                length, CHUNK, chunk, EVEN, BLOCK,
+                key_high, key_low, by_query_high, by_query_low, Q, batch.to(tl.int64), head,
+                (key_tile + offset) * BLOCK, length, CHUNK, chunk, EVEN, BLOCK,
             )  # fmt: skip
         if P2C:
             query_high, query_low = add_blocks(
-                query_high, query_low, by_key_high, by_key_low, K, batch, head, key_tile * BLOCK,
-                length, CHUNK, chunk, EVEN, BLOCK,
+                query_high, query_low, by_key_high, by_key_low, K, batch.to(tl.int64), head,
+                key_tile * BLOCK, length, CHUNK, chunk, EVEN, BLOCK,
             )  # fmt: skip
+        batch, key_tile = next_on_diagonal(batch, key_tile, key_begin, steps, last)
+        next_batch, next_key_tile = next_on_diagonal(
+            next_batch, next_key_tile, key_begin, steps, last
+        )
 
     part = heads * 2 * near * BLOCK * HEAD_DIM
     start = (split.to(tl.int64) * 2 * heads + head) * 2 * near + diagonal
