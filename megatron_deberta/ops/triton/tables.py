@@ -188,7 +188,15 @@ def diagonal_tile(
 
 @triton.jit
 def next_on_diagonal(batch, key_tile, key_begin, steps, last):
-    """Return batch row and key tile of a diagonal's next step; the last row begins again."""
+    """Return batch row and key tile of the next step on a diagonal; the last row begins again.
+
+    Args:
+        batch: batch row of a step.
+        key_tile: its tile of keys.
+        key_begin: first tile of keys on the diagonal.
+        steps: number of tiles on the diagonal.
+        last: batch row after the last one.
+    """
     ends_row = key_tile + 1 == key_begin + steps
     batch = tl.minimum(tl.where(ends_row, batch + 1, batch), last - 1)
     return batch, tl.where(ends_row, key_begin, key_tile + 1)
