@@ -340,9 +340,9 @@ ACCELERATE_TITLES = {
 
 
 def accelerate(record: Result) -> str:
-    """Accelerated models against stock ones."""
+    """Models with fast attention against stock ones."""
     header = ("case", "speed / stock", "by processor time",
-              "peak memory of the process, GiB: accelerated / stock")  # fmt: skip
+              "peak memory of the process, GiB: fast / stock")  # fmt: skip
     cells, profiles = [], ""
     for row in record["results"]:
         ratios = [f"{row[key]:.2f}" for key in ("speedup", "cpu_speedup")]
@@ -352,8 +352,9 @@ def accelerate(record: Result) -> str:
     for row in record["results"]:
         for side, seconds in row.get("profile", {}).items():
             largest = ", ".join(f"`{name}` {value:.2f}" for name, value in seconds.items())
+            title = {"accelerated": "`use_fast_attention`"}.get(side, side)
             profiles += (
-                f"\n{ACCELERATE_TITLES[row['name']]}, {side}, s by operator, forward and backward: "
+                f"\n{ACCELERATE_TITLES[row['name']]}, {title}, s by operator, forward and backward: "
                 f"{largest}.\n"
             )
     places = {
@@ -367,7 +368,7 @@ def accelerate(record: Result) -> str:
 
 
 def published_models(record: Result, graphs: Result | None) -> str:
-    """Accelerated models and ONNX graphs against stock models, in short."""
+    """Models with fast attention and ONNX graphs against stock models, in short."""
     cells = [
         (f"`use_fast_attention`: {ACCELERATE_TITLES[row['name']]}", "torch",
          f"{row['speedup']:.1f}x", f"{100 * row['memory']:.0f} %")
