@@ -303,7 +303,11 @@ def tokens_until(config: RunConfig, step: int) -> int:
 
 
 def judge_recipes(judge: Judge, command: Commands) -> dict[str, Any]:
-    """Train and evaluate the runs that are missing in the result file; return the result."""
+    """Train and evaluate the runs that are missing in the result file; return the result.
+
+    Raises:
+        SystemExit: a run failed, such as one whose loss diverges; raised after the others.
+    """
     record = read_json(judge.output, {"seconds_per_step": {}, "rows": {}})
     if record.get("budget_seconds", judge.budget_seconds) != judge.budget_seconds:
         raise SystemExit(
@@ -313,6 +317,7 @@ def judge_recipes(judge: Judge, command: Commands) -> dict[str, Any]:
     prepare(judge)
     measure(judge, record)
     update(judge, record)
+    failures = []
     # The first seed of every recipe, then the next.
     for seed in range(1, judge.seeds + 1):
         for recipe in judge.recipes:
@@ -321,13 +326,19 @@ def judge_recipes(judge: Judge, command: Commands) -> dict[str, Any]:
                 continue
             print(f"{time.strftime('%H:%M:%S')} {key}", flush=True)
             steps = round(judge.budget_seconds / record["seconds_per_step"][recipe])
-            model = train(judge, command, recipe, seed, steps)
-            row = model and evaluate(judge, command, recipe, seed, model)
+            try:
+                model = train(judge, command, recipe, seed, steps)
+                row = model and evaluate(judge, command, recipe, seed, model)
+            except SystemExit as failure:
+                failures.append(f"{key}: {failure}")
+                continue
             if row is None:
                 return update(judge, record)
             record["rows"][key] = row
             update(judge, record)
             shutil.rmtree(judge.run(recipe, seed), ignore_errors=True)
+    if failures:
+        raise SystemExit("\n".join(failures))
     return update(judge, record)
 
 

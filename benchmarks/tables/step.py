@@ -354,8 +354,8 @@ def accelerate(record: Result) -> str:
             largest = ", ".join(f"`{name}` {value:.2f}" for name, value in seconds.items())
             title = {"accelerated": "`use_fast_attention`"}.get(side, side)
             profiles += (
-                f"\n{ACCELERATE_TITLES[row['name']]}, {title}, s by operator, forward and backward: "
-                f"{largest}.\n"
+                f"\n{ACCELERATE_TITLES[row['name']]}, {title}, s by operator, "
+                f"forward and backward: {largest}.\n"
             )
     places = {
         f"{row['hardware']}, {row['cores']} cores, torch {row['torch']}, "

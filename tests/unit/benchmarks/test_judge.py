@@ -144,6 +144,30 @@ def test_finished_runs_are_kept_and_stopped_ones_continue(
         judges.judge_recipes(other, judges.Commands())
 
 
+def test_a_failed_run_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(judge: Any, command: Any, recipe: str, *_: object) -> Path:
+        if recipe == "rate_3e-3":
+            raise SystemExit("judge.txt: ended with exit code 1")
+        return tmp_path
+
+    def evaluate(judge: Any, command: Any, recipe: str, seed: int, *_: object) -> Any:
+        return {"recipe": recipe, "seed": seed, "scores": dict.fromkeys(judges.SCORES, 0.5),
+                "curve": []}  # fmt: skip
+
+    monkeypatch.setattr(judges, "prepare", lambda judge: None)
+    monkeypatch.setattr(judges, "train", train)
+    monkeypatch.setattr(judges, "evaluate", evaluate)
+    recipes = ("baseline", "rate_3e-3", "mask_20")
+    judge = of(tmp_path, *recipes, seeds=1)
+    before = {"seconds_per_step": dict.fromkeys(recipes, 2.0), "rows": {}}
+    judge.output.write_text(json.dumps(before))
+    with pytest.raises(SystemExit, match="rate_3e-3/1: judge.txt: ended with exit code 1"):
+        judges.judge_recipes(judge, judges.Commands())
+    assert list(json.loads(judge.output.read_text())["rows"]) == ["baseline/1", "mask_20/1"]
+
+
 def test_one_seed_of_a_recipe_has_the_noise_of_the_others() -> None:
     rows = [
         {"recipe": recipe, "seed": seed, "scores": dict.fromkeys(judges.SCORES, score)}
