@@ -551,6 +551,15 @@ def test_an_output_that_is_being_written_is_refused_before_the_work(
             raise AssertionError
 
 
+def test_fill_mask_takes_as_many_tokens_as_there_are_positions(run_dir: Path) -> None:
+    filler = open_filler(run_dir)
+    assert filler.max_tokens
+    masks = filler.max_tokens - 2  # without [CLS] and [SEP]
+    assert len(filler.fill("[MASK]" * masks, 1)) == masks
+    with pytest.raises(ConfigError, match="shorten it"):
+        filler.fill("[MASK]" * (masks + 1), 1)
+
+
 def test_fill_mask_refuses_in_one_line(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -163,6 +163,29 @@ def test_any_strides() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("gathered", [False, True])
+def test_rows_beyond_the_length_are_not_read(gathered: bool) -> None:
+    """The last tile is partial; behind it is other memory, here not a number."""
+    at = AT[:1] if gathered else None
+    options: dict[str, Any] = {"backend": "triton", "positions": LINEAR, "q_positions": at}
+    inputs = random_inputs((1, 1, LENGTH, 32), LINEAR, gathered=at)
+    leaves, padded = [], []
+    for x in inputs[:3]:
+        assert x is not None
+        leaf = x.to(DEVICE, torch.float16)
+        behind = torch.full((1, 1, TILE, 32), float("nan"), dtype=torch.float16, device=DEVICE)
+        leaves.append(leaf.requires_grad_())
+        padded.append(torch.cat([leaf.detach(), behind], 2)[:, :, : leaf.size(2)].requires_grad_())
+    tables = [x.to(DEVICE, torch.float16) for x in inputs[3:] if x is not None]
+    results = []
+    for tensors in (leaves, padded):
+        output = disentangled_attention(*tensors, *tables, **options)
+        gradient = torch.cat([fixed_projection(output), torch.full_like(output, float("nan"))], 2)
+        gradient = gradient[:, :, : output.size(2)]
+        results.append([output, *torch.autograd.grad(output, tensors, gradient)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_gradients_of_one_product_stand_in_one_buffer() -> None:
     """And have the same bits; the projections' backward then copies nothing."""
     q, k, v, *tables = random_inputs((2, 3, 20, 32), LINEAR)

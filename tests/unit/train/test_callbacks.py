@@ -157,6 +157,10 @@ def test_a_failed_save_ends_the_run_or_not_but_always_one_that_was_asked_for() -
     assert saver.calls == ["save 1", "save 2", "save 3"]
     with pytest.raises(CheckpointError):
         saves(config, saver, [(4, Ending.PREEMPTED)])
+    # Only after a save the trainer looks for new requests.
+    for save, is_saved in ((FakeSaver(), True), (saver, False)):
+        callback = SaveCheckpoints(config, keeps_best=False)
+        assert callback.on_step_end(trainer_at(1, saver=save), RESULT) == is_saved
 
 
 def test_preempted_process_completes_the_save_in_flight_and_makes_no_second_one() -> None:
