@@ -313,7 +313,7 @@ def write_atomically(final: str | Path, content: bytes, *, durable: bool = True)
     # A killed process with the same id may have left one.
     temporary.unlink(missing_ok=True)
     if durable:
-        remove_of_killed(Path(final).parent, re.escape(Path(final).name))
+        remove_temporary_files(Path(final).parent, re.escape(Path(final).name))
     try:
         _write_new(temporary, content, durable=durable)
         os.replace(temporary, final)
@@ -323,12 +323,12 @@ def write_atomically(final: str | Path, content: bytes, *, durable: bool = True)
         fsync_path(Path(final).parent)
 
 
-def remove_of_killed(folder: Path, name: str) -> None:
-    """Remove files that processes of this machine that run no longer have left.
+def remove_temporary_files(folder: Path, name: str) -> None:
+    """Remove temporary files left by processes of this machine that no longer run.
 
     Args:
         folder: their folder.
-        name: regular expression of the names for which `temporary_name` made theirs.
+        name: regular expression of the final names, to which `temporary_name` was applied.
     """
     pattern = re.compile(rf"{name}\.(?P<pid>\d{{1,9}})\.{_NUMBERED_IN}\.tmp")
     with contextlib.suppress(OSError):

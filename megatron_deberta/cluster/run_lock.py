@@ -50,7 +50,7 @@ from megatron_deberta.errors import (
     MegatronDebertaError,
     describe_error,
 )
-from megatron_deberta.files import remove_of_killed, temporary_name, write_atomically
+from megatron_deberta.files import remove_temporary_files, temporary_name, write_atomically
 from megatron_deberta.parsing import IsoTime, read_json, whole_number
 
 logger = logging.getLogger(__name__)
@@ -262,7 +262,7 @@ class RunLock:
 
     def _create(self, path: Path) -> bool:
         """Create the file, complete and locked; return False if another process was first."""
-        remove_of_killed(self._folder, r"\.[0-9a-f]{16}")
+        remove_temporary_files(self._folder, r"\.[0-9a-f]{16}")
         draft = temporary_name(self._folder / f".{self._holder.token}")
         try:
             with draft.open("xb") as stream:

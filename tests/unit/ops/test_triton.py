@@ -164,8 +164,8 @@ def test_any_strides() -> None:
 
 
 @pytest.mark.parametrize("gathered", [False, True])
-def test_rows_beyond_the_length_are_not_read(gathered: bool) -> None:
-    """The last tile is partial; behind it is other memory, here not a number."""
+def test_memory_beyond_the_length_does_not_matter(gathered: bool) -> None:
+    """Rows after the last one, in a partial tile, are other memory; here NaN."""
     at = AT[:1] if gathered else None
     options: dict[str, Any] = {"backend": "triton", "positions": LINEAR, "q_positions": at}
     inputs = random_inputs((1, 1, LENGTH, 32), LINEAR, gathered=at)
@@ -176,13 +176,13 @@ def test_rows_beyond_the_length_are_not_read(gathered: bool) -> None:
         behind = torch.full((1, 1, TILE, 32), float("nan"), dtype=torch.float16, device=DEVICE)
         leaves.append(leaf.requires_grad_())
         padded.append(torch.cat([leaf.detach(), behind], 2)[:, :, : leaf.size(2)].requires_grad_())
-    tables = [x.to(DEVICE, torch.float16) for x in inputs[3:] if x is not None]
+    tables = [x.to(DEVICE, torch.float16).requires_grad_() for x in inputs[3:] if x is not None]
     results = []
     for tensors in (leaves, padded):
         output = disentangled_attention(*tensors, *tables, **options)
         gradient = torch.cat([fixed_projection(output), torch.full_like(output, float("nan"))], 2)
         gradient = gradient[:, :, : output.size(2)]
-        results.append([output, *torch.autograd.grad(output, tensors, gradient)])
+        results.append([output, *torch.autograd.grad(output, [*tensors, *tables], gradient)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
