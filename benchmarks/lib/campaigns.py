@@ -81,14 +81,15 @@ def imported_names(source: str, name: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _files_of(name: str) -> list[Path]:
+@cache
+def _files_of(name: str) -> tuple[Path, ...]:
     """Return the project's files that are run when a name is imported."""
     parts = name.split(".")
     if parts[0] not in ("megatron_deberta", "tests"):
-        return []
+        return ()
     folders = [ROOT.joinpath(*parts[:length]) for length in range(1, len(parts) + 1)]
     files = [folder / "__init__.py" for folder in folders] + [folders[-1].with_suffix(".py")]
-    return [path for path in files if path.is_file()]
+    return tuple(path for path in files if path.is_file())
 
 
 @cache

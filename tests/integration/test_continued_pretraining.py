@@ -19,7 +19,7 @@ from megatron_deberta.hf.import_model import OBJECTIVE
 from megatron_deberta.hf.loading import load_pretrained
 from tests.integration.test_documented_commands import commands, write_corpus
 from tests.support.jobs import ROOT, records
-from tests.support.releases import SIZES, write_release
+from tests.support.releases import SIZES, read_pickles_here, write_release
 
 pytestmark = pytest.mark.slow
 PAGE = "docs/continued-pretraining.md"
@@ -54,6 +54,7 @@ def folder(run_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_release(folder / "downloads" / name, version, generator=generator)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        read_pickles_here(patch)
         for program, *arguments in commands(PAGE):
             assert program == "megatron-deberta"
             run(arguments)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import subprocess
-import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from megatron_deberta.cli.main import main
 from megatron_deberta.cluster.run_lock import newest_lock, read_lock
 from megatron_deberta.cluster.slurm.history import JobHistory
 from tests.slurm.virtual_cluster import VirtualCluster, wait_until
@@ -32,16 +37,17 @@ PROFILE = {
 
 
 def command(cluster: VirtualCluster, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run ``megatron-deberta`` in the environment of the cluster."""
-    return subprocess.run(
-        [sys.executable, "-m", "megatron_deberta", *arguments],
-        env={**cluster.environment, "PYTHONPATH": str(ROOT)},
-        cwd=cluster.folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    """Run ``megatron-deberta`` in this process, in the environment and folder of the cluster."""
+    out, error = io.StringIO(), io.StringIO()
+    environment = {**cluster.environment, "PYTHONPATH": str(ROOT)}
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(error):
+        patch.chdir(cluster.folder)
+        for name in os.environ.keys() - environment.keys():
+            patch.delenv(name)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        code = main(arguments)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), error.getvalue())
 
 
 @dataclass

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
@@ -15,6 +17,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import DebertaConfig, DebertaModel, DebertaV2Config, DebertaV2Model
 
+from megatron_deberta.hf import legacy_bin, published
 from tests.support.tiny_models import TEXT, sentencepiece_model
 
 COMMON = {
@@ -53,6 +56,15 @@ SIZES = {
     "position_buckets": 16,
 }
 """Architecture of ``V3`` as keys of the section ``model``."""
+
+
+def read_pickles_here(patch: pytest.MonkeyPatch) -> None:
+    """Convert ``.bin`` files in this process; one of their own imports torch anew each time."""
+    patch.setattr(sys, "addaudithook", lambda hook: None)
+    patch.setattr(
+        published, "convert_bin",
+        lambda source, target: legacy_bin._child(str(source), str(target)),
+    )  # fmt: skip
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from megatron_deberta.hf.config import SpecialIds
 from megatron_deberta.hf.export_model import write_hf_model
 from megatron_deberta.hf.legacy_bin import convert_bin
 from megatron_deberta.hf.published import Release, open_release
-from tests.support.releases import edited_tensors
+from tests.support.releases import edited_tensors, read_pickles_here
 from tests.support.tiny_models import V2, random_weights
 
 
@@ -215,9 +215,9 @@ def test_a_folder_of_graphs_without_weights_says_so(model: Path) -> None:
         read(model)
 
 
-@pytest.mark.slow
-def test_generator_beside_its_discriminator(model: Path) -> None:
+def test_generator_beside_its_discriminator(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of a DeBERTaV3 release."""
+    read_pickles_here(monkeypatch)
     whole = load_file(model / "model.safetensors")
     (model / "model.safetensors").unlink()
     detecting = whole | {"mask_predictions.classifier.weight": torch.ones(1, 32)}

@@ -39,20 +39,25 @@ EXECUTIONS = {
 }
 
 
+def draw(dtype: torch.dtype, shape: tuple[int, ...]) -> list[Tensor]:
+    """Input, residual and the gradient of the output."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator).to(dtype) for _ in range(3)]
+
+
 def dropped(
     execution: DropoutExecution, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> list[Tensor]:
     """Output and the gradients of both inputs."""
-    generator = torch.Generator().manual_seed(1)
-    x, residual, upstream = (
-        torch.randn(shape, generator=generator).to(dtype).requires_grad_() for _ in range(3)
-    )
+    x, residual, upstream = draw(dtype, shape)
+    for tensor in (x, residual):
+        tensor.requires_grad_()
     layer = Dropout(0.1, "site")
     layer.execution = execution
     positions = torch.arange(shape[-2])
     positions = positions.expand(shape[:2]) if len(shape) == 3 else positions
     out = layer(x, positions, SEEDS, residual=residual)
-    out.backward(upstream.detach())
+    out.backward(upstream)
     assert x.grad is not None
     assert residual.grad is not None
     return [out.detach(), x.grad, residual.grad]
@@ -66,7 +71,21 @@ def test_recomputed_masks_are_the_same(dtype: torch.dtype, shape: tuple[int, ...
 
 
 @pytest.mark.slow
+@needs_compiler
 def test_compiled_dropout_drops_the_same_elements() -> None:
+    x, residual, _ = draw(torch.float32, (2, 5, 16))
+    positions = torch.arange(5).expand(2, 5)
+    layer = Dropout(0.1, "site")
+    outputs = []
+    for name in ("saved", "compiled"):
+        layer.execution = EXECUTIONS[name]
+        outputs.append(layer(x, positions, SEEDS, residual=residual))
+    torch.testing.assert_close(*outputs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.nightly
+@needs_compiler
+def test_gradients_of_compiled_dropout() -> None:
     eager, compiled = (
         dropped(EXECUTIONS[name], torch.float32, (2, 5, 16)) for name in ("saved", "compiled")
     )

@@ -65,13 +65,9 @@ def activated(dtype: torch.dtype, *, fuse: bool, of: torch.dtype | None = None) 
     return [out.detach(), *(t.grad for t in (product, bias) if t.grad is not None)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # Compiling takes a quarter and half a minute.
 @needs_compiler
-@pytest.mark.parametrize(
-    "work",
-    # Compiling it takes half a minute.
-    [pytest.param(normed, marks=pytest.mark.nightly), activated],
-)
+@pytest.mark.parametrize("work", [normed, activated])
 def test_fused_equals_unfused_in_float64(work: Any) -> None:
     found, expected = work(torch.float64, fuse=True), work(torch.float64, fuse=False)
     assert len(found) == (5 if work is normed else 3)

@@ -28,6 +28,14 @@ def forget() -> Iterator[None]:
     build.library.cache_clear()
 
 
+@pytest.fixture
+def small_source(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile one function in place of the kernels, which take seconds."""
+    source = tmp_path_factory.mktemp("source") / "small.cpp"
+    source.write_text('extern "C" int seven() { return 7; }')
+    monkeypatch.setattr(build, "SOURCE", source)
+
+
 def test_without_a_compiler_the_slower_ones_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert build.library() is None
@@ -62,9 +70,8 @@ def test_a_folder_that_others_can_write_is_not_used(
     assert build.library() is None
 
 
-@pytest.mark.slow
 @needs_compiler
-def test_the_library_is_compiled_once_and_kept(tmp_path: Path) -> None:
+def test_the_library_is_compiled_once_and_kept(tmp_path: Path, small_source: None) -> None:
     compiler = build.find_compiler()
     assert compiler is not None
     with ThreadPoolExecutor(2) as pool:  # Processes may start at the same time.
@@ -77,14 +84,9 @@ def test_the_library_is_compiled_once_and_kept(tmp_path: Path) -> None:
 
 
 @needs_compiler
-def test_a_damaged_library_is_compiled_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_library_is_compiled_again(tmp_path: Path, small_source: None) -> None:
     compiler = build.find_compiler()
     assert compiler is not None
-    source = tmp_path / "small.cpp"
-    source.write_text('extern "C" int seven() { return 7; }')
-    monkeypatch.setattr(build, "SOURCE", source)
     result = build.compile_library(compiler, tmp_path)
     content = result.read_bytes()
     flipped = bytearray(content)
