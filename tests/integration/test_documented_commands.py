@@ -69,7 +69,7 @@ INPUTS = {
     "docs/published-models.md": ("exports/base",),
     "docs/rtd.md": ("shards/corpus_text_document", "runs/rtd"),
     "docs/report.md": ("runs/base", "runs/large"),
-    "docs/recipes.md": ("runs/stable", "runs/averaged", "shards/books"),
+    "docs/recipes.md": ("runs/stable", "runs/averaged", "shards/books_text_document"),
 }  # fmt: skip
 """Runs, shards, tokenizers, labelled data that a page's commands read and no earlier one writes."""
 LABELLED = {
