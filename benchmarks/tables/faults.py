@@ -181,12 +181,18 @@ CAMPAIGNS = {
 _HEADER = ("fault", "passed / done", "of", "slowest", "revision")
 
 
-def campaigns(chaos_lines: list[Line], mutant_lines: list[Line], *others: list[Line]) -> str:
+def campaigns(
+    chaos_lines: list[Line],
+    mutant_lines: list[Line],
+    random_lines: list[Line],
+    *others: list[Line],
+) -> str:
     """Return the table of passed and completed cases of every campaign.
 
     Args:
         chaos_lines: lines of ``chaos.jsonl``.
         mutant_lines: lines of ``mutants.jsonl``.
+        random_lines: lines of ``random_mutants.jsonl``.
         others: lines of ``CAMPAIGNS``, in that order.
     """
     rows = _chaos_rows(chaos_lines)
@@ -200,6 +206,11 @@ def campaigns(chaos_lines: list[Line], mutant_lines: list[Line], *others: list[L
     revision = str(mutant_lines[-1]["revision"]) if done else ""
     title = "a line of the package broken (`mutants`)"
     rows.append((title, passed, str(len(states)), "", revision))
+    found = [
+        x | {"ok": bool(x["killed_by"] or x["reason"])} for x in _of_present_code(random_lines)
+    ]
+    title = "a line of the package changed at random (`random_mutants`)"
+    rows.append((title, *_counts(found, "30", "")))
     return markdown(_HEADER, rows)
 
 
@@ -338,6 +349,28 @@ def mutants(lines: list[Line]) -> str:
     return markdown(
         ("fault", "test", "fails"), [(name, tests[name], state) for name, state in states.items()]
     )
+
+
+def random_mutants(lines: list[Line]) -> str:
+    """Randomly chosen changes of a line, and the first test that fails with each."""
+    rows = []
+    for line in _of_present_code(lines):
+        test = line["killed_by"].removeprefix("tests/").partition("[")[0]
+        result = f"`{test}`" if test else line["reason"] or "**none**"
+        place = f"{line['file'].removeprefix('megatron_deberta/')}:{line['line']}"
+        code = (f"`` {line[key]} ``".replace("|", r"\|") for key in ("old", "new"))
+        rows.append((f"`{place}`", *code, result))
+    return markdown(("place", "line", "changed to", "test that fails, or why none does"), rows)
+
+
+def _of_present_code(lines: list[Line]) -> list[Line]:
+    """Return the lines about files of the package that have not changed."""
+    return [
+        line
+        for line in lines
+        if (ROOT / line["file"]).exists()
+        and code_digest([line["file"]], imports=False) == line["code_digest"]
+    ]
 
 
 def _mutant_states(lines: list[Line]) -> dict[str, str]:

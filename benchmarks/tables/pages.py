@@ -130,7 +130,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "text-engines": _of(text.engines, "text_engines"),
     "text-commands": _of(text.commands, "text_commands"),
     "sketches": _of(text.sketches, "sketches"),
-    "faults": _of_lines(faults.campaigns, "chaos", "mutants", *faults.CAMPAIGNS),
+    "faults": _of_lines(faults.campaigns, "chaos", "mutants", "random_mutants", *faults.CAMPAIGNS),
     "fault-phases": _of_lines(faults.chaos_phases, "chaos"),
     "lost-nodes": _of_lines(faults.lost_nodes, "lost_nodes"),
     "hangs": _of_lines(faults.hangs, "hangs"),
@@ -138,6 +138,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "text-kills": _of_lines(faults.text_kills, "text_kills"),
     "hostile-files": _of_lines(faults.hostile_files, "hostile_files"),
     "mutants": _of_lines(faults.mutants, "mutants"),
+    "random-mutants": _of_lines(faults.random_mutants, "random_mutants"),
     "slurm": _of_lines(faults.slurm, "slurm_campaign"),
 }
 

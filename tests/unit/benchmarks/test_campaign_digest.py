@@ -165,3 +165,25 @@ def test_recorded_mutants_are_in_the_list() -> None:
     """The table shows what is recorded: a mutant that is no longer there must leave the record."""
     recorded = {(line["mutant"], line["test"]) for line in campaigns.read_lines(OUTPUT)}
     assert recorded <= {(mutant.name, mutant.test) for mutant in MUTANTS}
+
+
+def test_table_of_random_mutants() -> None:
+    file = "megatron_deberta/files.py"
+    line = {
+        "file": file, "line": 3, "old": "a: int | None = 1", "new": "a: int | None = 2",
+        "killed_by": "", "reason": "", "revision": "r",
+        "code_digest": code_digest([file], imports=False),
+    }  # fmt: skip
+    lines = [
+        line | {"killed_by": "tests/unit/test_files.py::test_a[x]"},
+        line | {"reason": "no difference"},
+        line,
+        line | {"code_digest": "older"},
+    ]
+    *_, killed, equivalent, survived = faults.random_mutants(lines).splitlines()
+    assert r"| `files.py:3` | `` a: int \| None = 1 `` |" in killed
+    assert killed.endswith("| `unit/test_files.py::test_a` |")
+    assert equivalent.endswith("| no difference |")
+    assert survived.endswith("| **none** |")
+    table = faults.campaigns([], [], lines, *([] for _ in faults.CAMPAIGNS))
+    assert "(`random_mutants`) | 2 / 3 | 30 |  | r |" in table
