@@ -79,6 +79,19 @@ class OperatorCount(TorchDispatchMode):
 
 
 @contextmanager
+def module_replaced(name: str, module: ModuleType) -> Iterator[None]:
+    """Import ``module`` as ``name``; ``mock.patch.dict`` would forget what else is imported."""
+    before = sys.modules.get(name)
+    sys.modules[name] = module
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+        if before is not None:
+            sys.modules[name] = before
+
+
+@contextmanager
 def counting(count: OperatorCountT) -> Iterator[OperatorCountT]:
     """Count the operators of the context as on a GPU, on tensors of the meta device."""
     kernels = ModuleType("cross_entropy")
@@ -89,7 +102,7 @@ def counting(count: OperatorCountT) -> Iterator[OperatorCountT]:
         mock.patch.object(dropout, "compiled", count.compiled),
         mock.patch.object(dispatch, "choose_backend", return_value="triton"),
         mock.patch.object(cross_entropy, "runs_kernels", return_value=True),
-        mock.patch.dict(sys.modules, {KERNELS: kernels}),
+        module_replaced(KERNELS, kernels),
         count,
     ):
         yield count
