@@ -80,7 +80,8 @@ class OperatorCount(TorchDispatchMode):
 
 @contextmanager
 def module_replaced(name: str, module: ModuleType) -> Iterator[None]:
-    """Import ``module`` as ``name``; ``mock.patch.dict`` would forget what else is imported."""
+    """Replace a module in ``sys.modules`` within the context."""
+    # mock.patch.dict would also remove the modules that are imported within the context.
     before = sys.modules.get(name)
     sys.modules[name] = module
     try:

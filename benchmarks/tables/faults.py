@@ -352,7 +352,7 @@ def mutants(lines: list[Line]) -> str:
 
 
 def random_mutants(lines: list[Line]) -> str:
-    """Randomly chosen changes of a line, and the first test that fails with each."""
+    """Return the table of random mutants, with the first test that fails with each."""
     rows = []
     for line in _of_present_code(lines):
         test = line["killed_by"].removeprefix("tests/").partition("[")[0]
@@ -364,7 +364,7 @@ def random_mutants(lines: list[Line]) -> str:
 
 
 def _of_present_code(lines: list[Line]) -> list[Line]:
-    """Return the lines about files of the package that have not changed."""
+    """Return the lines whose file has not changed since they were recorded."""
     return [
         line
         for line in lines

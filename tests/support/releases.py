@@ -59,7 +59,7 @@ SIZES = {
 
 
 def read_pickles_here(patch: pytest.MonkeyPatch) -> None:
-    """Convert ``.bin`` files in this process; one of their own imports torch anew each time."""
+    """Convert ``.bin`` files in this process, not in a child process, which would import torch."""
     patch.setattr(sys, "addaudithook", lambda hook: None)
     patch.setattr(
         published, "convert_bin",

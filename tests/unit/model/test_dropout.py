@@ -40,7 +40,7 @@ EXECUTIONS = {
 
 
 def draw(dtype: torch.dtype, shape: tuple[int, ...]) -> list[Tensor]:
-    """Input, residual and the gradient of the output."""
+    """Return input, residual and the gradient of the output."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(shape, generator=generator).to(dtype) for _ in range(3)]
 

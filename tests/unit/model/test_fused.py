@@ -65,7 +65,7 @@ def activated(dtype: torch.dtype, *, fuse: bool, of: torch.dtype | None = None) 
     return [out.detach(), *(t.grad for t in (product, bias) if t.grad is not None)]
 
 
-@pytest.mark.nightly  # Compiling takes a quarter and half a minute.
+@pytest.mark.nightly  # Compiling takes up to half a minute.
 @needs_compiler
 @pytest.mark.parametrize("work", [normed, activated])
 def test_fused_equals_unfused_in_float64(work: Any) -> None:

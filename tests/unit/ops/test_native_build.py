@@ -30,7 +30,7 @@ def forget() -> Iterator[None]:
 
 @pytest.fixture
 def small_source(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile one function in place of the kernels, which take seconds."""
+    """Replace the source of the kernels, which takes seconds to compile, with one function."""
     source = tmp_path_factory.mktemp("source") / "small.cpp"
     source.write_text('extern "C" int seven() { return 7; }')
     monkeypatch.setattr(build, "SOURCE", source)
