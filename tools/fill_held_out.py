@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import random
 import re
 import sys
@@ -67,6 +68,11 @@ def choose_word(sentence: str, words: Container[str], seed: str) -> re.Match[str
     return random.Random(f"{seed} {sentence}").choice(found) if found else None
 
 
+def with_floor(penalty: Tensor, weight: float, floor: float) -> Tensor:
+    """Raise a penalty of ``weight`` times log-frequencies to that of the frequency ``floor``."""
+    return penalty.clamp(min=weight * math.log(floor)) if floor else penalty
+
+
 def answer(
     filler: MaskFiller,
     candidates: Container[str],
@@ -99,10 +105,22 @@ def main() -> int:
     parser.add_argument(
         "--prior-shards", nargs="+", default=[], help="as for megatron-deberta fill-mask"
     )
+    parser.add_argument(
+        "--prior-floor",
+        type=float,
+        default=0.0,
+        metavar="F",
+        help="tokens with a relative frequency below F count as this frequent (0): the weight then "
+        "holds frequent tokens back and does not favour rare ones",
+    )
     args = parser.parse_args()
+    if not 0 <= args.prior_floor < 1:
+        parser.error(f"--prior-floor is a relative frequency from 0 to 1, got {args.prior_floor}")
 
     filler = open_filler(args.model)
     penalty = read_penalty(filler, args.prior_weight, args.prior_shards)
+    if penalty is not None:
+        penalty = with_floor(penalty, args.prior_weight, args.prior_floor)
     tokenizer = load_model_tokenizer(args.model)
     candidates = set(frequent_words(tokenizer, tokenizer.num_tokens))
     words = set(frequent_words(tokenizer, args.words))

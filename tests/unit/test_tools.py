@@ -2,11 +2,13 @@
 
 import importlib.util
 import json
+import math
 import os
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -94,6 +96,16 @@ def test_sentences_are_taken_from_documents(tmp_path: Path) -> None:
     sentence = "The second sentence is long enough to be taken by the tool."
     file.write_text(json.dumps({"text": f"Short one. {sentence}\n{sentence}"}) + "\n")
     assert held_out.sentences([file]) == [sentence]
+
+
+def test_prior_floor_raises_the_penalty_of_rare_tokens_only() -> None:
+    penalty = 0.5 * torch.tensor([0.1, 0.02, 0.0001]).log()
+    penalty = torch.cat([penalty, torch.tensor([math.inf])])  # a special token
+    expected = 0.5 * torch.tensor([0.1, 0.02, 0.005]).log()
+    assert held_out.with_floor(penalty, 0.5, 0.0) is penalty
+    raised = held_out.with_floor(penalty, 0.5, 0.005)
+    torch.testing.assert_close(raised[:3], expected)
+    assert raised[3] == math.inf
 
 
 def test_a_frequent_word_is_masked_and_answers_are_words() -> None:
