@@ -136,9 +136,8 @@ from megatron_deberta.observe.metrics import read_metrics
 run, left, full = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
 train = [r for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "train"][-4:]
 tokens_per_second = sum(r["tokens_per_second"] for r in train) / len(train)
-# The start, validations, export and filling of masks take 30 seconds, half of which are gained
-# because later steps are faster than those at the start.
-steps = max(committed_steps(run)) + (left - 15) * tokens_per_second / (32 * 64)
+# The start, validations, export and filling of masks take 30 seconds.
+steps = max(committed_steps(run)) + (left - 30) * tokens_per_second / (32 * 64)
 print(full if steps > 0.9 * full else 4 * round(max(500, steps) / 4))
 PYTHON
 )"

@@ -80,15 +80,10 @@ def judge(quickstart: Path, folder: Path) -> dict[str, Any]:
         str(held_out), "--form", "masked", "--output", str(perplexity), "data.sequence_length=64",
         "train.device=cpu",
     )  # fmt: skip
-    exported = f"{folder}/exported"
+    exported = folder / "exported"
     shutil.rmtree(exported, ignore_errors=True)
     _run("-m", "megatron_deberta", "convert", "--checkpoint", f"{folder}/run", "--to", "hf",
-         "--output", exported)  # fmt: skip
-    fill = [
-        "tools/fill_held_out.py", "--model", exported, "--sentences", "400", "--input",
-        *map(str, validation),
-    ]  # fmt: skip
-    prior = ("--prior-weight", str(PRIOR_WEIGHT), "--prior-shards", _shard(quickstart, "train"))
+         "--output", str(exported))  # fmt: skip
     records = list(read_metrics(folder / "run" / "metrics.jsonl"))
     last = [r for r in records if r["kind"] == "validation" and "loss" in r][-1]
     return {
@@ -97,8 +92,10 @@ def judge(quickstart: Path, folder: Path) -> dict[str, Any]:
         "loss": last["loss"],
         "unigram_loss": next(r["unigram_loss"] for r in records if "unigram_loss" in r),
         "bits_per_byte": json.loads(perplexity.read_text())["bits_per_byte"],
-        **_words(_run(*fill)),
-        "with_prior_weight": _words(_run(*fill, *prior)),
+        **held_out_words(quickstart, exported),
+        "with_prior_weight": held_out_words(
+            quickstart, exported, "--prior-weight", str(PRIOR_WEIGHT)
+        ),
     }
 
 
@@ -117,7 +114,13 @@ def _shard(quickstart: Path, part: str) -> str:
     return f"{quickstart}/shards/{part}_text_document"
 
 
-def _words(table: str) -> dict[str, int]:
+def held_out_words(quickstart: Path, exported: Path, *options: str) -> dict[str, int]:
+    """Count right answers, and the most frequent answer, in 400 held-out words of a quickstart."""
+    validation = sorted((quickstart / "text/validation").glob("part-*.jsonl"))
+    table = _run(
+        "tools/fill_held_out.py", "--model", str(exported), "--sentences", "400",
+        "--prior-shards", _shard(quickstart, "train"), *options, "--input", *map(str, validation),
+    )  # fmt: skip
     return {
         "right_of_400": _number("right in first place", table),
         "most_frequent_of_400": _number("most frequent answer", table),

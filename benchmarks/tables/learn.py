@@ -152,6 +152,23 @@ def quickstart_recipes(record: Result) -> str:
     )
 
 
+def prior_weights(record: Result) -> str:
+    """Right and most frequent answers of a quickstart's model, by weight and floor."""
+    rows = []
+    for row in record["rows"]:
+        words = 400 * row["samples"]
+        right = row["right_of_400"] / words
+        error = math.sqrt(right * (1 - right) / words)
+        most = 40 * row["most_frequent_of_400"] / words
+        floor = f"{row['floor']:g}" if row["floor"] else ""
+        rows.append((f"{row['weight']:g}", floor, f"{right:.1%} ± {error:.1%}", f"{most:.2f}"))
+    first = record["rows"][0]
+    return markdown(("weight", "floor", "right", "most frequent answer, of 40"), rows) + (
+        f"\n({400 * first['samples']:,} held-out words; mean and its standard error. "
+        f"{first['hardware']}, revision {first['revision']}.)\n"
+    )
+
+
 def forms(record: Result) -> str:
     """Perplexity and BLiMP of masked, autoregressive and mixed training, beside Table 10."""
     header = (

@@ -113,6 +113,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "ranking": _of(learn.task_kinds("ranking"), "task_kinds"),
     "embeddings": _of(learn.task_kinds("embeddings"), "task_kinds"),
     "quickstart-recipes": _of(learn.quickstart_recipes, "quickstart_recipes"),
+    "prior-weights": _of(learn.prior_weights, "prior_weights"),
     "attention-summary": _of(attention.summary, "attention"),
     "attention": _of(attention.operator, "attention"),
     "kernels": _of(attention.kernels, "kernels"),
