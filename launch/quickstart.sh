@@ -149,9 +149,9 @@ megatron-deberta convert --checkpoint "$out/run" --to hf --output "$out/exported
 
 say "7/7 Filling one mask in each of 40 held-out sentences"
 # After eight minutes a model answers with a frequent word wherever it is not sure; the prior weight
-# takes most of the frequency out of the scores (docs/export.md), the floor from frequent words only.
+# takes the frequency out of the scores (docs/export.md), because of the floor that of frequent words only.
 tools/fill_held_out.py --model "$out/exported" --input "$out"/text/validation/part-*.jsonl \
-  --prior-weight 0.9 --prior-floor 0.005 --prior-shards "$out/shards/train_text_document"
+  --prior-weight 1 --prior-floor 0.01 --prior-shards "$out/shards/train_text_document"
 
 say "Result"
 python - "$out/run" <<'PYTHON'

@@ -18,10 +18,7 @@ from benchmarks.learn.quickstart_recipes import held_out_words
 from benchmarks.lib.measuring import read_json, write_json
 from benchmarks.lib.provenance import provenance
 
-PRIORS = (
-    (0.0, 0.0), (0.5, 0.0), (0.6, 0.0), (0.75, 0.0), (0.9, 0.003), (0.8, 0.005), (0.9, 0.005),
-    (1.0, 0.005), (0.9, 0.01),
-)  # fmt: skip
+PRIORS = ((0.0, 0.0), (0.5, 0.0), (0.75, 0.0), (1.0, 0.005), (1.0, 0.01))
 """Weight and floor."""
 
 
@@ -29,7 +26,7 @@ def main() -> None:
     """Fill the words of the rows that the result file lacks."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quickstart", type=Path, required=True, help="folder of a quickstart")
-    parser.add_argument("--samples", type=int, default=4, help="samples of 400 words (4)")
+    parser.add_argument("--samples", type=int, default=8, help="samples of 400 words (8)")
     parser.add_argument("--output", type=Path, required=True, help="result file")
     args = parser.parse_args()
     quickstart = args.quickstart.resolve()
