@@ -1,12 +1,12 @@
 """Run the test suite against thirty random one-line mutants of the package.
 
-The seed of the draw is fixed. A mutant changes one operator, condition, constant or call. The tests
-of the mutated folder run first, then those of ``tests/run.sh --all``, then those that only
-``--nightly`` runs. A line per mutant records the first test that failed and the part of the suite
-it belongs to; mutants whose line is there are skipped, unless their file has changed. Mutants of
-``EQUIVALENT``, which change nothing that a test could see, are not run: their line has the reason.
-Commit first: the checkouts are clones. Keep the machine idle: a test that fails because it ran out
-of time counts as a kill.
+The seed of the draw is fixed. A mutant changes one operator, condition, constant or call. The unit
+tests nearest to the mutated folder run first, then those of ``tests/run.sh --all``, then those that
+only ``--nightly`` runs. A line per mutant records the first test that failed and the part of the
+suite it belongs to; mutants whose line is there are skipped, unless their file has changed. A test
+that fails without the mutant, too, ends the program. Mutants of ``EQUIVALENT``, which change
+nothing that a test could see, are not run: their line has the reason. Commit first: the checkouts
+are clones. Keep the machine idle: a test that fails because it ran out of time counts as a kill.
 
   python -m tests.faults.random_mutants
 """
@@ -185,6 +185,14 @@ def first_failure(root: Path, *arguments: str) -> str:
     return found[1]
 
 
+def _tests_near(root: Path, file: str) -> str:
+    """Return the innermost folder of unit tests that has the name of a folder of the file."""
+    for folder in Path(file).relative_to(PACKAGE).parents:
+        if (root / "tests/unit" / folder).is_dir():
+            return str("tests/unit" / folder)
+    raise AssertionError(file)
+
+
 def run_mutant(mutant: RandomMutant) -> dict[str, Any]:
     """Return the first test that fails with a mutant, and its part of the suite."""
     text = (ROOT / mutant.file).read_text(encoding="utf-8")
@@ -201,13 +209,16 @@ def run_mutant(mutant: RandomMutant) -> dict[str, Any]:
         # All files: some tests read the README, launchers and the repository.
         subprocess.run(["git", "clone", "--quiet", ROOT, root], check=True)
         (root / mutant.file).write_text(mutant.mutated(text), encoding="utf-8")
-        near = "tests/unit/" + "/".join(mutant.file.split("/")[1:-1])
+        near = _tests_near(root, mutant.file)
         for part, marks in PARTS:
             killed_by = ""
-            if part == "all" and (root / near).is_dir():
+            if part == "all":
                 killed_by = first_failure(root, "-m", marks, near)
             killed_by = killed_by or first_failure(root, *SUITE, "-m", marks)
             if killed_by:
+                (root / mutant.file).write_text(text, encoding="utf-8")
+                if first_failure(root, killed_by.split("[")[0]):
+                    raise RuntimeError(f"{killed_by} fails without a mutant, too")
                 return line | {"part": part, "killed_by": killed_by}
     return line
 
