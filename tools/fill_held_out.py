@@ -69,7 +69,7 @@ def choose_word(sentence: str, words: Container[str], seed: str) -> re.Match[str
 
 
 def with_floor(penalty: Tensor, weight: float, floor: float) -> Tensor:
-    """Raise a penalty of ``weight`` times log-frequencies to that of the frequency ``floor``."""
+    """Return a penalty in which tokens less frequent than ``floor`` have that frequency."""
     return penalty.clamp(min=weight * math.log(floor)) if floor else penalty
 
 

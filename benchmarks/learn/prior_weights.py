@@ -23,7 +23,7 @@ PRIORS = ((0.0, 0.0), (0.5, 0.0), (0.75, 0.0), (1.0, 0.005), (1.0, 0.01))
 
 
 def main() -> None:
-    """Fill the words of the rows that the result file lacks."""
+    """Measure the rows that the result file lacks."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quickstart", type=Path, required=True, help="folder of a quickstart")
     parser.add_argument("--samples", type=int, default=8, help="samples of 400 words (8)")

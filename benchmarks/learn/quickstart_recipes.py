@@ -115,7 +115,7 @@ def _shard(quickstart: Path, part: str) -> str:
 
 
 def held_out_words(quickstart: Path, exported: Path, *options: str) -> dict[str, int]:
-    """Count right answers, and the most frequent answer, in 400 held-out words of a quickstart."""
+    """Return how many of 400 answers are right, and how often the most frequent one is given."""
     validation = sorted((quickstart / "text/validation").glob("part-*.jsonl"))
     table = _run(
         "tools/fill_held_out.py", "--model", str(exported), "--sentences", "400",

@@ -153,7 +153,7 @@ def quickstart_recipes(record: Result) -> str:
 
 
 def prior_weights(record: Result) -> str:
-    """Right and most frequent answers of a quickstart's model, by weight and floor."""
+    """Share of right answers, and of the most frequent answer, by weight and floor of the prior."""
     rows = []
     for row in record["rows"]:
         words = 400 * row["samples"]

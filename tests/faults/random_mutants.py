@@ -186,7 +186,7 @@ def first_failure(root: Path, *arguments: str) -> str:
 
 
 def _tests_near(root: Path, file: str) -> str:
-    """Return the innermost folder of unit tests that has the name of a folder of the file."""
+    """Return the folder of the unit tests of a file's package, or of the nearest parent package."""
     for folder in Path(file).relative_to(PACKAGE).parents:
         if (root / "tests/unit" / folder).is_dir():
             return str("tests/unit" / folder)

@@ -131,7 +131,7 @@ def batch_of(head: str, rows: int = 3, length: int = 11) -> dict[str, Tensor]:
 
 
 def align(model: Any) -> Any:
-    """Copy weights out of a mapped file; without alignment, their products round differently."""
+    """Copy weights, because those of a mapped file may not be aligned, which changes rounding."""
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return model
