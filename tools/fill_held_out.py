@@ -2,7 +2,7 @@
 """Mask one word in each of several held-out sentences and show what a model fills in.
 
 The seed selects the sentences and, in each, one of the most frequent words of the model's
-vocabulary. No word is masked in more than 8 % of them. Answers are whole words of the vocabulary.
+vocabulary. No word is masked in more than 5 % of them. Answers are whole words of the vocabulary.
 
     tools/fill_held_out.py --model exported --input text/validation/part-*.jsonl
 """
@@ -32,8 +32,6 @@ from megatron_deberta.tokenizer import Tokenizer
 
 SENTENCE = re.compile(r"[A-Z][^.?!]{30,150}[.?!]")
 WORD = re.compile(r"(?<= )[a-z]+(?=[ ,.;:?!])")
-MAX_SHARE = 0.08
-"""Of the sentences, for one masked word."""
 SHOWN = 5
 
 
@@ -96,7 +94,10 @@ def main() -> int:
     parser.add_argument("--input", type=Path, nargs="+", required=True, help="held-out JSON Lines")
     parser.add_argument("--sentences", type=int, default=40, help="how many (default 40)")
     parser.add_argument(
-        "--words", type=int, default=500, help="the most frequent words to choose from (500)"
+        "--words", type=int, default=250, help="the most frequent words to choose from (250)"
+    )
+    parser.add_argument(
+        "--max-share", type=float, default=0.05, help="of the sentences, for one word (0.05)"
     )
     parser.add_argument("--seed", type=int, default=2021, help="selects them (default 2021)")
     parser.add_argument(
@@ -132,7 +133,7 @@ def main() -> int:
         place = choose_word(sentence, words, str(args.seed))
         if len(answers) == args.sentences:
             break
-        if place and repeats[place[0]] < int(MAX_SHARE * args.sentences):
+        if place and repeats[place[0]] < int(args.max_share * args.sentences):
             repeats[place[0]] += 1
             answers.append(answer(filler, candidates, place, penalty))
     if not answers:

@@ -1,6 +1,6 @@
-"""Held-out words of a quickstart's model, ranked with several weights and floors of the prior.
+"""Held-out words of quickstarts' models, ranked with several weights and floors of the prior.
 
-Each row is the sum of ``--samples`` samples of 400 words of ``tools/fill_held_out.py``. Finished
+Each row is the mean over ``--tables`` tables of 40 words of ``tools/fill_held_out.py``. Finished
 rows are kept when the program starts again.
 
     launch/quickstart.sh
@@ -11,41 +11,51 @@ rows are kept when the program starts again.
 from __future__ import annotations
 
 import argparse
-from collections import Counter
+import statistics
 from pathlib import Path
 
-from benchmarks.learn.quickstart_recipes import held_out_words
+from tqdm import tqdm
+
+from benchmarks.learn.quickstart_recipes import fill_held_out
 from benchmarks.lib.measuring import read_json, write_json
 from benchmarks.lib.provenance import provenance
+from megatron_deberta.checkpoint.layout import committed_steps
 
-PRIORS = ((0.0, 0.0), (0.5, 0.0), (0.75, 0.0), (1.0, 0.005), (1.0, 0.01))
+PRIORS = ((0.0, 0.0), (0.5, 0.0), (1.0, 0.01), (0.9, 0.002))
 """Weight and floor."""
 
 
 def main() -> None:
     """Measure the rows that the result file lacks."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quickstart", type=Path, required=True, help="folder of a quickstart")
-    parser.add_argument("--samples", type=int, default=8, help="samples of 400 words (8)")
+    parser.add_argument(
+        "--quickstart", type=Path, nargs="+", required=True,
+        help="folders of quickstarts, of different numbers of steps",
+    )  # fmt: skip
+    parser.add_argument("--tables", type=int, default=60, help="tables of 40 words (60)")
     parser.add_argument("--output", type=Path, required=True, help="result file")
     args = parser.parse_args()
-    quickstart = args.quickstart.resolve()
     record = read_json(args.output, {"rows": []})
-    done = {(row["weight"], row["floor"]) for row in record["rows"]}
-    for weight, floor in PRIORS:
-        if (weight, floor) in done:
-            continue
-        total: Counter[str] = Counter()
-        for seed in range(args.samples):
-            total.update(
-                held_out_words(
+    done = {(row["steps"], row["weight"], row["floor"]) for row in record["rows"]}
+    for quickstart in map(Path.resolve, args.quickstart):
+        steps = max(committed_steps(quickstart / "run"))
+        for weight, floor in PRIORS:
+            if (steps, weight, floor) in done:
+                continue
+            tables = [
+                fill_held_out(
                     quickstart, quickstart / "exported", "--seed", str(seed),
                     "--prior-weight", str(weight), "--prior-floor", str(floor),
                 )
-            )  # fmt: skip
-        row = {"weight": weight, "floor": floor, "samples": args.samples, **total}
-        record["rows"].append(row | provenance())
-        write_json(args.output, record)
+                for seed in tqdm(range(args.tables), desc=f"{steps} steps, {weight:g}, {floor:g}")
+            ]  # fmt: skip
+            right, most_frequent = zip(*tables, strict=True)
+            row = {"steps": steps, "weight": weight, "floor": floor, "tables": args.tables}
+            for name, values in (("right", right), ("most_frequent", most_frequent)):
+                error = statistics.stdev(values) / args.tables**0.5
+                row |= {name: statistics.mean(values), f"{name}_error": error}
+            record["rows"].append(row | provenance())
+            write_json(args.output, record)
 
 
 if __name__ == "__main__":

@@ -116,15 +116,19 @@ def _shard(quickstart: Path, part: str) -> str:
 
 def held_out_words(quickstart: Path, exported: Path, *options: str) -> dict[str, int]:
     """Return how many of 400 answers are right, and how often the most frequent one is given."""
+    options = ("--sentences", "400", "--words", "500", "--max-share", "0.08", *options)
+    right, most_frequent = fill_held_out(quickstart, exported, *options)
+    return {"right_of_400": right, "most_frequent_of_400": most_frequent}
+
+
+def fill_held_out(quickstart: Path, exported: Path, *options: str) -> tuple[int, int]:
+    """Return the numbers of right answers and of the most frequent one of the tool's table."""
     validation = sorted((quickstart / "text/validation").glob("part-*.jsonl"))
     table = _run(
-        "tools/fill_held_out.py", "--model", str(exported), "--sentences", "400",
+        "tools/fill_held_out.py", "--model", str(exported),
         "--prior-shards", _shard(quickstart, "train"), *options, "--input", *map(str, validation),
     )  # fmt: skip
-    return {
-        "right_of_400": _number("right in first place", table),
-        "most_frequent_of_400": _number("most frequent answer", table),
-    }
+    return _number("right in first place", table), _number("most frequent answer", table)
 
 
 def _number(name: str, table: str) -> int:

@@ -153,18 +153,19 @@ def quickstart_recipes(record: Result) -> str:
 
 
 def prior_weights(record: Result) -> str:
-    """Share of right answers, and of the most frequent answer, by weight and floor of the prior."""
-    rows = []
-    for row in record["rows"]:
-        words = 400 * row["samples"]
-        right = row["right_of_400"] / words
-        error = math.sqrt(right * (1 - right) / words)
-        most = 40 * row["most_frequent_of_400"] / words
-        floor = f"{row['floor']:g}" if row["floor"] else ""
-        rows.append((f"{row['weight']:g}", floor, f"{right:.1%} ± {error:.1%}", f"{most:.2f}"))
+    """Right answers and the most frequent answer's number by steps, weight and floor."""
+    rows = [
+        (
+            f"{row['steps']:,}", f"{row['weight']:g}", f"{row['floor']:g}" if row["floor"] else "",
+            f"{row['right'] / 40:.1%} ± {row['right_error'] / 40:.1%}",
+            f"{row['most_frequent']:.2f} ± {row['most_frequent_error']:.2f}",
+        )
+        for row in record["rows"]
+    ]  # fmt: skip
+    header = ("steps", "weight", "floor", "right", "most frequent answer, of 40")
     first = record["rows"][0]
-    return markdown(("weight", "floor", "right", "most frequent answer, of 40"), rows) + (
-        f"\n({400 * first['samples']:,} held-out words; mean and its standard error. "
+    return markdown(header, rows) + (
+        f"\n({first['tables']} tables of 40 words per row; mean and its standard error. "
         f"{first['hardware']}, revision {first['revision']}.)\n"
     )
 
