@@ -1,8 +1,8 @@
 """Run the test suite against thirty random one-line mutants of the package.
 
-The seed of the draw is fixed. A mutant changes one operator, condition, constant or call. The unit
-tests nearest to the mutated folder run first, then those of ``tests/run.sh --all``, then those that
-only ``--nightly`` runs. A line per mutant records the first test that failed and the part of the
+The seed of the draw is fixed. A mutant changes one operator, condition, constant or call. The tests
+nearest to the mutated module run first, then those of ``tests/run.sh --all``, then those that only
+``--nightly`` runs. A line per mutant records the first test that failed and the part of the
 suite it belongs to; mutants whose line is there are skipped, unless their file has changed. A test
 that fails without the mutant, too, ends the program. Mutants of ``EQUIVALENT``, which change
 nothing that a test could see, are not run: their line has the reason. Commit first: the checkouts
@@ -35,10 +35,8 @@ PACKAGE = "megatron_deberta"
 TIMEOUT_SECONDS = 3600
 FOLDERS = ("unit", "integration", "parity", "golden", "judges", "distributed", "faults", "slurm")
 """Of the tests; unit tests first, because they are the fastest to find most mutants."""
-SUITE = (
-    *(f"tests/{name}" for name in FOLDERS),
-    "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder",
-)  # fmt: skip
+WORKERS = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
+SUITE = (*WORKERS, *(f"tests/{name}" for name in FOLDERS))
 PARTS = (("all", "not nightly"), ("nightly", "nightly"))
 """Name and marks of the parts of the suite, in the order in which they run."""
 SWAPPED: dict[type[ast.AST], str] = {
@@ -185,11 +183,18 @@ def first_failure(root: Path, *arguments: str) -> str:
     return found[1]
 
 
-def _tests_near(root: Path, file: str) -> str:
-    """Return the folder of the unit tests of a file's package, or of the nearest parent package."""
-    for folder in Path(file).relative_to(PACKAGE).parents:
+def _tests_near(root: Path, file: str) -> list[str]:
+    """Return tests that import a module or start with its name, and the nearest folder of unit tests."""
+    path = Path(file)
+    module = re.compile(rf"\b{'.'.join(path.with_suffix('').parts)}\b".replace(".", r"\."))
+    near = [
+        str(test.relative_to(root))
+        for test in sorted((root / "tests").rglob("test_*.py"))
+        if test.stem.startswith(f"test_{path.stem}") or module.search(test.read_text(encoding="utf-8"))
+    ]
+    for folder in path.relative_to(PACKAGE).parents:
         if (root / "tests/unit" / folder).is_dir():
-            return str("tests/unit" / folder)
+            return [str("tests/unit" / folder), *near]
     raise AssertionError(file)
 
 
@@ -213,7 +218,7 @@ def run_mutant(mutant: RandomMutant) -> dict[str, Any]:
         for part, marks in PARTS:
             killed_by = ""
             if part == "all":
-                killed_by = first_failure(root, "-m", marks, near)
+                killed_by = first_failure(root, *WORKERS, "-m", marks, *near)
             killed_by = killed_by or first_failure(root, *SUITE, "-m", marks)
             if killed_by:
                 (root / mutant.file).write_text(text, encoding="utf-8")
