@@ -184,13 +184,13 @@ def first_failure(root: Path, *arguments: str) -> str:
 
 
 def _tests_near(root: Path, file: str) -> list[str]:
-    """Return tests that import a module or start with its name, and the nearest folder of unit tests."""
+    """Return the nearest folder of unit tests, and files that import a module or have its name."""
     path = Path(file)
     module = re.compile(rf"\b{'.'.join(path.with_suffix('').parts)}\b".replace(".", r"\."))
     near = [
         str(test.relative_to(root))
         for test in sorted((root / "tests").rglob("test_*.py"))
-        if test.stem.startswith(f"test_{path.stem}") or module.search(test.read_text(encoding="utf-8"))
+        if test.stem.startswith(f"test_{path.stem}") or module.search(test.read_text("utf-8"))
     ]
     for folder in path.relative_to(PACKAGE).parents:
         if (root / "tests/unit" / folder).is_dir():
