@@ -151,7 +151,7 @@ say "7/7 Filling one mask in each of 40 held-out sentences"
 # After eight minutes a model answers with a frequent word wherever it is not sure; the prior weight
 # takes the frequency out of the scores (docs/export.md), with the floor only that of frequent words.
 tools/fill_held_out.py --model "$out/exported" --input "$out"/text/validation/part-*.jsonl \
-  --prior-weight 0.9 --prior-floor 0.002 --prior-shards "$out/shards/train_text_document"
+  --prior-weight 1 --prior-floor 0.002 --prior-shards "$out/shards/train_text_document"
 
 say "Result"
 python - "$out/run" <<'PYTHON'

@@ -21,7 +21,7 @@ from benchmarks.lib.measuring import read_json, write_json
 from benchmarks.lib.provenance import provenance
 from megatron_deberta.checkpoint.layout import committed_steps
 
-PRIORS = ((0.0, 0.0), (0.5, 0.0), (1.0, 0.01), (0.9, 0.002))
+PRIORS = ((0.0, 0.0), (0.5, 0.0), (1.0, 0.002))
 """Weight and floor."""
 
 

@@ -30,7 +30,7 @@ CASES: list[tuple[Head, Layout, float]] = [
     ("regression", Layout(2, 1, True, "none"), SIFT),
     ("embed", Layout(1, 3, False, "full"), 0.0),
     ("rerank", Layout(2, 2, False, "selective"), 0.0),
-    ("multilabel", Layout(2, 3, False, "selective"), SIFT),
+    ("multilabel", Layout(1, 2, False, "selective"), SIFT),
 ]
 EMBED: tuple[Head, Layout, float] = ("embed", Layout(2, 2, True, "none"), 0.0)
 ZERO3: tuple[Head, Layout, float] = ("classification", Layout(2, 3, True, "full"), SIFT)
@@ -46,7 +46,7 @@ MORE: list[tuple[Head, Layout, float]] = [
     ("regression", Layout(4, 1, True, "none"), SIFT),
     ("regression", Layout(2, 2, False, "full"), 0.0),
     ("rerank", Layout(1, 3, False, "full"), SIFT),
-    ("multilabel", Layout(1, 2, False, "none"), SIFT),
+    ("multilabel", Layout(2, 3, False, "selective"), SIFT),
 ]
 
 

@@ -34,7 +34,7 @@ FEW = {
 """Layouts that contain every setting."""
 CASES = [
     *(pytest.param(layout, 10, marks=pytest.mark.nightly) for layout in PAIRS),
-    *(pytest.param(layout, 3, marks=() if layout in FEW else pytest.mark.slow) for layout in PAIRS),
+    *(pytest.param(layout, 2, marks=() if layout in FEW else pytest.mark.slow) for layout in PAIRS),
 ]
 
 
@@ -56,7 +56,7 @@ def test_layouts_have_equal_losses_and_gradients(
     "layout",
     [
         Layout(2, 1, True, "full"),
-        pytest.param(Layout(1, 3, False, "none"), marks=pytest.mark.slow),
+        pytest.param(Layout(1, 3, False, "none"), marks=pytest.mark.nightly),
         pytest.param(PAIRS[-1], marks=pytest.mark.slow),
     ],
     ids=lambda layout: layout.name,

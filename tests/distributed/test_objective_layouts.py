@@ -27,18 +27,18 @@ QUICK: list[tuple[Run, tuple[Any, ...], Layout]] = [
     (run_rtd, (NONE, ALTERNATING), Layout(1, 2, False, "full")),
 ]
 SLOW = [
-    (run_two_forms, (), Layout(2, 3, True, "full")),
     (run_rtd, (RTD,), Layout(2, 3, True, "full")),
-    (run_rtd, (RTD,), Layout(4, 1, True, "selective")),
     (run_rtd, (RTD, ALTERNATING), Layout(2, 1, True, "none")),
 ]
 MORE = [
+    (run_two_forms, (), Layout(2, 3, True, "full")),
     (run_two_forms, (), Layout(2, 2, False, "full")),
     (run_two_forms, (), Layout(4, 1, True, "selective")),
     (run_two_forms, (), Layout(1, 3, False, "full")),
     (run_retromae, ("mean",), Layout(1, 2, False, "none")),
     (run_retromae, ("mean",), Layout(4, 1, True, "selective")),
     (run_retromae, ("cls",), Layout(1, 3, False, "full")),
+    (run_rtd, (RTD,), Layout(4, 1, True, "selective")),
     (run_rtd, (RTD,), Layout(2, 2, False, "full")),
     (run_rtd, (ES,), Layout(2, 3, False, "none")),
     (run_rtd, (NONE,), Layout(1, 3, False, "full")),

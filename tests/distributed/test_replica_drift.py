@@ -36,9 +36,7 @@ def healthy(rank: int, layout: Layout, dtype: str) -> int:
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(
-            layout, marks={2: pytest.mark.nightly, 3: pytest.mark.slow}.get(layout.zero_stage, ())
-        )
+        pytest.param(layout, marks=pytest.mark.nightly if layout.zero_stage > 1 else ())
         for layout in LAYOUTS
     ],
     ids=lambda layout: layout.name,

@@ -123,8 +123,8 @@ def check_ranks(results: list[dict[str, Any]], kind: str, ranks: list[int]) -> N
     "layout",
     [
         LAYOUTS[0],
-        *(pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS[2:4]),
-        *(pytest.param(layout, marks=pytest.mark.nightly) for layout in LAYOUTS[1::3]),
+        pytest.param(LAYOUTS[2], marks=pytest.mark.slow),
+        *(pytest.param(x, marks=pytest.mark.nightly) for x in (LAYOUTS[1], *LAYOUTS[3:])),
     ],
     ids=lambda layout: layout.name,
 )

@@ -43,7 +43,7 @@ def assert_two_ranks_trained(run_dir: Path, uninterrupted: Path) -> None:
     assert losses(run_dir) == pytest.approx(losses(uninterrupted)[:2], rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_started_by_mpirun(run_yaml: Path, uninterrupted: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_mpi(*command(run_yaml, run_dir))

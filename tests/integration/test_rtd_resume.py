@@ -38,7 +38,7 @@ def numbers(run_dir: Path, kind: str) -> list[dict[str, float]]:
         ("joint", "plain"),
         ("alternating", "plain"),
         pytest.param("alternating", "ZeRO-3", marks=pytest.mark.slow),
-        pytest.param("joint", "ZeRO-2", marks=pytest.mark.slow),
+        pytest.param("joint", "ZeRO-2", marks=pytest.mark.nightly),
         pytest.param("joint", "ZeRO-3", marks=pytest.mark.nightly),
         pytest.param("alternating", "ZeRO-2", marks=pytest.mark.nightly),
     ],

@@ -224,7 +224,7 @@ def test_nothing_is_published_if_the_graph_is_wrong(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_timing_against_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_deberta.hf.onnx.check._BUDGET_SECONDS", 0.0)
     pytest.importorskip("onnxscript", reason="extra [onnx] is not installed")

@@ -32,51 +32,66 @@ class Job(SubmittedRun):
         return (self.run_dir.parent / f"deberta_{self.jobs[0]}.log").read_text()
 
 
-@pytest.fixture(scope="module")
-def jobs(
-    cluster: VirtualCluster, run_yaml: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Job]:
-    """Submit one job per launcher, together, because most of the time is waiting."""
-    jobs = {}
-    for launcher, options in LAUNCHERS.items():
-        folder = tmp_path_factory.mktemp(launcher)
-        done = subprocess.run(
-            ["sbatch", "--parsable", *options, "--mem=1G", SCRIPT, str(run_yaml), *RUN,
-             f"train.run_dir={folder / 'run'}"],
-            env={
-                **cluster.environment, "LAUNCHER": launcher, "PYTHONPATH": str(ROOT),
-                "GLOO_SOCKET_IFNAME": "lo",
-            },
-            cwd=folder, capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        jobs[launcher] = Job(cluster, folder / "run", [int(done.stdout)])
-    return jobs
+def submit(cluster: VirtualCluster, run_yaml: Path, folder: Path, launcher: str) -> Job:
+    """Submit a job of two ranks."""
+    folder.mkdir()
+    done = subprocess.run(
+        ["sbatch", "--parsable", *LAUNCHERS[launcher], "--mem=1G", SCRIPT, str(run_yaml), *RUN,
+         f"train.run_dir={folder / 'run'}"],
+        env={
+            **cluster.environment, "LAUNCHER": launcher, "PYTHONPATH": str(ROOT),
+            "GLOO_SOCKET_IFNAME": "lo",
+        },
+        cwd=folder, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return Job(cluster, folder / "run", [int(done.stdout)])
+
+
+def send_signal(job: Job) -> None:
+    """Send what SLURM sends before the time limit (#SBATCH --signal=B:USR1@600), after a while."""
+    job.wait_for_step(5)
+    job.cluster.run("scancel", "--batch", "--signal=USR1", str(job.jobs[0]))
+
+
+def losses_of_both_starts(job: Job) -> list[float]:
+    """Check that a job is requeued and ends."""
+    job.wait(lambda: job.restarts() == "1", "the requeue")
+    state, log = job.wait_for_end(), job.log()
+    assert state == "COMPLETED", log
+    assert "pretrain.sbatch: USR1: telling the ranks to save" in log
+    assert "pretrain.sbatch: saved; requeueing" in log
+    assert ", start 2" in log
+    # Every step once: the second attempt resumed from the checkpoint of the first.
+    found = losses(job.run_dir)
+    assert len(found) == STEPS
+    return found
 
 
 @pytest.mark.slow
-def test_jobs_save_requeue_and_resume(jobs: dict[str, Job]) -> None:
-    for job in jobs.values():
-        job.wait_for_step(5)
-        # The signal that SLURM sends before the time limit (#SBATCH --signal=B:USR1@600).
-        job.cluster.run("scancel", "--batch", "--signal=USR1", str(job.jobs[0]))
-    for job in jobs.values():
-        job.wait(lambda: job.restarts() == "1", "the requeue")  # noqa: B023
-    for job in jobs.values():
-        state, log = job.wait_for_end(), job.log()
-        assert state == "COMPLETED", log
-        assert "pretrain.sbatch: USR1: telling the ranks to save" in log
-        assert "pretrain.sbatch: saved; requeueing" in log
-        assert ", start 2" in log
-        # Every step once: the second attempt resumed from the checkpoint of the first.
-        assert len(losses(job.run_dir)) == STEPS
-    assert losses(jobs["srun"].run_dir) == losses(jobs["torchrun"].run_dir)
+def test_job_saves_is_requeued_and_resumes(
+    cluster: VirtualCluster, run_yaml: Path, tmp_path: Path
+) -> None:
+    job = submit(cluster, run_yaml, tmp_path / "srun", "srun")
+    send_signal(job)
+    losses_of_both_starts(job)
+
+
+@pytest.mark.nightly
+def test_both_launchers_have_the_same_losses(
+    cluster: VirtualCluster, run_yaml: Path, tmp_path: Path
+) -> None:
+    jobs = [submit(cluster, run_yaml, tmp_path / name, name) for name in LAUNCHERS]
+    for job in jobs:
+        send_signal(job)
+    first, second = map(losses_of_both_starts, jobs)
+    assert first == second
 
 
 @pytest.mark.slow
 def test_failed_or_cancelled_job_is_not_requeued(
     cluster: VirtualCluster, run_yaml: Path, tmp_path: Path
 ) -> None:
-    def submit(*arguments: str) -> Job:
+    def submit_one(*arguments: str) -> Job:
         printed = subprocess.run(
             ["sbatch", "--parsable", "--nodes=1", "--mem=1G", SCRIPT, str(run_yaml), *arguments],
             env={**cluster.environment, "PYTHONPATH": str(ROOT)},
@@ -84,8 +99,8 @@ def test_failed_or_cancelled_job_is_not_requeued(
         )  # fmt: skip
         return Job(cluster, tmp_path / "run", [int(printed.stdout)])
 
-    failed = submit("train.stepz=3")
-    cancelled = submit(*RUN, "train.exit_step=null", f"train.run_dir={tmp_path / 'run'}")
+    failed = submit_one("train.stepz=3")
+    cancelled = submit_one(*RUN, "train.exit_step=null", f"train.run_dir={tmp_path / 'run'}")
     failed.wait_for_end()
     assert cluster.job(failed.jobs[0])["ExitCode"] == "2:0", failed.log()
     assert "train.stepz" in failed.log()

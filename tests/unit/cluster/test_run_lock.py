@@ -161,7 +161,7 @@ def test_killed_holder_releases_the_lock_while_its_loader_lives(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_one_of_many_processes_takes_over_from_a_dead_holder(tmp_path: Path) -> None:
-    for _ in range(4):
+    for _ in range(2):
         with started(tmp_path, 60) as dead:
             first_line(dead)
         with started(tmp_path, 20) as a, started(tmp_path, 20) as b, started(tmp_path, 20) as c:

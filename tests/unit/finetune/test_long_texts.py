@@ -78,7 +78,7 @@ def finetune(data: Path, run_dir: Path, *overrides: str) -> float:
         ("classification", "mean", ("finetune.pack_rows=true",)),
         pytest.param("multilabel", "max", (), marks=pytest.mark.slow),
         pytest.param(
-            "regression", "mean", ("finetune.batch_by_length=false",), marks=pytest.mark.slow
+            "regression", "mean", ("finetune.batch_by_length=false",), marks=pytest.mark.nightly
         ),
     ],
 )

@@ -70,7 +70,7 @@ def test_recomputed_masks_are_the_same(dtype: torch.dtype, shape: tuple[int, ...
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # Compiling takes up to half a minute.
 @needs_compiler
 def test_compiled_dropout_drops_the_same_elements() -> None:
     x, residual, _ = draw(torch.float32, (2, 5, 16))

@@ -14,12 +14,18 @@ pytest.importorskip("triton", reason="the fused kernels are written in Triton")
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "count", "variants"),
     [
-        ("benchmarks.attention.compiled_kernels", "tensor_core_instructions", 9),
-        ("benchmarks.step.compiled_kernels", "narrow_accesses", 9),
+        pytest.param(
+            "benchmarks.attention.compiled_kernels",
+            "tensor_core_instructions",
+            9,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "benchmarks.step.compiled_kernels", "narrow_accesses", 9, marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_kernels_compile_within_their_limits(

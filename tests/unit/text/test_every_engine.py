@@ -62,10 +62,8 @@ def on_mpi(arguments: list[str]) -> None:
     "command",
     [
         "preprocess",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("deduplicate", "split", "train-tokenizer", "merge")
-        ),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("deduplicate", "split", "merge")),
+        pytest.param("train-tokenizer", marks=pytest.mark.nightly),
     ],
 )
 def test_engines_change_nothing(
@@ -110,7 +108,7 @@ def test_dask_goes_on_without_a_killed_worker(
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_index(tokenizer_dir: str, scheduler: str, tmp_path: Path) -> None:
     """Indices of a million documents, as those of fewer are computed in memory."""
     source, tokenizer, shard = tmp_path / "many.jsonl", tokenizer_dir, tmp_path / "shard"

@@ -119,7 +119,7 @@ def test_a_chain_keeps_what_is_like_nothing_that_stays(tmp_path):
     assert len({tuple(row[2:]) for row in clusters}) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_of_many_revisions_none_that_stays_is_like_another(tmp_path):
     """Their buckets are crowded, and the eight before a revision may all go for a ninth."""
     draw = random.Random(5)
