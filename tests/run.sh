@@ -19,6 +19,8 @@ case "${1:-}" in
 esac
 launch/setup_venv.sh --dev
 export PATH="$PWD/.venv/bin:$PATH"
+# The interpreter of the environment; launch/pretrain.sbatch would use it in place of the environment.
+unset PYTHON
 
 # Otherwise each of the several hundred processes that tests start compiles the package anew.
 unset PYTHONDONTWRITEBYTECODE

@@ -34,7 +34,7 @@ def test_uninterrupted_run_learns_and_writes_its_files(uninterrupted: Path) -> N
     assert sum(curve[-5:]) / 5 < sum(curve[:5]) / 5 - 0.5
     validation = records(uninterrupted, "validation")
     assert list(validation) == [0, 25, STEPS]
-    assert validation[STEPS]["loss"] < validation[25]["loss"]
+    assert validation[STEPS]["loss"] < curve[0] - 0.5
     assert validation[0]["unigram_loss"] > 3
     assert committed_steps(uninterrupted) == [28, 35, STEPS]
     check_sample_log(uninterrupted / "ledger", 8, STEPS)
