@@ -19,7 +19,7 @@ case "${1:-}" in
 esac
 launch/setup_venv.sh --dev
 export PATH="$PWD/.venv/bin:$PATH"
-# The interpreter of the environment; launch/pretrain.sbatch would use it in place of the environment.
+# PYTHON names the interpreter that .venv is made with; launch/pretrain.sbatch would run ranks with it.
 unset PYTHON
 
 # Otherwise each of the several hundred processes that tests start compiles the package anew.

@@ -97,7 +97,10 @@ def main() -> int:
         "--words", type=int, default=250, help="the most frequent words to choose from (250)"
     )
     parser.add_argument(
-        "--max-share", type=float, default=0.05, help="of the sentences, for one word (0.05)"
+        "--max-share",
+        type=float,
+        default=0.05,
+        help="largest share of the sentences in which the same word is masked (0.05)",
     )
     parser.add_argument("--seed", type=int, default=2021, help="selects them (default 2021)")
     parser.add_argument(
@@ -127,13 +130,14 @@ def main() -> int:
     words = set(frequent_words(tokenizer, args.words))
     found = sentences(args.input)
     random.Random(args.seed).shuffle(found)
+    limit = max(1, int(args.max_share * args.sentences))
     answers: list[Answer] = []
     repeats: Counter[str] = Counter()
     for sentence in found:
         place = choose_word(sentence, words, str(args.seed))
         if len(answers) == args.sentences:
             break
-        if place and repeats[place[0]] < int(args.max_share * args.sentences):
+        if place and repeats[place[0]] < limit:
             repeats[place[0]] += 1
             answers.append(answer(filler, candidates, place, penalty))
     if not answers:

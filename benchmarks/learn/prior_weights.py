@@ -1,4 +1,4 @@
-"""Held-out words of quickstarts' models, ranked with several weights and floors of the prior.
+"""Measure predictions of held-out words with several weights and floors of the prior.
 
 Each row is the mean over ``--tables`` tables of 40 words of ``tools/fill_held_out.py``. Finished
 rows are kept when the program starts again.

@@ -122,7 +122,7 @@ def held_out_words(quickstart: Path, exported: Path, *options: str) -> dict[str,
 
 
 def fill_held_out(quickstart: Path, exported: Path, *options: str) -> tuple[int, int]:
-    """Return the numbers of right answers and of the most frequent one of the tool's table."""
+    """Return how many answers of a table are right, and how often the most frequent one occurs."""
     validation = sorted((quickstart / "text/validation").glob("part-*.jsonl"))
     table = _run(
         "tools/fill_held_out.py", "--model", str(exported),

@@ -153,7 +153,7 @@ def quickstart_recipes(record: Result) -> str:
 
 
 def prior_weights(record: Result) -> str:
-    """Right answers and the most frequent answer's number by steps, weight and floor."""
+    """Right answers and uses of the most frequent answer, by steps, weight and floor."""
     rows = [
         (
             f"{row['steps']:,}", f"{row['weight']:g}", f"{row['floor']:g}" if row["floor"] else "",

@@ -184,7 +184,7 @@ def first_failure(root: Path, *arguments: str) -> str:
 
 
 def _tests_near(root: Path, file: str) -> list[str]:
-    """Return the nearest folder of unit tests, and files that import a module or have its name."""
+    """Return the tests to run first: the nearest unit tests, and files that import the module."""
     path = Path(file)
     module = re.compile(rf"\b{'.'.join(path.with_suffix('').parts)}\b".replace(".", r"\."))
     near = [

@@ -26,6 +26,7 @@ CLASSES = {
     "encoder": "FeatureExtraction",
 }
 FEW = ("tokens", "masked language model")
+"""Heads that are opened without ``--nightly``."""
 PROGRAM = """
 import json, sys
 import optimum.onnxruntime, torch, transformers

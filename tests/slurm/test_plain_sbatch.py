@@ -32,29 +32,42 @@ class Job(SubmittedRun):
         return (self.run_dir.parent / f"deberta_{self.jobs[0]}.log").read_text()
 
 
-def submit(cluster: VirtualCluster, run_yaml: Path, folder: Path, launcher: str) -> Job:
-    """Submit a job of two ranks."""
-    folder.mkdir()
-    done = subprocess.run(
-        ["sbatch", "--parsable", *LAUNCHERS[launcher], "--mem=1G", SCRIPT, str(run_yaml), *RUN,
-         f"train.run_dir={folder / 'run'}"],
+def submit(
+    cluster: VirtualCluster,
+    folder: Path,
+    *arguments: str,
+    launcher: str = "srun",
+    options: tuple[str, ...] = ("--nodes=1",),
+) -> Job:
+    """Submit ``launch/pretrain.sbatch`` from a folder, where its log is written."""
+    folder.mkdir(exist_ok=True)
+    printed = subprocess.run(
+        ["sbatch", "--parsable", *options, "--mem=1G", SCRIPT, *arguments],
         env={
             **cluster.environment, "LAUNCHER": launcher, "PYTHONPATH": str(ROOT),
             "GLOO_SOCKET_IFNAME": "lo",
         },
         cwd=folder, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    return Job(cluster, folder / "run", [int(done.stdout)])
+    return Job(cluster, folder / "run", [int(printed.stdout)])
+
+
+def submit_two_ranks(cluster: VirtualCluster, run_yaml: Path, folder: Path, launcher: str) -> Job:
+    """Submit a run of two ranks."""
+    return submit(
+        cluster, folder, str(run_yaml), *RUN, f"train.run_dir={folder / 'run'}",
+        launcher=launcher, options=LAUNCHERS[launcher],
+    )  # fmt: skip
 
 
 def send_signal(job: Job) -> None:
-    """Send what SLURM sends before the time limit (#SBATCH --signal=B:USR1@600), after a while."""
+    """Send SIGUSR1 to the batch script after five steps, as SLURM does before the time limit."""
     job.wait_for_step(5)
     job.cluster.run("scancel", "--batch", "--signal=USR1", str(job.jobs[0]))
 
 
 def losses_of_both_starts(job: Job) -> list[float]:
-    """Check that a job is requeued and ends."""
+    """Wait until a job was requeued and has completed; return its training losses by step."""
     job.wait(lambda: job.restarts() == "1", "the requeue")
     state, log = job.wait_for_end(), job.log()
     assert state == "COMPLETED", log
@@ -71,7 +84,7 @@ def losses_of_both_starts(job: Job) -> list[float]:
 def test_job_saves_is_requeued_and_resumes(
     cluster: VirtualCluster, run_yaml: Path, tmp_path: Path
 ) -> None:
-    job = submit(cluster, run_yaml, tmp_path / "srun", "srun")
+    job = submit_two_ranks(cluster, run_yaml, tmp_path / "srun", "srun")
     send_signal(job)
     losses_of_both_starts(job)
 
@@ -80,7 +93,7 @@ def test_job_saves_is_requeued_and_resumes(
 def test_both_launchers_have_the_same_losses(
     cluster: VirtualCluster, run_yaml: Path, tmp_path: Path
 ) -> None:
-    jobs = [submit(cluster, run_yaml, tmp_path / name, name) for name in LAUNCHERS]
+    jobs = [submit_two_ranks(cluster, run_yaml, tmp_path / name, name) for name in LAUNCHERS]
     for job in jobs:
         send_signal(job)
     first, second = map(losses_of_both_starts, jobs)
@@ -91,16 +104,9 @@ def test_both_launchers_have_the_same_losses(
 def test_failed_or_cancelled_job_is_not_requeued(
     cluster: VirtualCluster, run_yaml: Path, tmp_path: Path
 ) -> None:
-    def submit_one(*arguments: str) -> Job:
-        printed = subprocess.run(
-            ["sbatch", "--parsable", "--nodes=1", "--mem=1G", SCRIPT, str(run_yaml), *arguments],
-            env={**cluster.environment, "PYTHONPATH": str(ROOT)},
-            cwd=tmp_path, capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        return Job(cluster, tmp_path / "run", [int(printed.stdout)])
-
-    failed = submit_one("train.stepz=3")
-    cancelled = submit_one(*RUN, "train.exit_step=null", f"train.run_dir={tmp_path / 'run'}")
+    failed = submit(cluster, tmp_path, str(run_yaml), "train.stepz=3")
+    run_dir = f"train.run_dir={tmp_path / 'run'}"
+    cancelled = submit(cluster, tmp_path, str(run_yaml), *RUN, "train.exit_step=null", run_dir)
     failed.wait_for_end()
     assert cluster.job(failed.jobs[0])["ExitCode"] == "2:0", failed.log()
     assert "train.stepz" in failed.log()
