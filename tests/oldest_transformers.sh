@@ -24,5 +24,5 @@ fi
 export PYTHONPATH="$folder:$PWD" OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 python -c 'import transformers; print("transformers", transformers.__version__)'
-python -m pytest tests/parity/test_fast_attention.py tests/parity/test_other_libraries.py \
+python -m pytest -n 2 --dist loadfile tests/parity/test_fast_attention.py tests/parity/test_other_libraries.py \
   tests/judges/test_transformers_classes.py tests/judges/test_libraries.py "$@"

@@ -46,6 +46,8 @@ fi
 ruff format --check .
 ruff check .
 codespell
+# Otherwise the first ranks all compile the CPU kernels at the same time.
+python -c "from megatron_deberta.ops.native.build import library; library()" &
 # Types are checked beside the tests, which wait for processes half of the time.
 mypy >.pytest_cache/mypy.txt 2>&1 &
 types=$!

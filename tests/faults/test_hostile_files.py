@@ -10,7 +10,7 @@ from tests.faults.hostile_files import KINDS, Case, run_thousand
 from tests.faults.hostile_kinds import RUN_KINDS, Kind
 from tests.support.selection import every
 
-COUNT, FEW = 20, 5
+COUNT, FEW = 10, 3
 """Changes of each kind; of files of tasks and of their results, whose reading takes longer."""
 
 

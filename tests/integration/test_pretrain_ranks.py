@@ -50,7 +50,7 @@ def test_started_by_mpirun(run_yaml: Path, uninterrupted: Path, tmp_path: Path) 
     assert_two_ranks_trained(run_dir, uninterrupted)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_repeated_sigterm_saves_and_requests_a_requeue(
     run_yaml: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:

@@ -22,27 +22,30 @@ from megatron_deberta.train import setup
 from tests.support import judges
 from tests.support.jobs import known_matmul_rate, losses
 
-STEPS = 200
+STEPS, FEW = 200, 60
+"""Steps of the recorded comparison, and of the one in continuous integration."""
 SETTINGS = (
     "model.mask_decoder_passes=0", "model.absolute_positions=none", "model.hidden_dropout=0",
     "model.attention_dropout=0", "optimizer.learning_rate=1e-3", "optimizer.schedule=constant",
     "optimizer.weight_decay=0.1", "parallel.engine=plain", "stability.spike_sigmas=null",
-    f"train.steps={STEPS}", "train.eval_every=null", "checkpoint.save_every=null",
+    "train.eval_every=null", "checkpoint.save_every=null",
     "checkpoint.asynchronous=false", "data.num_workers=0", "data.sample_log=false",
     "train.global_batch_size=4", "log.level=warning",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("dtype", "limit"),
+    ("dtype", "limit", "steps"),
     [
-        pytest.param(torch.float32, 1e-4, id="fp32", marks=pytest.mark.slow),
-        pytest.param(torch.float64, 1e-7, id="fp64", marks=pytest.mark.nightly),
+        pytest.param(torch.float32, 1e-4, FEW, id="fp32-few", marks=pytest.mark.slow),
+        pytest.param(torch.float32, 1e-4, STEPS, id="fp32", marks=pytest.mark.nightly),
+        pytest.param(torch.float64, 1e-7, STEPS, id="fp64", marks=pytest.mark.nightly),
     ],
 )
 def test_training_losses_are_those_of_transformers(
     dtype: torch.dtype,
     limit: float,
+    steps: int,
     tmp_path: Path,
     run_yaml: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -52,7 +55,7 @@ def test_training_losses_are_those_of_transformers(
     # that losses differ by 1e-8: the factor 1 / targets of our losses, and transformers' divisor of
     # the attention's logits.
     monkeypatch.setitem(setup.DTYPES, "fp32", dtype)
-    settings = [*SETTINGS, f"train.run_dir={tmp_path / 'run'}"]
+    settings = [*SETTINGS, f"train.steps={steps}", f"train.run_dir={tmp_path / 'run'}"]
     assert main(["pretrain", str(run_yaml), *settings]) == EXIT_DONE
     ours = losses(tmp_path / "run")
 
@@ -62,15 +65,16 @@ def test_training_losses_are_those_of_transformers(
         config, Vocabulary.of(load_tokenizer(tokenizer_path(config))), 0, 1, 0
     )
     peer = Peer(config, dtype)
-    theirs = [peer.step(step, batches) for step, batches in zip(range(STEPS), loader, strict=False)]
+    theirs = [peer.step(step, batches) for step, batches in zip(range(steps), loader, strict=False)]
 
-    assert len(ours) == len(theirs) == STEPS
-    assert theirs[-1] < theirs[0] - 1
+    assert len(ours) == len(theirs) == steps
+    assert theirs[-1] < theirs[0] - 0.5
     worst = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     name = "fp32" if dtype == torch.float32 else "fp64"
-    judges.record(
-        "transformers", version("transformers"),
-        f"{STEPS} training losses of DebertaV2ForMaskedLM with torch's AdamW, {name}",
-        f"{worst:.1e} nat", f"{limit:g}", STEPS,
-    )  # fmt: skip
+    if steps == STEPS:
+        judges.record(
+            "transformers", version("transformers"),
+            f"{STEPS} training losses of DebertaV2ForMaskedLM with torch's AdamW, {name}",
+            f"{worst:.1e} nat", f"{limit:g}", STEPS,
+        )  # fmt: skip
     assert worst < limit

@@ -186,7 +186,7 @@ def test_a_labelled_set_is_scored_without_training(
     assert "labels are chosen by a model with a class named entailment" in capfd.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # tests/oldest_transformers.sh runs it in continuous integration.
 def test_sentence_transformers_opens_our_own_architecture(tmp_path: Path) -> None:
     pytest.importorskip("sentence_transformers")
     config = replace(V2, p2c_index="paper")

@@ -58,15 +58,18 @@ def runs(cluster: VirtualCluster, run_yaml: Path, tmp_path_factory: pytest.TempP
         "cluster.step_timeout_seconds=600",
         time_limit_minutes=2, signal_seconds=45, **ON_NODE4,
     )  # fmt: skip
-    threading.Thread(target=suspend_until_signal, args=(limited,), daemon=True).start()
+    threading.Thread(target=suspend_until_limit, args=(cluster, limited), daemon=True).start()
     uninterrupted.wait_for_step(STEPS)
     (uninterrupted.run_dir / "stop").touch()
     killed = submit(cluster, run_yaml, folder / "killed", *until_the_end, nodes=2, exclude="node4")
     return Runs(uninterrupted, killed, limited, failing)
 
 
-def suspend_until_signal(run: SubmittedRun) -> None:
-    """Suspend a run's ranks after some steps until they have received the signal to save."""
+def suspend_until_limit(cluster: VirtualCluster, run: SubmittedRun) -> None:
+    """Suspend a run's ranks after some steps until they have received the signal to save.
+
+    From then on the job has more time: a slow machine would need many attempts otherwise.
+    """
     run.wait_for_step(SUSPEND_AT)
     ranks = ranks_of(run.run_dir)
     for rank in ranks:
@@ -75,6 +78,7 @@ def suspend_until_signal(run: SubmittedRun) -> None:
         lambda: all(has_pending_signal(rank, signal.SIGUSR1) for rank in ranks),
         "the signal before the time limit",
     )
+    cluster.run("scontrol", "update", f"JobId={run.jobs[0]}", "TimeLimit=60")
     resume(ranks)
 
 

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-from megatron.core.tokenizers.text.libraries.huggingface_tokenizer import HuggingFaceTokenizer
 from sentencepiece import SentencePieceProcessor
 from tokenizers import ByteLevelBPETokenizer
 
@@ -49,6 +47,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def types(folder: Path) -> dict[str, tuple[list[str], Encode, int, int]]:
     """Flags, encoder, vocabulary size and end-of-document id of each type of tokenizer."""
+    from megatron.core.tokenizers.text.libraries.huggingface_tokenizer import HuggingFaceTokenizer
+
     model = str(folder / "sp" / "a.model")
     pieces = SentencePieceProcessor(model_file=model)
     names = [str(folder / "gpt2" / name) for name in ("gpt2-vocab.json", "gpt2-merges.txt")]
@@ -74,6 +74,8 @@ def write_as_megatron(
     folder: Path, output: Path, keys: list[str], encode: Encode, vocab_size: int, eod: int | None
 ) -> None:
     """Write what the script writes, with megatron-core's builder."""
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
     for key in keys:
         prefix = f"{output}_{key}_document"
         builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(vocab_size))

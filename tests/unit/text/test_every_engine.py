@@ -86,7 +86,7 @@ def test_engines_change_nothing(
         assert files(tmp_path / engine) == expected, engine
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_dask_goes_on_without_a_killed_worker(
     folder: Path, tokenizer_dir: str, tmp_path: Path
 ) -> None:

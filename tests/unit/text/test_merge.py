@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from megatron.core.datasets.indexed_dataset import IndexedDataset as MegatronDataset
 
 from megatron_deberta.cli.main import main
 from megatron_deberta.data.shards import merge as merge_module
@@ -16,6 +15,7 @@ from megatron_deberta.data.shards.writer import write_shard
 from megatron_deberta.errors import DataError
 from megatron_deberta.text.jobs.executors import RunOptions
 from megatron_deberta.text.merge import merge_shards
+from tests.support.megatron import megatron_dataset
 
 MANIFEST = {"tokenizer_fingerprint": "tiny", "tokenizer_path": "tokenizer", "vocab_size": 190}
 
@@ -75,7 +75,7 @@ def test_merging_is_writing_all_documents_at_once(parts, tmp_path, workers, monk
         "merged.manifest.json",
     ]
     verify_hashes(merged, manifest)
-    megatron = MegatronDataset(merged)
+    megatron = megatron_dataset(str(merged))
     assert megatron.document_indices[-1] == len(megatron) == sum(map(len, documents))
     assert megatron[len(documents[0])].tolist() == documents[1][0].tolist()
 

@@ -228,7 +228,7 @@ class fresh_compiler:  # noqa: N801
         fused._numbers.clear()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_dynamo_reaches_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run with many row lengths, two forms and validation, compiled by Dynamo (not Inductor)."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_deberta.cli.main import main
 from megatron_deberta.data.shards.manifest import ShardManifest, read_manifest, verify_hashes
@@ -35,6 +34,7 @@ from megatron_deberta.text.readers.sources import find_sources
 from megatron_deberta.tokenizer import load_tokenizer
 from tests.support.commands import Command
 from tests.support.machine_text import documents
+from tests.support.megatron import megatron_dataset
 
 UNIT_BYTES = 20_000
 SHARD = [f"c_text_document.{end}" for end in ("bin", "idx", "manifest.json")]
@@ -66,7 +66,7 @@ def test_megatron_core_reads_every_document(
 ) -> None:
     (manifest,) = build(corpus, tokenizer_dir, tmp_path / "out")
     tokenizer = load_tokenizer(tokenizer_dir)
-    dataset = IndexedDataset(str(tmp_path / "out" / "c_text_document"))
+    dataset = megatron_dataset(str(tmp_path / "out" / "c_text_document"))
     expected = [tokenizer.encode(text) for text in documents()[:60]]
     assert len(dataset) == len(expected) == manifest.num_documents
     assert dataset.document_indices.tolist() == list(range(61))
@@ -79,7 +79,7 @@ def test_megatron_core_reads_every_document(
 def test_sentences_are_megatrons_sequences(corpus: str, tokenizer_dir: str, tmp_path: Path) -> None:
     (manifest,) = build(corpus, tokenizer_dir, tmp_path / "out", language="en")
     tokenizer = load_tokenizer(tokenizer_dir)
-    dataset = IndexedDataset(str(tmp_path / "out" / "c_text_sentence"))
+    dataset = megatron_dataset(str(tmp_path / "out" / "c_text_sentence"))
     boundaries = dataset.document_indices
     assert len(boundaries) == 61
     for index, text in enumerate(documents()[:60]):
@@ -125,7 +125,7 @@ def test_workers_change_nothing(name: str, corpus: str, tokenizer_dir: str, tmp_
     assert sorted(here) == ["c.quarantine.jsonl", *SHARD]
     assert shards(tmp_path / "3") == here
     assert not list(tmp_path.glob("*/*.unfinished*"))
-    assert len(IndexedDataset(str(tmp_path / "0" / "c_text_document"))) == 60
+    assert len(megatron_dataset(str(tmp_path / "0" / "c_text_document"))) == 60
 
 
 def test_large_vocabulary_is_stored_as_int32(
@@ -546,6 +546,6 @@ def test_files_are_documents(tokenizer_dir: str, tmp_path: Path) -> None:
         (manifest,) = build(str(folder), tokenizer_dir, tmp_path / str(workers), workers)
         assert manifest.num_documents == 3
     assert shards(tmp_path / "0") == shards(tmp_path / "2")
-    dataset = IndexedDataset(str(tmp_path / "0" / "c_text_document"))
+    dataset = megatron_dataset(str(tmp_path / "0" / "c_text_document"))
     encode = load_tokenizer(tokenizer_dir).encode
     assert [dataset[index].tolist() for index in range(3)] == [encode(text) for text in texts]
