@@ -146,7 +146,7 @@ def single_process() -> dict[str, Any]:
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(Layout(1, 1, False, "none"), marks=pytest.mark.slow),
+        pytest.param(Layout(1, 1, False, "none"), marks=pytest.mark.nightly),
         pytest.param(Layout(2, 2, True, "none"), marks=pytest.mark.slow),
         pytest.param(Layout(4, 3, False, "none"), marks=pytest.mark.nightly),
     ],

@@ -108,7 +108,7 @@ def test_layouts_of_packed_rows_agree(four_ranks: RankPool, head: Head, layout: 
     ("head", "layout"),
     [
         ("multilabel", Layout(2, 2, True, "none")),
-        pytest.param("tokens", Layout(1, 1, False, "none"), marks=pytest.mark.slow),
+        pytest.param("tokens", Layout(1, 1, False, "none"), marks=pytest.mark.nightly),
     ],
     ids=lambda case: getattr(case, "name", case),
 )
@@ -125,7 +125,7 @@ def test_layouts_of_weighted_classes_agree(
     ("head", "layout"),
     [
         ("classification", Layout(2, 3, True, "none")),
-        pytest.param("spans", Layout(2, 1, False, "full"), marks=pytest.mark.slow),
+        pytest.param("spans", Layout(2, 1, False, "full"), marks=pytest.mark.nightly),
         pytest.param("tokens", Layout(1, 2, False, "selective"), marks=pytest.mark.nightly),
     ],
     ids=lambda case: getattr(case, "name", case),
@@ -167,10 +167,8 @@ def test_layouts_of_adapters_agree(
     [
         ("classification", 1),
         ("spans", 2),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("regression", 1), ("tokens", 3))
-        ),
+        pytest.param("tokens", 3, marks=pytest.mark.slow),
+        pytest.param("regression", 1, marks=pytest.mark.nightly),
     ],
 )
 def test_deepspeed_in_fp16(two_ranks: RankPool, head: Head, stage: int) -> None:

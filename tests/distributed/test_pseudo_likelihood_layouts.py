@@ -36,7 +36,7 @@ def scores_of(rank: int, layout: Layout | None) -> list[float]:
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(1, 2, False, "selective"),
+        pytest.param(Layout(1, 2, False, "selective"), marks=pytest.mark.nightly),
         Layout(2, 1, False, "full"),
         pytest.param(Layout(2, 3, True, "none"), marks=pytest.mark.nightly),
     ],

@@ -40,7 +40,7 @@ def phased(run_yaml: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[st
     return (phases, *COMMON, validation, "data.sample_log=true")
 
 
-@pytest.mark.parametrize("objective", ["mlm", pytest.param("rtd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("objective", ["mlm", pytest.param("rtd", marks=pytest.mark.nightly)])
 def test_a_stopped_run_equals_the_uninterrupted_one(
     pretrain: Run, phased: tuple[str, ...], tmp_path: Path, objective: str
 ) -> None:

@@ -36,7 +36,7 @@ def numbers(run_dir: Path, kind: str) -> list[dict[str, float]]:
     ("mode", "engine"),
     [
         ("joint", "plain"),
-        ("alternating", "plain"),
+        pytest.param("alternating", "plain", marks=pytest.mark.nightly),
         pytest.param("alternating", "ZeRO-3", marks=pytest.mark.slow),
         pytest.param("joint", "ZeRO-2", marks=pytest.mark.nightly),
         pytest.param("joint", "ZeRO-3", marks=pytest.mark.nightly),

@@ -21,7 +21,7 @@ from tests.slurm.virtual_cluster import VirtualCluster, wait_until
 from tests.support.jobs import ROOT, recorded_steps
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
-TIMEOUT = 240.0
+TIMEOUT = 480.0
 PLAIN = ("train.eval_every=null", "data.num_workers=0", "parallel.engine=plain")
 """Without validation; starts faster than DeepSpeed, which other tests cover."""
 ENDLESS = (

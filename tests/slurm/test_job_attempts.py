@@ -55,8 +55,7 @@ def runs(cluster: VirtualCluster, run_yaml: Path, tmp_path_factory: pytest.TempP
     limited = submit(
         cluster, run_yaml, folder / "limited", *until_the_end,
         # Longer than the ranks are suspended.
-        "cluster.step_timeout_seconds=600",
-        time_limit_minutes=2, signal_seconds=45, **ON_NODE4,
+        "cluster.step_timeout_seconds=600", signal_seconds=45, **ON_NODE4,
     )  # fmt: skip
     threading.Thread(target=suspend_until_limit, args=(cluster, limited), daemon=True).start()
     uninterrupted.wait_for_step(STEPS)
@@ -68,17 +67,21 @@ def runs(cluster: VirtualCluster, run_yaml: Path, tmp_path_factory: pytest.TempP
 def suspend_until_limit(cluster: VirtualCluster, run: SubmittedRun) -> None:
     """Suspend a run's ranks after some steps until they have received the signal to save.
 
-    From then on the job has more time: a slow machine would need many attempts otherwise.
+    The time limit depends on when these steps are done; later attempts have an hour.
     """
     run.wait_for_step(SUSPEND_AT)
     ranks = ranks_of(run.run_dir)
     for rank in ranks:
         rank.suspend()
+    job = run.jobs[0]
+    hours, minutes, _ = cluster.job(job)["RunTime"].split(":")
+    limit = 60 * int(hours) + int(minutes) + 2
+    cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={limit}")
     run.wait(
         lambda: all(has_pending_signal(rank, signal.SIGUSR1) for rank in ranks),
         "the signal before the time limit",
     )
-    cluster.run("scontrol", "update", f"JobId={run.jobs[0]}", "TimeLimit=60")
+    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
     resume(ranks)
 
 
