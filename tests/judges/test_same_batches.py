@@ -22,7 +22,7 @@ from megatron_deberta.train import setup
 from tests.support import judges
 from tests.support.jobs import known_matmul_rate, losses
 
-STEPS, FEW = 200, 60
+STEPS, FEW = 200, 100
 """Steps of the recorded comparison, and of the one in continuous integration."""
 SETTINGS = (
     "model.mask_decoder_passes=0", "model.absolute_positions=none", "model.hidden_dropout=0",
@@ -68,7 +68,7 @@ def test_training_losses_are_those_of_transformers(
     theirs = [peer.step(step, batches) for step, batches in zip(range(steps), loader, strict=False)]
 
     assert len(ours) == len(theirs) == steps
-    assert theirs[-1] < theirs[0] - 0.5
+    assert theirs[-1] < theirs[0] - 1
     worst = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     name = "fp32" if dtype == torch.float32 else "fp64"
     if steps == STEPS:

@@ -67,7 +67,8 @@ def runs(cluster: VirtualCluster, run_yaml: Path, tmp_path_factory: pytest.TempP
 def suspend_until_limit(cluster: VirtualCluster, run: SubmittedRun) -> None:
     """Suspend a run's ranks after some steps until they have received the signal to save.
 
-    The time limit depends on when these steps are done; later attempts have an hour.
+    The time limit of the first attempt ends at most two minutes after these steps, and that of the
+    second one after an hour.
     """
     run.wait_for_step(SUSPEND_AT)
     ranks = ranks_of(run.run_dir)
@@ -81,8 +82,9 @@ def suspend_until_limit(cluster: VirtualCluster, run: SubmittedRun) -> None:
         lambda: all(has_pending_signal(rank, signal.SIGUSR1) for rank in ranks),
         "the signal before the time limit",
     )
-    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
     resume(ranks)
+    run.wait(lambda: len(run.events("start")) >= 2, "the second attempt")
+    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
 
 
 def resume(ranks: list[psutil.Process]) -> None:

@@ -1,4 +1,4 @@
-"""megatron-core, which takes seconds to import: every worker collects tests, and one runs them."""
+"""megatron-core's reader, imported by tests that use it: the import takes seconds."""
 
 from typing import Any
 
