@@ -1,5 +1,6 @@
 """Settings of all tests: CPU, few threads, Triton's interpreter."""
 
+import functools
 import gc
 import os
 import signal
@@ -91,11 +92,15 @@ def frozen_heap() -> None:
 
 @pytest.fixture(scope="session")
 def run_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prepare a run of 60 steps on real text, for all tests; return its config."""
+    """Prepare a run of 60 steps on real text, for all tests; return its config.
+
+    One process accumulates gradients over two micro batches; two do not, which is faster.
+    """
     from tests.support.jobs import prepare
     from tests.support.shared import shared_folder
 
-    return shared_folder(tmp_path_factory, "corpus", prepare) / "run.yaml"
+    make = functools.partial(prepare, micro_batch=4)
+    return shared_folder(tmp_path_factory, "corpus", make) / "run.yaml"
 
 
 @pytest.fixture(autouse=True)

@@ -69,8 +69,9 @@ def test_four_ranks_resume_after_a_kill_and_a_signal(run_yaml: Path, tmp_path: P
     assert stopped["ok"], stopped
 
 
-@pytest.mark.slow
-def test_table_ignores_results_of_other_code() -> None:
+def test_table_ignores_results_of_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    # test_campaign_digest.py covers the digest itself, which takes seconds.
+    monkeypatch.setattr(faults, "code_digest", lambda places: f"digest of {places[0]}")
     code = CHAOS_CASES["damage"].digest()
     line = {"case": "damage", "ok": True, "revision": "abc"}
     table = faults.chaos([{**line, "seed": 0, "code": code}, {**line, "seed": 1, "code": "other"}])

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,6 @@ RUNS: dict[str, Json] = {
 }
 PLANS = {"1.5b_dgx2": "dgx2", "1.5b_h100": "dgx_h100"}
 EXPORTED = ("v1", "1.5b")
-FEW = "1.5b"
 
 
 def command(*arguments: str) -> str:
@@ -292,8 +291,8 @@ def export(run: Path, output: Path) -> Json:
     return tensor_contents(output / "model.safetensors")
 
 
-def freeze(*, few: bool = False) -> Json:
-    """Return all fingerprints, or with ``few`` those of the run ``FEW`` and none of exports."""
+def freeze(runs: Sequence[str]) -> Json:
+    """Return fingerprints, those of runs and their exports for these runs."""
     found: Json = {"environment": environment(), "runs": {}, "exports": {}, "plans": {}}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -301,12 +300,12 @@ def freeze(*, few: bool = False) -> Json:
         found["deduplication"] = deduplication(folder)
         for name, cluster in PLANS.items():
             found["plans"][name] = plan(name, cluster)
-        for name in (FEW,) if few else RUNS:
+        for name in runs:
             start = time.monotonic()
             (folder / name).mkdir()
             found["runs"][name] = pretrain(name, folder / name)
             print(f"{name}: {time.monotonic() - start:.1f} s", file=sys.stderr)
-        for name in () if few else EXPORTED:
+        for name in set(EXPORTED) & set(runs):
             found["exports"][name] = export(folder / name / "run", folder / name / "hf")
     return found
 
@@ -382,7 +381,9 @@ def main() -> int:
     """Write fingerprints, or compare two files."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, help="where to write the fingerprints as JSON")
-    parser.add_argument("--few", action="store_true", help=f"of the runs {FEW} only, no exports")
+    parser.add_argument(
+        "--runs", nargs="+", choices=RUNS, default=list(RUNS), help="train these only"
+    )
     parser.add_argument(
         "--compare", type=Path, nargs=2, metavar=("A", "B"), help="exit 1 if they differ"
     )
@@ -391,7 +392,7 @@ def main() -> int:
     )
     args = parser.parse_args()
     if args.output:
-        text = json.dumps(freeze(few=args.few), indent=0, sort_keys=True)
+        text = json.dumps(freeze(args.runs), indent=0, sort_keys=True)
         args.output.write_text(text + "\n")
     if args.compare:
         before, after = (json.loads(path.read_text()) for path in args.compare)

@@ -11,20 +11,26 @@ from typing import Any
 
 import pytest
 
-from tests.golden.freeze import FEW, ROOT, compare
+from tests.golden.freeze import ROOT, RUNS, compare
 
 GOLDEN = Path(__file__).with_name("golden.json")
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TRITON_INTERPRET")
 """Variables of this process that must not reach a run."""
 
 
+FEW = "1.5b"
+"""Trained in the shortest selection of tests."""
+LONG = ("v1", "roberta")
+"""Twenty steps each, which other runs have, too: only nightly."""
+MARKS = {name: pytest.mark.slow for name in RUNS if name != FEW}
+MARKS |= dict.fromkeys(LONG, pytest.mark.nightly)
 PARTS = [
     "shards",
     "deduplication",
     "plans",
-    f"runs/{FEW}",
-    pytest.param("runs", marks=pytest.mark.slow),
-    pytest.param("exports", marks=pytest.mark.slow),
+    *(pytest.param(f"runs/{name}", marks=MARKS.get(name, ())) for name in RUNS),
+    "exports/1.5b",
+    pytest.param("exports/v1", marks=MARKS["v1"]),
 ]
 
 
@@ -37,8 +43,8 @@ def frozen(
     variables = {key: value for key, value in os.environ.items() if key not in LAUNCHER}
     call = [sys.executable, "-m", "tests.golden.freeze", "--output", str(output)]
     tests = [item for item in request.session.items if item.path == request.path]
-    if not any(item.get_closest_marker("slow") for item in tests):
-        call.append("--few")
+    names = {item.callspec.params["part"].rpartition("/")[2] for item in tests}
+    call += ["--runs", *(name for name in RUNS if name in names or name == FEW)]
     done = subprocess.run(call, env=variables, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(output.read_text())
@@ -55,7 +61,7 @@ def test_fingerprints_equal_the_golden_file(frozen: dict[str, Any], part: str) -
 
 
 def section(fingerprints: dict[str, Any], part: str) -> dict[str, Any]:
-    """Return a part of the fingerprints, or one run of ``runs``."""
+    """Return a part of the fingerprints, or one run of ``runs`` or ``exports``."""
     name, _, run = part.partition("/")
     content = fingerprints[name]
     return {name: {run: content[run]} if run else content}

@@ -191,7 +191,7 @@ def folder(
         (ROOT / request.node.callspec.params["page"]).read_text()
     ):
         (tmp_path / name).write_text(content)
-    text = run_yaml.read_text().replace("global_batch_size: 8", "global_batch_size: 512")
+    text = run_yaml.read_text().replace("global_batch_size: 8", "global_batch_size: 1024")
     (tmp_path / "RUN.yaml").write_text(text)
     for name in INPUTS.get(request.node.callspec.params["page"], ()):
         target = tmp_path / name

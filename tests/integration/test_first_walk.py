@@ -31,7 +31,7 @@ from tests.support.machine_text import documents
 
 pytestmark = pytest.mark.slow
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-STEPS = 150
+STEPS = 80
 SMALLER = {
     "--vocab-size 8000": "--vocab-size 400",
     "--to onnx": "--to onnx --no-timing",

@@ -19,7 +19,7 @@ from tests.support.jobs import ROOT, recorded_steps
 from tests.support.tiny_task import MODEL, write_task
 
 SECONDS = 240.0
-STEPS = 40
+STEPS = 20
 
 
 @pytest.fixture

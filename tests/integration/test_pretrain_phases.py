@@ -20,7 +20,10 @@ PHASES = """train.phases=[
     train.ramp_from=4 train.ramp_increment=2 train.ramp_steps=4,
   tokens=500 data.sequence_length=32 data.train=OTHER train.micro_batch_size=4
     optimizer.learning_rate=1e-3]"""
-COMMON = ("train.exit_step=null", "train.eval_every=2", "optimizer.warmup_steps=2")
+COMMON = (
+    "train.exit_step=null", "train.eval_every=2", "optimizer.warmup_steps=2",
+    "train.micro_batch_size=2",
+)  # fmt: skip
 SIZES = [4, 4, 6, 6, 8, 8, 8, 8]
 
 

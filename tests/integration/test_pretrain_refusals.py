@@ -176,6 +176,7 @@ def test_dry_run_does_not_train(
     pretrain: Run, run_yaml: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["parallel.tensor_parallel_size=2", "cluster.nodes=2", "cluster.ranks_per_node=2"]
+    arguments += ["train.micro_batch_size=2"]
     assert main(["pretrain", str(run_yaml), "--dry-run", *arguments]) == EXIT_DONE
     text = capfd.readouterr().out
     assert "ranks: 4 = 2 data-parallel x 2 tensor-parallel" in text

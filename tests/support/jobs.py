@@ -73,18 +73,19 @@ data: {{train: [{folder}/docs_text_document], sequence_length: 48, num_workers: 
   sample_log: true}}
 optimizer: {{learning_rate: 5.0e-3, warmup_steps: 5}}
 checkpoint: {{save_every: 7}}
-train: {{steps: 60, global_batch_size: 8, micro_batch_size: 2, eval_every: 25, eval_batches: 2,
-  device: cpu}}
+train: {{steps: 60, global_batch_size: 8, micro_batch_size: {micro_batch}, eval_every: 25,
+  eval_batches: 2, device: cpu}}
 log: {{every: 1, tensorboard: false}}
 """
 
 
-def prepare(folder: Path, *, sentences: bool = False) -> Path:
+def prepare(folder: Path, *, sentences: bool = False, micro_batch: int = 2) -> Path:
     """Make a tokenizer, a shard and ``run.yaml`` from Python's documentation topics.
 
     Args:
         folder: for the files.
         sentences: write a shard of sentences.
+        micro_batch: samples of a micro batch; a global batch has eight.
     """
     text = folder / "docs.jsonl"
     with text.open("w") as stream:
@@ -96,7 +97,8 @@ def prepare(folder: Path, *, sentences: bool = False) -> Path:
     shards = ["preprocess", "--input", str(text), "--tokenizer", tokenizer, "--output", prefix]
     assert main([*shards, "--workers", "0", *(["--sentences"] if sentences else [])]) == 0
     run, suffix = folder / "run.yaml", "sentence" if sentences else "document"
-    run.write_text(RUN.format(folder=folder).replace("_text_document", f"_text_{suffix}"))
+    config = RUN.format(folder=folder, micro_batch=micro_batch)
+    run.write_text(config.replace("_text_document", f"_text_{suffix}"))
     return run
 
 

@@ -28,7 +28,7 @@ STEPS = 30
 SAVE_EVERY = 7
 KEPT = 2
 OVERRIDES = (
-    "parallel.tensor_parallel_size=2", "parallel.zero_stage=1",
+    "parallel.tensor_parallel_size=2", "parallel.zero_stage=1", "train.micro_batch_size=2",
     f"checkpoint.save_every={SAVE_EVERY}", f"checkpoint.keep_last={KEPT}", "log.tensorboard=false",
     # Time-out for a rank that is killed before the process groups exist.
     "cluster.collective_timeout_minutes=0.3",

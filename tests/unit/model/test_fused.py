@@ -74,9 +74,9 @@ def test_fused_equals_unfused_in_float64(work: Any) -> None:
     torch.testing.assert_close(found, expected, **FP64)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # Compiling takes up to half a minute.
 @needs_compiler
-@pytest.mark.parametrize("work", [activated])  # compiling the other takes half a minute
+@pytest.mark.parametrize("work", [activated])
 def test_bfloat16_error_is_no_larger_than_unfused(work: Any) -> None:
     """Allow one more rounding of the output; the unfused code rounds after each operation."""
     dtype = torch.bfloat16
