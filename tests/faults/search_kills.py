@@ -246,8 +246,9 @@ class SearchKills:
         line = [*before, sys.executable, "-m", "megatron_deberta", *arguments]
         with (self.folder / PRINTED).open("wb") as out, (self.folder / "errors").open("wb") as err:
             return psutil.Popen(
-                line, cwd=self.folder, env=program_environment(), stdin=subprocess.DEVNULL,
-                stdout=out, stderr=err, start_new_session=True,
+                # Otherwise a run has fewer threads, and other rounding, beside others than alone.
+                line, cwd=self.folder, env=program_environment(OMP_NUM_THREADS="1"),
+                stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
                 # A shell's background jobs ignore it.
                 preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
             )  # fmt: skip
