@@ -92,9 +92,10 @@ def frozen_heap() -> None:
 
 @pytest.fixture(scope="session")
 def run_yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prepare a run of 60 steps on real text, for all tests; return its config.
+    """Prepare a run of 60 steps on real text, for all tests; return the path of its config.
 
-    One process accumulates gradients over two micro batches; two do not, which is faster.
+    One process accumulates gradients over two micro batches per step. Two data-parallel processes
+    have one micro batch each; accumulation over several ranks is tested in ``tests/distributed``.
     """
     from tests.support.jobs import prepare
     from tests.support.shared import shared_folder

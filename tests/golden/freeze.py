@@ -292,7 +292,7 @@ def export(run: Path, output: Path) -> Json:
 
 
 def freeze(runs: Sequence[str]) -> Json:
-    """Return fingerprints, those of runs and their exports for these runs."""
+    """Return all fingerprints; only these runs are trained and exported."""
     found: Json = {"environment": environment(), "runs": {}, "exports": {}, "plans": {}}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -382,7 +382,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, help="where to write the fingerprints as JSON")
     parser.add_argument(
-        "--runs", nargs="+", choices=RUNS, default=list(RUNS), help="train these only"
+        "--runs", nargs="*", choices=RUNS, default=list(RUNS), help="train only these"
     )
     parser.add_argument(
         "--compare", type=Path, nargs=2, metavar=("A", "B"), help="exit 1 if they differ"

@@ -312,7 +312,7 @@ def test_the_mean_of_one_checkpoint_is_that_checkpoint(runs: Path) -> None:
 
 
 def test_a_step_without_validation_has_no_figures(runs: Path) -> None:
-    """Step 3 was saved, and steps 2 and 4 validated."""
+    """The run saved step 3, and validated at steps 2 and 4."""
     run = pretrained(runs, "mlm")
     folder = runs / "step3-hf"
     step = run / "checkpoints" / "step_00000003"

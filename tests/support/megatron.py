@@ -1,4 +1,4 @@
-"""megatron-core's reader, imported by tests that use it: the import takes seconds."""
+"""Reader of megatron-core, imported when a test calls it, because the import takes seconds."""
 
 from typing import Any
 
