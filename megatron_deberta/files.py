@@ -405,7 +405,10 @@ def published_folder(output: Path, *, replace: bool = False, alone: bool = False
 
 
 def folder_writer(output: Path) -> str:
-    """Return the process that writes a folder by `published_folder`; empty: none is known."""
+    """Return the process that writes a folder by `published_folder`; empty: none is known.
+
+    Temporary folders that killed processes have left for the same ``output`` are removed.
+    """
     output = output.absolute()
     try:
         return next(iter(_owners(_remove_abandoned(output))), "")

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from megatron_deberta.config.schema import GROUPED_HEADS
 from megatron_deberta.errors import DataError
+from megatron_deberta.files import folder_writer
 from megatron_deberta.tasks.encoded import IGNORED, EncodedDataset
 from megatron_deberta.tasks.examples import Example
 from megatron_deberta.tasks.task import POOLED_HEADS, TaskConfig
@@ -514,7 +515,10 @@ def encode(
     else:
         kind = "-windows" if has_windows(task) else ""
         folder = cache / f"{task.name}{kind}-{_key(task, examples, tokenizer, length)}"
-        if not folder.is_dir():
+        if folder.is_dir():
+            # Removes what a process left that was killed just after it published this folder.
+            folder_writer(folder)
+        else:
             encoder(task, examples, tokenizer, length).save(folder)
         encoded = EncodedDataset.load(folder)
         num_words = [len(example.words) for example in examples]

@@ -211,6 +211,20 @@ def cached(tokenizer: Tokenizer, cache: Path) -> Path:
     return folder
 
 
+def test_what_a_process_leaves_that_is_killed_after_publishing_is_removed(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not (pid := os.fork()):
+        monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: os._exit(9))
+        try:
+            cached(tokenizer, tmp_path)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+    assert len(list(tmp_path.iterdir())) == 2
+    assert cached(tokenizer, tmp_path).is_dir()
+
+
 OVERFLOW = (1 << 62, -(1 << 62) - 8)
 """The difference of these 64-bit numbers is one above 0."""
 
