@@ -3,10 +3,11 @@
 The seed of the draw is fixed. A mutant changes one operator, condition, constant or call. The tests
 nearest to the mutated module run first, then those of ``tests/run.sh --all``, then those that only
 ``--nightly`` runs. A line per mutant records the first test that failed and the part of the
-suite it belongs to; mutants whose line is there are skipped, unless their file has changed. A test
-that fails without the mutant, too, ends the program. Mutants of ``EQUIVALENT``, which change
-nothing that a test could see, are not run: their line has the reason. Commit first: the checkouts
-are clones. Keep the machine idle: a test that fails because it ran out of time counts as a kill.
+suite it belongs to; mutants whose line is there are skipped, unless their file has changed. Once
+all have a line, these mutants are kept and found again in changed code. A test that fails without
+the mutant, too, ends the program. Mutants of ``EQUIVALENT``, which change nothing that a test could
+see, are not run: their line has the reason. Commit first: the checkouts are clones. Keep the
+machine idle: a test that fails because it ran out of time counts as a kill.
 
   python -m tests.faults.random_mutants
 """
@@ -90,6 +91,11 @@ class RandomMutant:
         lines[self.line - 1] = old[: self.start] + self.new.encode() + old[self.end :]
         return b"\n".join(lines).decode()
 
+    def changed_line(self, text: str) -> tuple[str, str]:
+        """Return the line of the file's text before and after the change, without indentation."""
+        old, new = (each.split("\n")[self.line - 1].strip() for each in (text, self.mutated(text)))
+        return old, new
+
 
 def mutants_of(file: str, text: str) -> Iterator[RandomMutant]:
     """Yield every mutant of a file, in source order of its syntax tree.
@@ -168,6 +174,20 @@ def draw(count: int = COUNT, seed: int = SEED) -> list[RandomMutant]:
     return [generator.choice(by_line[place]) for place in places]
 
 
+def find_again(line: dict[str, Any]) -> RandomMutant:
+    """Return the mutant of a recorded line where it is now.
+
+    Raises:
+        SystemExit: its line of code is gone.
+    """
+    text = (ROOT / line["file"]).read_text(encoding="utf-8")
+    changed = line["old"], line["new"]
+    found = [x for x in mutants_of(line["file"], text) if x.changed_line(text) == changed]
+    if not found:
+        raise SystemExit(f"{line['file']}: `{line['old']}` is gone; remove its line and draw again")
+    return min(found, key=lambda mutant: abs(mutant.line - line["line"]))
+
+
 def first_failure(root: Path, *arguments: str) -> str:
     """Return the first test that fails in a checkout, or an empty string."""
     done = subprocess.run(
@@ -201,10 +221,9 @@ def _tests_near(root: Path, file: str) -> list[str]:
 def run_mutant(mutant: RandomMutant) -> dict[str, Any]:
     """Return the first test that fails with a mutant, and its part of the suite."""
     text = (ROOT / mutant.file).read_text(encoding="utf-8")
+    old, new = mutant.changed_line(text)
     line: dict[str, Any] = {
-        "file": mutant.file, "line": mutant.line,
-        "old": text.split("\n")[mutant.line - 1].strip(),
-        "new": mutant.mutated(text).split("\n")[mutant.line - 1].strip(),
+        "file": mutant.file, "line": mutant.line, "old": old, "new": new,
         "part": "", "killed_by": "", "reason": "",
     }  # fmt: skip
     if reason := EQUIVALENT.get((mutant.file.removeprefix(f"{PACKAGE}/"), line["new"])):
@@ -235,11 +254,12 @@ def main() -> int:
     args = parser.parse_args()
     lines = read_lines(args.output)
     known = {(x["file"], x["line"], x["new"], x["code_digest"]): x for x in lines}
+    drawn = {(x["file"], x["old"], x["new"]): x for x in lines}
     results = []
-    for mutant in draw():
+    # A change of the package would change the draw.
+    for mutant in draw() if len(drawn) < COUNT else map(find_again, drawn.values()):
         code = code_digest([mutant.file], imports=False)
-        text = (ROOT / mutant.file).read_text(encoding="utf-8")
-        new = mutant.mutated(text).split("\n")[mutant.line - 1].strip()
+        _, new = mutant.changed_line((ROOT / mutant.file).read_text(encoding="utf-8"))
         line = known.get((mutant.file, mutant.line, new, code))
         if line is None:
             line = run_mutant(mutant)
