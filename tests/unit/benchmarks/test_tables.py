@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,11 @@ from benchmarks.tables import pages as tables
 
 @pytest.mark.slow
 def test_pages_equal_the_results() -> None:
-    stale = [str(page) for page in tables.stale_pages()]
-    assert not stale, "run: python -m benchmarks.tables --write"
+    # In its own process: digests differ where torch flushes denormal numbers, such as the one in
+    # `hostile_files.py`, to zero.
+    command = [sys.executable, "-m", "benchmarks.tables", "--check"]
+    done = subprocess.run(command, cwd=tables.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_pictures_show_the_results() -> None:
