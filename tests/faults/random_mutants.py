@@ -92,7 +92,7 @@ class RandomMutant:
         return b"\n".join(lines).decode()
 
     def changed_line(self, text: str) -> tuple[str, str]:
-        """Return the line of the file's text before and after the change, without indentation."""
+        """Return the changed line before and after the change, without indentation."""
         old, new = (each.split("\n")[self.line - 1].strip() for each in (text, self.mutated(text)))
         return old, new
 
@@ -175,7 +175,7 @@ def draw(count: int = COUNT, seed: int = SEED) -> list[RandomMutant]:
 
 
 def find_again(line: dict[str, Any]) -> RandomMutant:
-    """Return the mutant of a recorded line where it is now.
+    """Return the mutant of a line of the results, at its present place in the file.
 
     Raises:
         SystemExit: its line of code is gone.
