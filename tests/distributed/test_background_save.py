@@ -105,7 +105,7 @@ def save_and_train(rank: int, layout: Layout, run_dir: str) -> list[float]:
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(layout, marks=pytest.mark.slow if layout.zero_stage == 3 else ())
+        pytest.param(layout, marks=pytest.mark.nightly if layout.zero_stage == 3 else ())
         for layout in LAYOUTS
     ],
     ids=lambda layout: layout.name,

@@ -44,7 +44,7 @@ def compare(rank: int, dtype: Literal["bf16", "fp16"], layout: Layout) -> None:
     ("dtype", "layout"),
     [
         ("fp16", Layout(1, 2, False, "full")),
-        pytest.param("bf16", Layout(2, 1, True, "none"), marks=pytest.mark.slow),
+        pytest.param("bf16", Layout(2, 1, True, "none"), marks=pytest.mark.nightly),
         pytest.param("bf16", Layout(2, 3, True, "none"), marks=pytest.mark.slow),
     ],
     ids=lambda case: getattr(case, "name", case),

@@ -28,9 +28,9 @@ QUICK: list[tuple[Run, tuple[Any, ...], Layout]] = [
 ]
 SLOW = [
     (run_rtd, (RTD,), Layout(2, 3, True, "full")),
-    (run_rtd, (RTD, ALTERNATING), Layout(2, 1, True, "none")),
 ]
 MORE = [
+    (run_rtd, (RTD, ALTERNATING), Layout(2, 1, True, "none")),
     (run_two_forms, (), Layout(2, 3, True, "full")),
     (run_two_forms, (), Layout(2, 2, False, "full")),
     (run_two_forms, (), Layout(4, 1, True, "selective")),

@@ -123,8 +123,7 @@ def check_ranks(results: list[dict[str, Any]], kind: str, ranks: list[int]) -> N
     "layout",
     [
         LAYOUTS[0],
-        pytest.param(LAYOUTS[2], marks=pytest.mark.slow),
-        *(pytest.param(x, marks=pytest.mark.nightly) for x in (LAYOUTS[1], *LAYOUTS[3:])),
+        *(pytest.param(layout, marks=pytest.mark.nightly) for layout in LAYOUTS[1:]),
     ],
     ids=lambda layout: layout.name,
 )

@@ -20,10 +20,10 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TRITON_INTE
 
 FEW = "1.5b"
 """The run that is not marked slow."""
-LONG = ("v1", "roberta")
-"""Runs of twenty steps, which only ``--nightly`` trains; ``1.5b`` has twenty, too."""
+NIGHTLY = ("v1", "roberta", "1.5b_dp2")
+"""Two of the runs of twenty steps, of which ``1.5b`` is one, and one of the runs of two ranks."""
 MARKS = {name: pytest.mark.slow for name in RUNS if name != FEW}
-MARKS |= dict.fromkeys(LONG, pytest.mark.nightly)
+MARKS |= dict.fromkeys(NIGHTLY, pytest.mark.nightly)
 PARTS = [
     "shards",
     "deduplication",

@@ -89,17 +89,20 @@ def test_tensor_parallel_run_resumes_data_parallel(
     run_yaml: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
+    # Each of the five ranks would start a process for its loader.
+    no_worker = "data.num_workers=0"
     tensor_parallel = ("parallel.tensor_parallel_size=2", "parallel.sequence_parallel=true")
     run_to_end(
-        run_yaml, run_dir, 2, *tensor_parallel, "parallel.zero_stage=2", "train.exit_step=12"
-    )
+        run_yaml, run_dir, 2, *tensor_parallel, "parallel.zero_stage=2", "train.exit_step=12",
+        no_worker,
+    )  # fmt: skip
     assert committed_steps(run_dir)[-1] == 12
     job = run_to_end(
         run_yaml, run_dir, 2, "parallel.zero_stage=3", "train.micro_batch_size=4",
-        "train.exit_step=18",
+        "train.exit_step=18", no_worker,
     )  # fmt: skip
     assert "changed since then: parallel.tensor_parallel_size: 2 -> 1" in job.output()
-    run_to_end(run_yaml, run_dir, 1, "parallel.engine=plain", f"train.exit_step={STEPS}")
+    run_to_end(run_yaml, run_dir, 1, "parallel.engine=plain", f"train.exit_step={STEPS}", no_worker)
     assert losses(run_dir) == pytest.approx(losses(uninterrupted), rel=1e-5)
     check_sample_log(run_dir / "ledger", 8, STEPS)
 

@@ -133,8 +133,10 @@ def test_bfloat16_and_autocast() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["v1", "v3"])
-@pytest.mark.parametrize("remove_padding", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "remove_padding"),
+    [("v1", False), ("v3", True), pytest.param("v1", True, marks=pytest.mark.nightly)],
+)
 def test_dropout_has_the_statistics_of_transformers(kind: str, remove_padding: bool) -> None:
     # Rows are copies of one another: their mean and variance are over dropout masks.
     model = build(kind, num_hidden_layers=1, attention_probs_dropout_prob=0.25)
@@ -179,7 +181,7 @@ def test_dropout_follows_the_generator_and_gradient_checkpointing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["v1", "v2"])
+@pytest.mark.parametrize("kind", [pytest.param("v1", marks=pytest.mark.nightly), "v2"])
 def test_compiled_model_trains(kind: str) -> None:
     model = build(kind, "ForSequenceClassification", num_hidden_layers=1)
     batch = labelled("ForSequenceClassification", inputs(3, 9))

@@ -85,8 +85,17 @@ def convert(folder: Path, output: Path, *options: str) -> None:
     assert main([*arguments, "--no-timing", *options]) == 0
 
 
-CASES = every(2, [(f, h) for f in FAMILIES for h in HEADS if (f, h) != ("Deberta", "choices")])
-"""transformers has no multiple choice for the first version."""
+FIRST_VERSION = ("single label", "masked language model")
+"""Heads of the first version that are not nightly. transformers has no multiple choice for it."""
+CASES = [
+    *every(2, [("DebertaV2", head) for head in HEADS]),
+    *every(2, [("Deberta", head) for head in FIRST_VERSION]),
+    *(
+        pytest.param("Deberta", head, marks=pytest.mark.nightly)
+        for head in HEADS
+        if head not in (*FIRST_VERSION, "choices")
+    ),
+]
 
 
 @pytest.mark.parametrize(("family", "head"), CASES)

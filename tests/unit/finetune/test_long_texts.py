@@ -76,7 +76,7 @@ def finetune(data: Path, run_dir: Path, *overrides: str) -> float:
     ("head", "long_text", "overrides"),
     [
         ("classification", "mean", ("finetune.pack_rows=true",)),
-        pytest.param("multilabel", "max", (), marks=pytest.mark.slow),
+        pytest.param("multilabel", "max", (), marks=pytest.mark.nightly),
         pytest.param(
             "regression", "mean", ("finetune.batch_by_length=false",), marks=pytest.mark.nightly
         ),

@@ -129,11 +129,13 @@ def total(tracker: MemTracker, moment: str) -> int:
 
 
 def with_recompute(names: Iterable[str], quick: str) -> list[Any]:
-    """Return every name with every recomputation; one name is quick, and the others without."""
+    """Return every name with every recomputation.
+
+    One name is quick, the others without recomputation; with the selective one they are nightly.
+    """
+    marks = {"selective": [pytest.mark.nightly], "full": [pytest.mark.slow]}
     return [
-        pytest.param(
-            name, kind, marks=[pytest.mark.slow] if kind != "none" and name != quick else []
-        )
+        pytest.param(name, kind, marks=[] if name == quick else marks.get(kind, []))
         for name in names
         for kind in ("none", "selective", "full")
     ]
