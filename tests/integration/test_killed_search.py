@@ -52,7 +52,10 @@ def test_a_killed_search_resumes_and_its_runs_are_compared(
     folders = [output / "cells" / "learning_rate=0.003" / f"seed_{seed}" for seed in (1, 2)]
     # A fork of this process, which has imported what the command needs.
     if (process := os.fork()) == 0:
-        os._exit(main(["search", str(search_file), "--jobs", "1"]))
+        try:
+            main(["search", str(search_file), "--jobs", "1"])
+        finally:
+            os._exit(1)
     deadline = time.monotonic() + SECONDS
     while max(recorded_steps(folders[0]), default=0) < 6:
         assert os.waitpid(process, os.WNOHANG) == (0, 0)
