@@ -21,7 +21,7 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TRITON_INTE
 FEW = "1.5b"
 """The run that is not marked slow."""
 NIGHTLY = ("v1", "roberta", "1.5b_dp2")
-"""Two of the runs of twenty steps, of which ``1.5b`` is one, and one of the runs of two ranks."""
+"""Runs of ``--nightly`` only: ``1.5b`` also has twenty steps, and ``1.5b_tp2`` also two ranks."""
 MARKS = {name: pytest.mark.slow for name in RUNS if name != FEW}
 MARKS |= dict.fromkeys(NIGHTLY, pytest.mark.nightly)
 PARTS = [

@@ -129,9 +129,11 @@ def total(tracker: MemTracker, moment: str) -> int:
 
 
 def with_recompute(names: Iterable[str], quick: str) -> list[Any]:
-    """Return every name with every recomputation.
+    """Return test parameters: each name with no, selective and full recomputation.
 
-    One name is quick, the others without recomputation; with the selective one they are nightly.
+    Args:
+        names: first parameter.
+        quick: name without marks; of the others, full is marked slow, and selective nightly.
     """
     marks = {"selective": [pytest.mark.nightly], "full": [pytest.mark.slow]}
     return [

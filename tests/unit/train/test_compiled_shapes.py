@@ -41,7 +41,7 @@ from tests.unit.train.test_step import part
 CONFIGS = Path(__file__).parents[3] / "configs"
 RUNS = sorted((CONFIGS / "runs").glob("*.yaml"))
 DISTINCT_RUNS = (
-    "1.5b_h100", "ablation_no_emd_h100", "ablation_roberta_h100", "continue_v3_base",
+    "1.5b_h100", "ablation_no_emd_h100", "ablation_roberta_h100", "base_h100", "continue_v3_base",
     "learn_rtd_cpu", "phases", "quickstart", "retromae_cpu", "table10_deberta_mt_h100",
     "table2_segment_pair_h100",
 )  # fmt: skip
