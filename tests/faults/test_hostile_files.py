@@ -14,7 +14,7 @@ COUNT, FEW = 10, 3
 """Changes of each kind; of files of tasks and of their results, whose reading takes longer."""
 
 
-@pytest.mark.parametrize("kind", every(4, KINDS), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", every(4, KINDS, ["slow"]), ids=lambda kind: kind.name)
 def test_changed_files_are_read_or_refused(kind: Kind, tmp_path: Path) -> None:
     count = COUNT if kind in RUN_KINDS else FEW
     result = run_thousand(Case(kind, tmp_path), 100_000, count)

@@ -23,13 +23,8 @@ def test_a_campaign_kills_at_least_five_times_in_each_phase() -> None:
 
 # A worker, an MPI rank, a Dask worker, an array task, each engine's driver, all array tasks, a Dask
 # node and the scheduler.
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(0, marks=pytest.mark.slow),
-        *(pytest.param(number, marks=pytest.mark.nightly) for number in range(1, 10)),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", range(10))
 def test_killed_and_resumed_run_writes_the_same_bytes(fixture: Fixture, number: int) -> None:
     case = run_case(fixture, number)
     assert case["ok"], case

@@ -16,8 +16,6 @@ from tests.support.task_files import write_published
 
 pytest.importorskip("sklearn")
 RUNS = sorted(path.stem for path in (ROOT / "configs" / "runs").glob("ablation_*h100.yaml"))
-DIFFERENT = ("ablation_h100", "ablation_no_emd_c2p_h100", "ablation_shared_conv_128k_h100")
-"""They and their parts are what the others combine."""
 TINY = (
     "model.num_layers=2", "model.hidden_size=32", "model.num_heads=2", "model.ffn_hidden_size=64",
     "model.vocab_size=auto", "model.max_position_embeddings=64",
@@ -45,7 +43,10 @@ def tasks_of(name: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name in DIFFERENT else pytest.mark.nightly) for name in RUNS],
+    [
+        pytest.param(name, marks=() if name == "ablation_h100" else pytest.mark.nightly)
+        for name in RUNS
+    ],
 )
 def test_a_tiny_version_runs_end_to_end(name: str, run_yaml: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"

@@ -260,7 +260,7 @@ def planted() -> list[str]:
     ("texts_of", "threshold", "what"),
     [
         (generated, 0.7, "400 generated texts"),
-        (generated, 0.8, "400 generated texts"),
+        pytest.param(generated, 0.8, "400 generated texts", marks=pytest.mark.nightly),
         (planted, 0.7, "1,760 passages with planted duplicates"),
     ],
 )

@@ -14,6 +14,7 @@ from megatron_deberta.hf.export_model import export_model
 from megatron_deberta.tokenizer.loading import sentencepiece_tokenizer
 from tests.support.jobs import ROOT
 from tests.support.judges import package_folder
+from tests.support.selection import every
 from tests.support.tiny_models import TEXT, V2, random_weights, reader, sentencepiece_model
 
 pytestmark = pytest.mark.slow
@@ -40,7 +41,7 @@ def write_tagged(path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-@pytest.mark.parametrize("architecture", ["boundary", "span"])
+@pytest.mark.parametrize("architecture", every(2, ["span", "boundary"], ["nightly"]))
 def test_the_code_of_the_page_trains_and_reloads(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

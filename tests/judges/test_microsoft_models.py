@@ -22,6 +22,7 @@ from benchmarks.judges.models import (
 )
 from benchmarks.judges.shims import microsoft_package
 from tests.support.judges import package_folder, record, version
+from tests.support.selection import every
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +40,7 @@ def release() -> Iterator[str]:
         yield version(folder, PACKAGE)
 
 
-@pytest.mark.parametrize("head", CLASSES)
+@pytest.mark.parametrize("head", every(2, CLASSES, ["nightly"]))
 def test_states_losses_and_gradients(head: TaskHead, release: str) -> None:
     draw = random.Random(SEED)
     worst = {"outputs": 0.0, "gradients": 0.0}

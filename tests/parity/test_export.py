@@ -240,7 +240,7 @@ def test_class_names_of_earlier_exports_load(
     assert open_release(folder, None, tmp_path).config.p2c_index == "microsoft"
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", every(2, OWN))
 def test_models_unsupported_by_stock_classes_are_exported_as_own_type(
     name: str, exported: Exported
 ) -> None:
@@ -266,7 +266,7 @@ def test_models_unsupported_by_stock_classes_are_exported_as_own_type(
     assert encoder(ids, attention_mask=mask.long()).last_hidden_state.shape == (*ids.shape, 32)
 
 
-@pytest.mark.parametrize("base", ["v3-like", "1.5b-like", "v1", "deberta-ap", "roberta"])
+@pytest.mark.parametrize("base", every(2, ["v3-like", "1.5b-like", "v1", "deberta-ap", "roberta"]))
 def test_autoregressive_form_is_a_causal_language_model(base: str, tmp_path: Path) -> None:
     config = replace(CONFIGS[base], head="autoregressive")
     result = export(config, tmp_path / "out")

@@ -66,7 +66,7 @@ def test_the_tasks_of_an_array_do_the_share_of_one_that_fails(
         assert shards(tmp_path / name) == shards(tmp_path / "whole")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_deduplicate_as_an_array(cluster: VirtualCluster, tmp_path: Path) -> None:
     make = ["deduplicate", "--input", *make_corpus(tmp_path), "--workers", "1", "--output"]
     assert main([*make, str(tmp_path / "whole")]) == 0

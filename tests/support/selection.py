@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import cycle
 from typing import Any
 
 import pytest
 
 
-def every(step: int, cases: Iterable[Any]) -> list[Any]:
-    """Return test cases; all but every ``step``-th are marked ``slow``, so ``--all`` runs them.
+def every(
+    step: int, cases: Iterable[Any], others: Sequence[str] = ("slow", "nightly")
+) -> list[Any]:
+    """Return test cases; all but every ``step``-th are marked.
 
     Args:
         step: 1 marks none.
         cases: values of one parameter, or tuples of those of several.
+        others: marks of the other cases, in turn.
     """
+    marks = cycle(getattr(pytest.mark, name) for name in others)
     return [
         case if index % step == 0
-        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=next(marks))
         for index, case in enumerate(cases)
     ]  # fmt: skip

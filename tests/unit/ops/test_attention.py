@@ -69,8 +69,15 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize("positions", [LINEAR, BUCKETS], ids=["linear", "buckets"])
-@pytest.mark.parametrize("p2c_index", ["microsoft", "paper"])
+@pytest.mark.parametrize(
+    ("positions", "p2c_index"),
+    [
+        pytest.param(LINEAR, "microsoft", id="linear-microsoft", marks=pytest.mark.nightly),
+        pytest.param(BUCKETS, "microsoft", id="buckets-microsoft"),
+        pytest.param(LINEAR, "paper", id="linear-paper"),
+        pytest.param(BUCKETS, "paper", id="buckets-paper", marks=pytest.mark.nightly),
+    ],
+)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("queries", GATHERED)
 def test_every_mask(positions: RelativePositions, p2c_index: str, mask: str, queries: str) -> None:

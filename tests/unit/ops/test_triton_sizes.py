@@ -16,6 +16,7 @@ from tests.support.attention import (
     run_attention,
 )
 from tests.support.memory import LargestTensor
+from tests.support.selection import every
 from tests.support.tolerances import OPERATOR
 
 pytest.importorskip("triton", reason="the fused kernels are written in Triton")
@@ -33,8 +34,8 @@ assert_matches = partial(assert_matches_reference, backend="triton", device=DEVI
         pytest.param(64, torch.float16, marks=pytest.mark.slow),
         (128, torch.float16),
         (32, torch.float32),
-        pytest.param(64, torch.float32, marks=pytest.mark.slow),
-        pytest.param(128, torch.float32, marks=pytest.mark.slow),
+        pytest.param(64, torch.float32, marks=pytest.mark.nightly),
+        pytest.param(128, torch.float32, marks=pytest.mark.nightly),
     ],
 )
 def test_tiles_as_on_a_gpu(size: int, dtype: torch.dtype) -> None:
@@ -50,7 +51,7 @@ def test_tiles_as_on_a_gpu(size: int, dtype: torch.dtype) -> None:
     assert_matches((1, 1, length, size), BUCKETS, dtype, **options)
 
 
-@pytest.mark.parametrize("tables", ["c2p", "p2c", "none"])
+@pytest.mark.parametrize("tables", every(2, ["p2c", "c2p", "none"], ["nightly"]))
 def test_gathered_queries_and_far_tiles_without_a_term(
     tables: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

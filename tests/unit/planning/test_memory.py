@@ -45,6 +45,7 @@ from megatron_deberta.planning.memory import estimate_memory, largest_micro_batc
 from megatron_deberta.planning.step import step_traffic
 from megatron_deberta.train.setup import DTYPES
 from tests.support.labelled import labelled_run
+from tests.support.selection import every
 
 TOLERANCE = 0.1
 CONFIGS = Path(__file__).parents[3] / "configs/runs"
@@ -133,11 +134,12 @@ def with_recompute(names: Iterable[str], quick: str) -> list[Any]:
 
     Args:
         names: first parameter.
-        quick: name without marks; of the others, full is marked slow, and selective nightly.
+        quick: name without marks; of the others, those with recomputation are marked nightly.
     """
-    marks = {"selective": [pytest.mark.nightly], "full": [pytest.mark.slow]}
     return [
-        pytest.param(name, kind, marks=[] if name == quick else marks.get(kind, []))
+        pytest.param(
+            name, kind, marks=() if name == quick or kind == "none" else pytest.mark.nightly
+        )
         for name in names
         for kind in ("none", "selective", "full")
     ]
@@ -149,7 +151,7 @@ def test_peak_of_the_real_model(name: str, recompute: Any) -> None:
     assert predicted(config) == pytest.approx(measured(config), rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", every(2, ["none", "full"], ["nightly"]))
 def test_peak_of_alternating_updates(recompute: Any) -> None:
     config = run_config(MODELS["replaced tokens"], recompute)
     config = replace(config, rtd=RTDConfig(update="alternating"))
@@ -169,7 +171,7 @@ def test_peak_of_alternating_updates(recompute: Any) -> None:
     assert predicted(config) < predicted(replace(config, rtd=RTDConfig()))
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", every(2, ["full", "none"], ["nightly"]))
 def test_peak_with_a_decoder(recompute: Any) -> None:
     config = run_config(TWO_LAYERS, recompute)
     config = replace(config, objective=ObjectiveConfig(name="retromae", mask_probability=0.15))
@@ -245,7 +247,11 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 @pytest.mark.parametrize(
     ("dtype", "stage", "ema_decay"),
-    [("fp32", 1, 0.0), ("bf16", 1, 0.0), ("fp16", 1, 0.0), ("bf16", 2, 0.0), ("bf16", 1, 0.99)],
+    every(
+        2,
+        [("fp32", 1, 0.0), ("bf16", 1, 0.0), ("fp16", 1, 0.0), ("bf16", 2, 0.0), ("bf16", 1, 0.99)],
+        ["nightly"],
+    ),
 )
 def test_states_of_deepspeed(dtype: str, stage: int, ema_decay: float) -> None:
     planned, alive = states_of(dtype, stage, ema_decay)

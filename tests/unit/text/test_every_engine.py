@@ -62,8 +62,11 @@ def on_mpi(arguments: list[str]) -> None:
     "command",
     [
         "preprocess",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("deduplicate", "split", "merge")),
-        pytest.param("train-tokenizer", marks=pytest.mark.nightly),
+        pytest.param("deduplicate", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in ("split", "merge", "train-tokenizer")
+        ),
     ],
 )
 def test_engines_change_nothing(

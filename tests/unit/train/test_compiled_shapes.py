@@ -41,11 +41,9 @@ from tests.unit.train.test_step import part
 CONFIGS = Path(__file__).parents[3] / "configs"
 RUNS = sorted((CONFIGS / "runs").glob("*.yaml"))
 DISTINCT_RUNS = (
-    "1.5b_h100", "ablation_no_emd_h100", "ablation_roberta_h100", "base_h100", "continue_v3_base",
-    "learn_rtd_cpu", "phases", "quickstart", "retromae_cpu", "table10_deberta_mt_h100",
-    "table2_segment_pair_h100",
+    "base_h100", "learn_rtd_cpu", "phases", "retromae_cpu", "table2_segment_pair_h100"
 )  # fmt: skip
-"""One of each kind of model, objective and packing, and those with several lengths."""
+"""One of each objective and packing, and the one with several lengths."""
 TASKS = sorted((CONFIGS / "tasks").glob("*.yaml"))
 CPU = single_process_groups(torch.device("cpu"))
 META = replace(CPU, device=torch.device("meta"))

@@ -99,7 +99,10 @@ FEW = [("plain", "fp32", 0), ("deepspeed", "bf16", 1), ("deepspeed", "fp16", 2)]
 
 @pytest.mark.parametrize(
     ("engine_name", "dtype", "stage"),
-    [*every(2, FEW), *(pytest.param(*x, marks=pytest.mark.nightly) for x in CASES if x not in FEW)],
+    [
+        *every(2, FEW, ["nightly"]),
+        *(pytest.param(*x, marks=pytest.mark.nightly) for x in CASES if x not in FEW),
+    ],
 )
 def test_steps_dispatch_the_same(
     engine_name: Any, dtype: Any, stage: Any, monkeypatch: pytest.MonkeyPatch
