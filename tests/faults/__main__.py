@@ -52,7 +52,13 @@ def run(name: str, seconds: float) -> str:
     if name in TIMED and seconds < math.inf:
         command += ["--seconds", str(seconds)]
     begin = time.monotonic()
-    with subprocess.Popen(command, cwd=ROOT) as process:
+    # Forked ranks inherit the standard output and replace its file by a pipe: it is never a file.
+    with (
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE) as shown,
+        subprocess.Popen(command, cwd=ROOT, stdout=shown.stdin) as process,
+    ):
+        assert shown.stdin is not None
+        shown.stdin.close()
         try:
             limit = None if name in TIMED or seconds == math.inf else seconds
             process.wait(limit)
