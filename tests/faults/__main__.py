@@ -52,7 +52,8 @@ def run(name: str, seconds: float) -> str:
     if name in TIMED and seconds < math.inf:
         command += ["--seconds", str(seconds)]
     begin = time.monotonic()
-    # Forked ranks inherit the standard output and replace its file by a pipe: it is never a file.
+    # A pipe, even if the output goes to a file: campaigns fork ranks and replace their descriptor
+    # by a pipe's, which Python's stream cannot handle if it was created for a file.
     with (
         subprocess.Popen(["cat"], stdin=subprocess.PIPE) as shown,
         subprocess.Popen(command, cwd=ROOT, stdout=shown.stdin) as process,

@@ -12,12 +12,12 @@ import pytest
 def every(
     step: int, cases: Iterable[Any], others: Sequence[str] = ("slow", "nightly")
 ) -> list[Any]:
-    """Return test cases; all but every ``step``-th are marked.
+    """Mark all test cases except every ``step``-th, so that shorter test runs leave them out.
 
     Args:
         step: 1 marks none.
         cases: values of one parameter, or tuples of those of several.
-        others: marks of the other cases, in turn.
+        others: names of the marks of the other cases, which get them in turn.
     """
     marks = cycle(getattr(pytest.mark, name) for name in others)
     return [

@@ -43,7 +43,7 @@ RUNS = sorted((CONFIGS / "runs").glob("*.yaml"))
 DISTINCT_RUNS = (
     "base_h100", "learn_rtd_cpu", "phases", "retromae_cpu", "table2_segment_pair_h100"
 )  # fmt: skip
-"""One of each objective and packing, and the one with several lengths."""
+"""One of each objective and packing, and one with several lengths."""
 TASKS = sorted((CONFIGS / "tasks").glob("*.yaml"))
 CPU = single_process_groups(torch.device("cpu"))
 META = replace(CPU, device=torch.device("meta"))
