@@ -37,7 +37,7 @@ def scores_of(rank: int, layout: Layout | None) -> list[float]:
     "layout",
     [
         pytest.param(Layout(1, 2, False, "selective"), marks=pytest.mark.nightly),
-        Layout(2, 1, False, "full"),
+        pytest.param(Layout(2, 1, False, "full"), marks=pytest.mark.slow),
         pytest.param(Layout(2, 3, True, "none"), marks=pytest.mark.nightly),
     ],
     ids=lambda layout: layout.name,

@@ -52,14 +52,7 @@ def run(name: str, seconds: float) -> str:
     if name in TIMED and seconds < math.inf:
         command += ["--seconds", str(seconds)]
     begin = time.monotonic()
-    # A pipe, even if the output goes to a file: campaigns fork ranks and replace their descriptor
-    # by a pipe's, which Python's stream cannot handle if it was created for a file.
-    with (
-        subprocess.Popen(["cat"], stdin=subprocess.PIPE) as shown,
-        subprocess.Popen(command, cwd=ROOT, stdout=shown.stdin) as process,
-    ):
-        assert shown.stdin is not None
-        shown.stdin.close()
+    with subprocess.Popen(command, cwd=ROOT) as process:
         try:
             limit = None if name in TIMED or seconds == math.inf else seconds
             process.wait(limit)

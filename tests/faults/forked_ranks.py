@@ -104,8 +104,11 @@ def _run_rank(
         for number in (*FORWARDED, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         if output is not None:
+            # The streams of a parent that writes to a regular file would seek in the new files.
             os.dup2(output, 1)
             os.dup2(output, 2)
+            sys.stdout = open(1, "w", closefd=False)
+            sys.stderr = open(2, "w", closefd=False)
         os.environ.clear()
         os.environ.update(environment)
         if plan := os.environ.get(PLAN_VARIABLE):
@@ -136,10 +139,10 @@ def inject_fault(plan: Mapping[str, Any]) -> None:
 
 def _slow_down(plan: Mapping[str, Any]) -> None:
     """Delay each forward pass, or each wait for a batch, by a number of seconds."""
+    import megatron_deberta.model.encoder as encoder
     import megatron_deberta.train.prefetch as prefetch
-    import megatron_deberta.train.step as step
 
-    owner: Any = step if plan["part"] == "forward" else prefetch.InputQueue
+    owner: Any = encoder.Encoder if plan["part"] == "forward" else prefetch.InputQueue
     name = "forward" if plan["part"] == "forward" else "take"
     original = getattr(owner, name)
 

@@ -80,6 +80,7 @@ def test_table_ignores_results_of_other_code(monkeypatch: pytest.MonkeyPatch) ->
     assert "(`chaos kill-one`) | not run | 200 |" in table
 
 
+@pytest.mark.slow
 def test_one_command_runs_every_campaign() -> None:
     files = [path for path in Path(__file__).parent.glob("*.py") if "test_" not in path.name]
     found = {path.stem for path in files if "\nif __name__ ==" in path.read_text()}

@@ -18,12 +18,10 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TRITON_INTE
 """Variables of this process that must not reach a run."""
 
 
-FEW = "1.5b"
-"""The run that is not marked slow."""
+pytestmark = pytest.mark.slow
 NIGHTLY = ("v1", "roberta", "1.5b_dp2")
 """Runs of ``--nightly`` only: ``1.5b`` also has twenty steps, and ``1.5b_tp2`` also two ranks."""
-MARKS = {name: pytest.mark.slow for name in RUNS if name != FEW}
-MARKS |= dict.fromkeys(NIGHTLY, pytest.mark.nightly)
+MARKS = dict.fromkeys(NIGHTLY, pytest.mark.nightly)
 PARTS = [
     "shards",
     "deduplication",

@@ -167,6 +167,7 @@ def test_recorded_mutants_are_in_the_list() -> None:
     assert recorded <= {(mutant.name, mutant.test) for mutant in MUTANTS}
 
 
+@pytest.mark.slow
 def test_table_of_random_mutants() -> None:
     file = "megatron_deberta/files.py"
     line = {

@@ -87,7 +87,7 @@ def write_as_megatron(
         builder.finalize(f"{prefix}.idx")
 
 
-@pytest.mark.parametrize("eod", [False, True])
+@pytest.mark.parametrize("eod", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("kind", "workers"),
     [("SentencePieceTokenizer", 1), ("GPT2BPETokenizer", 1), ("HuggingFaceTokenizer", 2)],

@@ -94,6 +94,7 @@ def test_cores_disk_and_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         node_check.clock(spec_of(tmp_path))
 
 
+@pytest.mark.slow
 def test_check_that_hangs_fails_and_the_next_ones_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: None
 ) -> None:

@@ -26,6 +26,7 @@ from megatron_deberta.config.schema import ClusterConfig
 from megatron_deberta.files import temporary_name
 from megatron_deberta.observe.progress import Section
 from tests.support.notify_program import NotifyProgram
+from tests.support.selection import every
 from tests.support.watched_ranks import ATTEMPT, STARTUP_EXIT_SECONDS, WatchedRanks
 
 LIMIT = 1.0
@@ -72,11 +73,15 @@ def test_a_clean_run_on_two_nodes(ranks_of: Any) -> None:
 
 @pytest.mark.parametrize(
     ("rank", "place", "how", "words"),
-    [
-        (1, "step", "stop", "hangs in step at step 5, stopped by a signal"),
-        (2, "data", "read", "hangs in data at step 5, reading "),
-        (0, "save", "stop", "hangs in save at step 6, stopped by a signal"),
-    ],
+    every(
+        3,
+        [
+            (1, "step", "stop", "hangs in step at step 5, stopped by a signal"),
+            (2, "data", "read", "hangs in data at step 5, reading "),
+            (0, "save", "stop", "hangs in save at step 6, stopped by a signal"),
+        ],
+        ["slow"],
+    ),
 )
 def test_hang_is_detected_and_its_rank_named(
     ranks_of: Any, rank: int, place: str, how: str, words: str
@@ -237,6 +242,7 @@ def test_suspended_job_continues(ranks_of: Any) -> None:
     assert ranks.diagnosis() is None
 
 
+@pytest.mark.slow
 def test_straggler_is_reported_in_log_and_history(ranks_of: Any) -> None:
     ranks = ranks_of(
         nodes=2, steps=50, slow=3, slow_seconds=0.05, limit=NO_HANG, exit_wait=HEALTHY_EXIT_SECONDS

@@ -445,6 +445,7 @@ print("end", time.monotonic())
     assert max(active) == 2
 
 
+@pytest.mark.slow
 def test_failures_end_a_search_only_before_the_first_success(runs: list[ConfiguredRun]) -> None:
     ended: list[Outcome] = []
     failing = script("print('no memory'); sys.exit(1)")

@@ -222,7 +222,7 @@ def test_custom_operators_pass_opcheck(gathered: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("spread", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiles_without_graph_break(spread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = random_inputs((1, 1, 18, 32), LINEAR, gathered=3 if spread else None)
     leaves = [x.to(DEVICE, torch.float16).requires_grad_() for x in inputs if x is not None]

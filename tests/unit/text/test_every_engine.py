@@ -61,8 +61,7 @@ def on_mpi(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "preprocess",
-        pytest.param("deduplicate", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("preprocess", "deduplicate")),
         *(
             pytest.param(name, marks=pytest.mark.nightly)
             for name in ("split", "merge", "train-tokenizer")

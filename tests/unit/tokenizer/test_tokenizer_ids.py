@@ -34,6 +34,7 @@ def exported(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return path
 
 
+@pytest.mark.slow
 def test_corpus_ids_equal_hugging_face_on_ten_thousand_lines(exported: str) -> None:
     tokenizer = load_tokenizer(exported)
     ids, lengths = tokenizer.encode_texts(LINES)

@@ -184,6 +184,7 @@ def test_fine_tuning_compiles_nothing(path: Path, monkeypatch: pytest.MonkeyPatc
     assert not uses_fusion(replace(run, finetune=replace(run.finetune, task=str(path))), gpu)
 
 
+@pytest.mark.slow
 def test_lengths_beyond_the_limit_run_uncompiled(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

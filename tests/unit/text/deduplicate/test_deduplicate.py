@@ -81,6 +81,7 @@ def test_places_in_the_report_are_those_in_the_files(corpus, tmp_path):
         assert json.loads(found) == everything[kept["document"]]
 
 
+@pytest.mark.slow
 def test_nothing_depends_on_workers_units_or_runs(corpus, tmp_path, monkeypatch):
     run(corpus, tmp_path / "one", unit_bytes=20_000)
     run(corpus, tmp_path / "two", workers=2, unit_bytes=20_000)

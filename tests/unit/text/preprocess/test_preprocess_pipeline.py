@@ -61,6 +61,7 @@ def build(
     )
 
 
+@pytest.mark.slow
 def test_megatron_core_reads_every_document(
     corpus: str, tokenizer_dir: str, tmp_path: Path
 ) -> None:
