@@ -61,7 +61,8 @@ def on_mpi(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("preprocess", "deduplicate")),
+        "preprocess",
+        pytest.param("deduplicate", marks=pytest.mark.slow),
         *(
             pytest.param(name, marks=pytest.mark.nightly)
             for name in ("split", "merge", "train-tokenizer")
