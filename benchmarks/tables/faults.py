@@ -178,7 +178,7 @@ CAMPAIGNS = {
 }
 
 
-_HEADER = ("fault", "passed / done", "of", "slowest", "revision")
+_HEADER = ("fault", "passed / done", "of", "slowest", "revision", "processor")
 
 
 def campaigns(
@@ -199,18 +199,17 @@ def campaigns(
     for (name, campaign), lines in zip(CAMPAIGNS.items(), others, strict=True):
         code = code_digest(campaign.places)
         found = [x for x in lines if x["code_digest"] == code]
-        rows.append((f"{campaign.title} (`{name}`)", *_counts(found, f"{campaign.count}", "")))
-    states = list(_mutant_states(mutant_lines).values())
-    done = len(states) - states.count("not run")
-    passed = f"{states.count('yes')} / {done}" if done else "not run"
-    revision = str(mutant_lines[-1]["revision"]) if done else ""
+        title, planned = f"{campaign.title} (`{name}`)", str(campaign.count)
+        rows.append((title, *_counts(found, planned, ""), _processors(found)))
+    latest = {line["mutant"]: line for line in mutant_lines}
+    found = [x for x in mutant_lines if x is latest[x["mutant"]] and _is_present(x)]
     title = "a line of the package broken (`mutants`)"
-    rows.append((title, passed, str(len(states)), "", revision))
+    rows.append((title, *_counts(found, str(len(latest)), ""), _processors(found)))
     found = [
         x | {"ok": bool(x["killed_by"] or x["reason"])} for x in _of_present_code(random_lines)
     ]
     title = "a line of the package changed at random (`random_mutants`)"
-    rows.append((title, *_counts(found, "30", "")))
+    rows.append((title, *_counts(found, "30", ""), _processors(found)))
     return markdown(_HEADER, rows)
 
 
@@ -227,7 +226,7 @@ def _chaos_rows(lines: list[Line]) -> list[tuple[str, ...]]:
         title, planned = f"{case.title} (`chaos {name}`)", str(case.count or "every call")
         keys = ("survivors_seconds", "stop_seconds", "refused_seconds")
         slowest = _slowest(found, keys, lambda key: key.removesuffix("_seconds"))
-        rows.append((title, *_counts(found, planned, slowest)))
+        rows.append((title, *_counts(found, planned, slowest), _processors(found)))
     return rows
 
 
@@ -254,8 +253,10 @@ def hangs(lines: list[Line]) -> str:
     """Passed and completed cases by fault and section of the training loop."""
     code = code_digest(HANGS_CODE)
     rows = []
-    for title in sorted({_hang_title(line) for line in lines}):
-        found = [x for x in lines if _hang_title(x) == title and x["code_digest"] == code]
+    present = [x for x in lines if x["code_digest"] == code]
+    # Which section a stopped rank is in depends on time: not every section is in every campaign.
+    for title in sorted({_hang_title(line) for line in present or lines}):
+        found = [x for x in present if _hang_title(x) == title]
         late = [
             x["detected_seconds"] - x.get("timeout_seconds", 0)
             for x in found
@@ -338,17 +339,20 @@ def hostile_files(lines: list[Line]) -> str:
     sums = [f"{sum(x[key] for x in found):,}" for _, key in columns]
     failed = str(sum(x["num_failed"] for x in found)) if found else "not run"
     revision = str(found[-1]["revision"]) if found else ""
-    header = ("kinds of files", *(title for title, _ in columns), "tracebacks", "revision")
-    return markdown(header, [(str(len(kinds)), *sums, failed, revision)])
+    header = (
+        "kinds of files", *(title for title, _ in columns), "tracebacks", "revision", "processor",
+    )  # fmt: skip
+    return markdown(header, [(str(len(kinds)), *sums, failed, revision, _processors(found))])
 
 
 def mutants(lines: list[Line]) -> str:
     """Faults of the code, and the test that fails with each."""
-    tests = {line["mutant"]: f"`{line['test']}`" for line in lines}
-    states = _mutant_states(lines)
-    return markdown(
-        ("fault", "test", "fails"), [(name, tests[name], state) for name, state in states.items()]
-    )
+    latest = {line["mutant"]: line for line in lines}
+    rows = [
+        (name, f"`{x['test']}`", ("yes" if x["ok"] else "no") if _is_present(x) else "not run")
+        for name, x in latest.items()
+    ]
+    return markdown(("fault", "test", "fails"), rows)
 
 
 def random_mutants(lines: list[Line]) -> str:
@@ -373,24 +377,23 @@ def _of_present_code(lines: list[Line]) -> list[Line]:
     ]
 
 
-def _mutant_states(lines: list[Line]) -> dict[str, str]:
-    """Return for each mutant whether its test fails: yes, no or not run."""
-    states = {}
-    for line in lines:
-        test = line["test"].split("::")[0]
-        places = (f"megatron_deberta/{line['file']}", f"tests/{test}")
-        # A line about a file that was moved is one about older code.
-        is_old = not all((ROOT / place).exists() for place in places) or (
-            code_digest(places, imports=False) != line["code_digest"]
-        )
-        states[line["mutant"]] = "not run" if is_old else "yes" if line["ok"] else "no"
-    return states
+def _is_present(line: Line) -> bool:
+    """Return whether neither file of a mutant has changed since its line was recorded."""
+    places = (f"megatron_deberta/{line['file']}", f"tests/{line['test'].split('::')[0]}")
+    # A line about a file that was moved is one about older code.
+    return all((ROOT / place).exists() for place in places) and (
+        code_digest(places, imports=False) == line["code_digest"]
+    )
 
 
 def _counts(found: list[Line], *middle: str) -> tuple[str, ...]:
     """Return the cells of a row after its title: the counts, other cells, the revision."""
     passed = f"{sum(x['ok'] for x in found):,} / {len(found):,}" if found else "not run"
     return (passed, *middle, str(found[-1]["revision"]) if found else "")
+
+
+def _processors(found: list[Line]) -> str:
+    return ", ".join(sorted({line["hardware"] for line in found}))
 
 
 def _slowest(found: list[Line], keys: Iterable[str], title: Callable[[str], str]) -> str:

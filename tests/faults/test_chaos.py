@@ -74,9 +74,10 @@ def test_table_ignores_results_of_other_code(monkeypatch: pytest.MonkeyPatch) ->
     # test_campaign_digest.py covers the digest itself, which takes seconds.
     monkeypatch.setattr(faults, "code_digest", lambda places: f"digest of {places[0]}")
     code = CHAOS_CASES["damage"].digest()
-    line = {"case": "damage", "ok": True, "revision": "abc"}
+    line = {"case": "damage", "ok": True, "revision": "abc", "hardware": "a CPU"}
     table = faults.chaos([{**line, "seed": 0, "code": code}, {**line, "seed": 1, "code": "other"}])
-    assert "(`chaos damage`) | 1 / 1 | 1000 |" in table
+    row = f"| {CHAOS_CASES['damage'].title} (`chaos damage`) | 1 / 1 | 1000 |  | abc | a CPU |"
+    assert row in table.splitlines()
     assert "(`chaos kill-one`) | not run | 200 |" in table
 
 

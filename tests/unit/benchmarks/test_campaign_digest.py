@@ -172,7 +172,7 @@ def test_table_of_random_mutants() -> None:
     file = "megatron_deberta/files.py"
     line = {
         "file": file, "line": 3, "old": "a: int | None = 1", "new": "a: int | None = 2",
-        "killed_by": "", "reason": "", "revision": "r",
+        "killed_by": "", "reason": "", "revision": "r", "hardware": "a CPU",
         "code_digest": code_digest([file], imports=False),
     }  # fmt: skip
     lines = [
@@ -187,4 +187,4 @@ def test_table_of_random_mutants() -> None:
     assert equivalent.endswith("| no difference |")
     assert survived.endswith("| **none** |")
     table = faults.campaigns([], [], lines, *([] for _ in faults.CAMPAIGNS))
-    assert "(`random_mutants`) | 2 / 3 | 30 |  | r |" in table
+    assert "(`random_mutants`) | 2 / 3 | 30 |  | r | a CPU |" in table
