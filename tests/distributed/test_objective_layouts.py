@@ -22,11 +22,11 @@ QUICK: list[tuple[Run, tuple[Any, ...], Layout]] = [
     (run_two_forms, (), Layout(1, 2, False, "selective")),
     (run_retromae, ("mean",), Layout(2, 3, True, "full")),
     (run_retromae, ("cls",), Layout(2, 1, False, "selective")),
-    (run_rtd, (RTD,), Layout(2, 1, False, "none")),
-    (run_rtd, (ES,), Layout(1, 2, False, "selective")),
     (run_rtd, (NONE, ALTERNATING), Layout(1, 2, False, "full")),
+    (run_rtd, (ES,), Layout(1, 2, False, "selective")),
 ]
 SLOW = [
+    (run_rtd, (RTD,), Layout(2, 1, False, "none")),
     (run_rtd, (RTD,), Layout(2, 3, True, "full")),
 ]
 MORE = [

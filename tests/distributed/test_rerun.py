@@ -156,6 +156,7 @@ def test_three_causes_have_three_verdicts(four_ranks: RankPool, layout: Layout) 
         assert skips == [None, "loss not finite", None]
 
 
+@pytest.mark.slow
 def test_gradients_of_16_bits(four_ranks: RankPool) -> None:
     found = four_ranks.run(train, LAYOUTS[1], "data", {"dtype": "bf16"})
     check_ranks(found, "reproducible", [])

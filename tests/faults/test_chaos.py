@@ -36,12 +36,14 @@ def strace() -> None:
         pytest.skip("strace is missing; apt-get install strace enables this")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_damaged_checkpoint_is_rejected_by_name(saves: SaveCases, seed: int) -> None:
     outcome = saves.damage(seed)
     assert outcome["ok"], outcome
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("strace")
 @pytest.mark.parametrize("part", every(2, range(6), ["nightly"]))
 def test_killed_save_keeps_an_intact_checkpoint(saves: SaveCases, part: int) -> None:
@@ -49,6 +51,7 @@ def test_killed_save_keeps_an_intact_checkpoint(saves: SaveCases, part: int) -> 
     assert outcome["ok"], outcome
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("strace")
 @pytest.mark.parametrize("seed", range(4))
 def test_failed_save_removes_its_files(saves: SaveCases, seed: int) -> None:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from megatron_deberta.cli.main import main
 from tests.golden.freeze import compare, metrics
+from tests.support.selection import every
 
 OLD = Path(__file__).with_name("c6955b0")
 ONE_RANK = ("parallel.tensor_parallel_size=1", "parallel.sequence_parallel=false")
@@ -46,7 +47,7 @@ def assert_metrics(run_dir: Path, name: str) -> None:
     assert not differences, "\n".join(differences)
 
 
-@pytest.mark.parametrize("config", ["run.yaml", "run/config.yaml"])
+@pytest.mark.parametrize("config", every(2, ["run.yaml", "run/config.yaml"], ["slow"]))
 def test_run_is_resumed(config: str, folder: Path) -> None:
     """From the original run file, and from the resolved config in the run's folder."""
     assert main(["pretrain", config, *ONE_RANK, "train.stop_after=0"]) == 0

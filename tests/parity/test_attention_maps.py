@@ -12,6 +12,7 @@ from transformers import AutoModel
 
 from megatron_deberta.attention_maps.compute import MEAN, compute_maps
 from megatron_deberta.checkpoint.store import find_newest
+from tests.support.selection import every
 from tests.support.tiny_models import V1, V2, tiny_tokenizer
 from tests.support.tiny_runs import export_run, save_run
 
@@ -25,7 +26,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", every(2, CONFIGS, ["slow"]))
 def test_maps_are_those_of_transformers(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from megatron_deberta import hf
 from megatron_deberta.hf import FastAttentionHandle, fast_attention, use_fast_attention
 from tests.support.compiler import needs_compiler
+from tests.support.selection import every
 from tests.support.stock_models import (
     HEADS,
     KINDS,
@@ -34,7 +35,7 @@ from tests.support.stock_models import (
 
 
 @pytest.mark.parametrize(
-    ("kind", "head"), [(k, h) for h in HEADS for k in KINDS if h in heads_of(k)]
+    ("kind", "head"), every(2, [(k, h) for h in HEADS for k in KINDS if h in heads_of(k)], ["slow"])
 )
 def test_outputs_and_gradients_of_every_head(kind: str, head: str) -> None:
     # Left padding: pooled heads read the state of a padding position, as in transformers.

@@ -98,7 +98,7 @@ def test_no_masks_give_an_empty_result(
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("fp16", 5e-3), ("int8", 5e-2)])
-@pytest.mark.parametrize("head", [*HEADS, "encoder"])
+@pytest.mark.parametrize("head", every(2, [*HEADS, "encoder"], ["slow"]))
 def test_low_precision(
     head: Head | Literal["encoder"], dtype: OnnxDtype, limit: float, tmp_path: Path
 ) -> None:

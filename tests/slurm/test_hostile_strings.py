@@ -23,6 +23,7 @@ from megatron_deberta.cluster.slurm.history import JobHistory
 from tests.slurm.hostile import HOSTILE
 from tests.slurm.virtual_cluster import VirtualCluster, wait_until
 from tests.support.jobs import ROOT
+from tests.support.selection import every
 
 RECORDER = """\
 #!/bin/bash
@@ -99,7 +100,7 @@ def test_strings_are_distinct() -> None:
     assert len(set(HOSTILE)) == len(HOSTILE) >= 60
 
 
-@pytest.mark.parametrize("field", PROFILE_FIELDS)
+@pytest.mark.parametrize("field", every(3, PROFILE_FIELDS, ["slow"]))
 def test_cluster_profile(place: Path, field: str, capsys: pytest.CaptureFixture[str]) -> None:
     with no_canary(place) as canary:
         for text in HOSTILE:

@@ -146,7 +146,13 @@ def folder_of(path: Path) -> str:
     return "/".join(path.relative_to(ROOT).parent.parts[:2])
 
 
-@pytest.mark.parametrize("folder", sorted({folder_of(path) for path in FILES}))
+@pytest.mark.parametrize(
+    "folder",
+    [
+        pytest.param(folder, marks=pytest.mark.slow if folder.startswith("tests") else ())
+        for folder in sorted({folder_of(path) for path in FILES})
+    ],
+)
 def test_no_call_executes_data(folder: str) -> None:
     exceptions = {**ALLOWED, **ALLOWED_IN_TESTS}
     for path in (path for path in FILES if folder_of(path) == folder):

@@ -178,7 +178,9 @@ def test_stop_signal_during_start_up_is_recorded_at_once(ranks_of: Any) -> None:
     wait_for(lambda: ranks.processes() == [])
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), every(2, [(signal.SIGUSR1, 75), (signal.SIGINT, 130)], ["slow"])
+)
 def test_rank_that_a_stop_signal_ends_before_it_handles_it(
     ranks_of: Any, number: int, code: int
 ) -> None:

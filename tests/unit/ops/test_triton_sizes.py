@@ -127,7 +127,7 @@ def test_scores_of_sixty_thousand_in_float16() -> None:
     assert same > 0.9
 
 
-@pytest.mark.parametrize("tables", ["both", "c2p", "p2c"])
+@pytest.mark.parametrize("tables", every(3, ["both", "c2p", "p2c"], ["slow"]))
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_position_products_beyond_the_float16_range(
     tables: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

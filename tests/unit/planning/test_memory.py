@@ -134,15 +134,16 @@ def with_recompute(names: Iterable[str], quick: str) -> list[Any]:
 
     Args:
         names: first parameter.
-        quick: name without marks; of the others, those with recomputation are marked nightly.
+        quick: name without marks; the others are marked slow, with recomputation nightly.
     """
     return [
-        pytest.param(
-            name, kind, marks=() if name == quick or kind == "none" else pytest.mark.nightly
+        (name, kind) if name == quick
+        else pytest.param(
+            name, kind, marks=pytest.mark.slow if kind == "none" else pytest.mark.nightly
         )
         for name in names
         for kind in ("none", "selective", "full")
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "recompute"), with_recompute(MODELS, "1.5B-like"))

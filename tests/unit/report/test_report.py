@@ -16,6 +16,7 @@ from megatron_deberta.errors import EXIT_DONE, EXIT_USAGE
 from megatron_deberta.report.charts import Chart, Series, draw, thin
 from megatron_deberta.report.tables import MAX_EVENTS
 from tests.support.report_runs import write_run
+from tests.support.selection import every
 
 
 def report(output: Path, *runs: Path) -> str:
@@ -290,7 +291,7 @@ def test_thinned_lines_keep_their_spikes() -> None:
 
 
 @pytest.mark.parametrize("name", ["timeline.jsonl", "samples.jsonl", "chain.jsonl", "config.yaml"])
-@pytest.mark.parametrize("kind", ["pipe", "device"])
+@pytest.mark.parametrize("kind", every(2, ["pipe", "device"], ["slow"]))
 def test_files_without_an_end_are_left_out(tmp_path: Path, name: str, kind: str) -> None:
     run = write_run(tmp_path / "run")
     (run / name).unlink(missing_ok=True)

@@ -15,6 +15,7 @@ import pytest
 from megatron_deberta.errors import ConfigError, DataError
 from megatron_deberta.tasks import Answer, Example, encode, load_task, read_examples
 from megatron_deberta.tokenizer import Tokenizer
+from tests.support.selection import every
 
 Rows = list[dict[str, Any]]
 CLASSES: Rows = [
@@ -131,7 +132,7 @@ CASES: list[tuple[str, str, Rows, dict[str, Any], list[str]]] = [
 
 @pytest.mark.parametrize(
     ("head", "columns", "rows", "expected", "form"),
-    [(*case, form) for *case, forms in CASES for form in forms],
+    every(2, [(*case, form) for *case, forms in CASES for form in forms], ["slow"]),
 )
 def test_every_format_gives_the_same_examples(
     head: str, columns: str, rows: Rows, expected: dict[str, Any], form: str, tmp_path: Path

@@ -18,6 +18,7 @@ from megatron_deberta.tasks import TaskConfig, encode, load_task, read_examples
 from megatron_deberta.tasks.formats import read_conll
 from megatron_deberta.tokenizer import Tokenizer
 from tests.support.corpus import corpus_path
+from tests.support.selection import every
 from tests.support.task_files import PUBLISHED, squad
 
 Damage = Callable[[bytes], tuple[bytes, int]]
@@ -302,7 +303,7 @@ REAL_CASES = [(*key, message, damage) for key, cases in REAL.items() for message
 
 @pytest.mark.parametrize(
     ("task", "split", "file", "message", "damage"),
-    REAL_CASES,
+    every(2, REAL_CASES, ["slow"]),
     ids=[f"{case[2]}: {case[3]}" for case in REAL_CASES],
 )
 def test_real_files(

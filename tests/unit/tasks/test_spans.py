@@ -269,7 +269,7 @@ def test_only_candidates_are_predicted(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("task", "file"),
     [
-        ("policyqa", "tasks/qa/policyqa.test.json"),
+        pytest.param("policyqa", "tasks/qa/policyqa.test.json", marks=pytest.mark.slow),
         pytest.param("xquad", "tasks/qa/xquad.en.first.json", marks=pytest.mark.nightly),
         ("xquad", "tasks/qa/xquad.zh.json"),
     ],

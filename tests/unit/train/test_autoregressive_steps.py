@@ -18,6 +18,7 @@ from megatron_deberta.config.schema import (
 from megatron_deberta.errors import ConfigError
 from megatron_deberta.objectives import build_objective
 from tests.support.objective_layouts import as_causal
+from tests.support.selection import every
 from tests.unit.train.test_step import CONFIG, SPLITS, part, rows, start, validated
 
 BOTH = replace(
@@ -45,7 +46,7 @@ def losses(
 FORMS = {"both": (BOTH, (True, False, True, False)), "alone": (ALONE, (True, True, True))}
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", every(2, FORMS, ["slow"]))
 def test_micro_batches_and_recomputation_do_not_change_the_objective(name: str) -> None:
     config, forms = FORMS[name]
     expected = losses(config, SPLITS["whole"], forms)

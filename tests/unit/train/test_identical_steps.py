@@ -93,14 +93,14 @@ CASES = [
     ("deepspeed", "fp16", 2),
     ("deepspeed", "fp16", 3),
 ]
-FEW = [("plain", "fp32", 0), ("deepspeed", "bf16", 1), ("deepspeed", "fp16", 2)]
+FEW = [("plain", "fp32", 0), ("deepspeed", "fp16", 2), ("deepspeed", "bf16", 1)]
 """Each engine and both 16-bit formats."""
 
 
 @pytest.mark.parametrize(
     ("engine_name", "dtype", "stage"),
     [
-        *every(2, FEW, ["nightly"]),
+        *every(3, FEW),
         *(pytest.param(*x, marks=pytest.mark.nightly) for x in CASES if x not in FEW),
     ],
 )
