@@ -18,6 +18,7 @@ from tests.support.jobs import ROOT
 from tests.support.machine_text import documents
 
 SECONDS = 120.0
+ONE_WORKER = ("--workers", "1")
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def make(tmp_path: Path) -> list[str]:
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return [
         "preprocess", "--input", str(corpus), "--tokenizer", str(tmp_path / "tokenizer"),
-        "--unit-mb", "0.02", "--workers", "1", "--output",
+        "--unit-mb", "0.02", "--output",
     ]  # fmt: skip
 
 
@@ -54,12 +55,13 @@ def run_array(cluster: VirtualCluster, command: list[str], tasks: str, log: Path
 def test_the_tasks_of_an_array_do_the_share_of_one_that_fails(
     cluster: VirtualCluster, make: list[str], tmp_path: Path
 ) -> None:
-    assert main([*make, str(tmp_path / "whole" / "c")]) == 0
-    command = [sys.executable, "-m", "megatron_deberta", *make, str(tmp_path / "out" / "c")]
-    command += ["--executor", "slurm-array"]
+    assert main([*make, str(tmp_path / "whole" / "c"), *ONE_WORKER]) == 0
+    start = [sys.executable, "-m", "megatron_deberta", *make]
+    command = [*start, str(tmp_path / "out" / "c"), *ONE_WORKER, "--executor", "slurm-array"]
     # In the first array, task 1 of 0, 1 and 2 ends before it does its share.
     broken = ["sh", "-c", f'test "$SLURM_ARRAY_TASK_ID" = 1 || exec {shlex.join(command)}']
-    for name, line in (("out", broken), ("again", [*command[:-3], str(tmp_path / "again" / "c")])):
+    again = [*start, str(tmp_path / "again" / "c"), *ONE_WORKER]
+    for name, line in (("out", broken), ("again", again)):
         run_array(cluster, line, "0-2", tmp_path / "log")
         logs = "".join(Path(f"{tmp_path}/log-{task}").read_text() for task in range(3))
         assert logs.count(": 60 documents") >= 1, logs
@@ -68,7 +70,7 @@ def test_the_tasks_of_an_array_do_the_share_of_one_that_fails(
 
 @pytest.mark.nightly
 def test_deduplicate_as_an_array(cluster: VirtualCluster, tmp_path: Path) -> None:
-    make = ["deduplicate", "--input", *make_corpus(tmp_path), "--workers", "1", "--output"]
+    make = ["deduplicate", "--input", *make_corpus(tmp_path), *ONE_WORKER, "--output"]
     assert main([*make, str(tmp_path / "whole")]) == 0
     command = [sys.executable, "-m", "megatron_deberta", *make, str(tmp_path / "out")]
     run_array(cluster, [*command, "--executor", "slurm-array"], "0-2", tmp_path / "log")
@@ -79,7 +81,7 @@ def test_deduplicate_as_an_array(cluster: VirtualCluster, tmp_path: Path) -> Non
 def test_dask_workers_on_two_nodes(
     cluster: VirtualCluster, make: list[str], tmp_path: Path
 ) -> None:
-    assert main([*make, str(tmp_path / "whole" / "c")]) == 0
+    assert main([*make, str(tmp_path / "whole" / "c"), *ONE_WORKER]) == 0
     file = tmp_path / "scheduler.json"
     scheduler = subprocess.Popen(
         [sys.executable, "-m", "distributed.cli.dask_scheduler", "--port", "0", "--no-dashboard",
