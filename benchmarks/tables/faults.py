@@ -202,7 +202,7 @@ def campaigns(
         title, planned = f"{campaign.title} (`{name}`)", str(campaign.count)
         rows.append((title, *_counts(found, planned, ""), _processors(found)))
     latest = {line["mutant"]: line for line in mutant_lines}
-    found = [x for x in mutant_lines if x is latest[x["mutant"]] and _is_present(x)]
+    found = [x for x in mutant_lines if x is latest[x["mutant"]] and _is_current(x)]
     title = "a line of the package broken (`mutants`)"
     rows.append((title, *_counts(found, str(len(latest)), ""), _processors(found)))
     found = [
@@ -349,7 +349,7 @@ def mutants(lines: list[Line]) -> str:
     """Faults of the code, and the test that fails with each."""
     latest = {line["mutant"]: line for line in lines}
     rows = [
-        (name, f"`{x['test']}`", ("yes" if x["ok"] else "no") if _is_present(x) else "not run")
+        (name, f"`{x['test']}`", ("yes" if x["ok"] else "no") if _is_current(x) else "not run")
         for name, x in latest.items()
     ]
     return markdown(("fault", "test", "fails"), rows)
@@ -368,19 +368,18 @@ def random_mutants(lines: list[Line]) -> str:
 
 
 def _of_present_code(lines: list[Line]) -> list[Line]:
-    """Return the lines whose file has not changed since they were recorded."""
-    return [
-        line
-        for line in lines
-        if (ROOT / line["file"]).exists()
-        and code_digest([line["file"]], imports=False) == line["code_digest"]
-    ]
+    """Return the lines of random mutants whose file is unchanged."""
+    return [line for line in lines if _is_unchanged(line, line["file"])]
 
 
-def _is_present(line: Line) -> bool:
-    """Return whether neither file of a mutant has changed since its line was recorded."""
-    places = (f"megatron_deberta/{line['file']}", f"tests/{line['test'].split('::')[0]}")
-    # A line about a file that was moved is one about older code.
+def _is_current(line: Line) -> bool:
+    """Return whether the changed file and the test file of a mutant are unchanged."""
+    test = line["test"].split("::")[0]
+    return _is_unchanged(line, f"megatron_deberta/{line['file']}", f"tests/{test}")
+
+
+def _is_unchanged(line: Line, *places: str) -> bool:
+    """Return whether files exist and have the digest that a line recorded."""
     return all((ROOT / place).exists() for place in places) and (
         code_digest(places, imports=False) == line["code_digest"]
     )
